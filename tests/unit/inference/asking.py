@@ -1,4 +1,4 @@
-"""What tests ask the HTTP interface, and what a client makes of the answers."""
+"""Requests of tests to the HTTP interface, and clients' interpretation of the responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def ask_stream(http: httpx.AsyncClient, **fields: object) -> list[Json]:
 
 def joined(chunks: Sequence[Json], choice: int = 0) -> Json:
     """One choice of a stream, put together as a client does."""
-    found: Json = {
+    message: Json = {
         "content": "",
         "reasoning_content": "",
         "tool_calls": [],
@@ -47,9 +47,9 @@ def joined(chunks: Sequence[Json], choice: int = 0) -> Json:
                 continue
             delta = part["delta"]
             for name in ("content", "reasoning_content"):
-                found[name] += delta.get(name) or ""
-            found["tool_calls"] += delta.get("tool_calls", [])
-            found["token_ids"] += part.get("token_ids", [])
-            found["logprobs"] += (part["logprobs"] or {"content": []})["content"]
-            found["ends"] += [part["finish_reason"]] if part["finish_reason"] else []
-    return found
+                message[name] += delta.get(name) or ""
+            message["tool_calls"] += delta.get("tool_calls", [])
+            message["token_ids"] += part.get("token_ids", [])
+            message["logprobs"] += (part["logprobs"] or {"content": []})["content"]
+            message["ends"] += [part["finish_reason"]] if part["finish_reason"] else []
+    return message

@@ -77,16 +77,16 @@ MakeEngine = Callable[..., Awaitable[TorchEngine]]
 @pytest.fixture
 async def make_engine(models: Models) -> AsyncIterator[MakeEngine]:
     """Engines with given settings that hold `first`; stopped after the test."""
-    made: list[TorchEngine] = []
+    engines: list[TorchEngine] = []
 
     async def make(**settings: object) -> TorchEngine:
         engine = TorchEngine(TorchSettings.model_validate({"device": "cpu", **settings}))
-        made.append(engine)
+        engines.append(engine)
         await engine.load(models.first.folder, models.first.manifest)
         return engine
 
     yield make
-    for engine in made:
+    for engine in engines:
         await engine.stop()
 
 
@@ -105,18 +105,18 @@ async def sample(
     **how: Any,
 ) -> Tokens:
     """All tokens of one choice."""
-    found = Tokens(0)
+    collected = Tokens(0)
     options = {"max_tokens": 24, **how}
     sampling = Sampling(**options)
     async for tokens in engine.generate(prompt, sampling, version, [start or Start()], stream=stream):
-        found.token_ids += tokens.token_ids
-        found.logprobs += tokens.logprobs
-        found.top += tokens.top
-        found.finish = tokens.finish
-        found.cached_tokens = tokens.cached_tokens
-    return found
+        collected.token_ids += tokens.token_ids
+        collected.logprobs += tokens.logprobs
+        collected.top += tokens.top
+        collected.finish = tokens.finish
+        collected.cached_tokens = tokens.cached_tokens
+    return collected
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
     """Token ids that are no special tokens; prompts of other salts share no prefix."""
-    return [10 + (31 * place + 97 * salt + place * place * (salt + 1)) % 290 for place in range(length)]
+    return [10 + (31 * position + 97 * salt + position * position * (salt + 1)) % 290 for position in range(length)]

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, and the service's HTTP interface on top of it."""
+"""A scripted engine, and the service's HTTP interface on top of it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ class Asked:
 
 
 class ScriptedEngine:
-    """Choice `i` says `scripts[i % len(scripts)]` (text, whose tokens are those of the tokenizer, or the tokens), with
-    logprob -0.5 for each, a few tokens at a time, and ends with the end-of-turn token. It obeys `until`, `max_tokens`
-    and resumed tokens. `hold` keeps it from ending; `fail_after` breaks it after so many tokens."""
+    """Choice `i` generates `scripts[i % len(scripts)]` (a text, or token ids) and then the end-of-turn token.
+
+    Each token has the logprob -0.5; a few tokens arrive at a time. The engine obeys `until`, `max_tokens` and resumed
+    tokens. `hold` delays the end; `fail_after` is the number of tokens after which it fails.
+    """
 
     name = "scripted"
     resumes = True
@@ -127,9 +129,9 @@ class ScriptedGeneration:
             self._engine.closed += 1
 
     def __aiter__(self) -> AsyncIterator[Tokens]:
-        return self._say()
+        return self._pieces()
 
-    async def _say(self) -> AsyncIterator[Tokens]:
+    async def _pieces(self) -> AsyncIterator[Tokens]:
         for start in self._starts:
             tokens, finish = self._sampled(start)
             step = self._engine.portion if self._stream else max(len(tokens), 1)
@@ -147,14 +149,14 @@ class ScriptedGeneration:
     def _sampled(self, start: Start) -> tuple[list[int], Finish]:
         script = self._engine.tokens_of(start.choice)
         assert script[: len(start.resumed)] == [*start.resumed], "resumed tokens are those of the script"
-        found: list[int] = []
+        tokens: list[int] = []
         for token in script[len(start.resumed) :]:
-            found.append(token)
+            tokens.append(token)
             if token in self._sampling.stop_ids or (start.until is not None and start.until(token)):
-                return found, "stop"
-            if self._sampling.max_tokens == len(start.resumed) + len(found):
+                return tokens, "stop"
+            if self._sampling.max_tokens == len(start.resumed) + len(tokens):
                 break
-        return found, "length"
+        return tokens, "length"
 
 
 class OneVersion:
@@ -181,17 +183,17 @@ def client(
     **security: str,
 ) -> httpx.AsyncClient:
     """A client of the HTTP interface, without a socket."""
-    aside = WorkerThreads(1)
+    worker_threads = WorkerThreads(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
     grammars = GrammarCompiler(parsers, GrammarSettings())
-    completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, grammars, limits)
+    completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, worker_threads, grammars, limits)
     common = Common.model_validate({"security": security})
     api = Api(
         common,
         OneVersion(tokenizer, version),
         completions,
         RequestBounds(body_bytes_max, choices_max=4, json_values_max=10_000),
-        aside,
+        worker_threads,
     )
     transport = httpx.ASGITransport(api.app({"engine": lambda: engine.alive}), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://replica")

@@ -1,4 +1,4 @@
-"""The schedule, one step at a time: who computes what, and that nobody starves."""
+"""The schedule of a batch, one step at a time: the rows that compute, and that no sequence starves."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def model(models: Models) -> Model:
 def batch(model: Model) -> Iterator[DecodeBatch]:
     limits = BatchLimits(sequences_max=4, prefill_tokens_max=PORTION, kv_bytes_max=2**24, prefix_bytes_max=2**20)
     with torch.inference_mode():
-        made = DecodeBatch(model, limits)
-        yield made
-        made.close()
+        created = DecodeBatch(model, limits)
+        yield created
+        created.close()
 
 
 def sequence(prompt: list[int], tokens: int = 1000, owner: object = None) -> Sequence:
@@ -46,7 +46,7 @@ def sequence(prompt: list[int], tokens: int = 1000, owner: object = None) -> Seq
 
 
 def delivered(batch: DecodeBatch) -> list[Sequence]:
-    return [one for one, _ in batch.step()]
+    return [item for item, _ in batch.step()]
 
 
 def test_a_long_prompt_never_keeps_the_others_from_decoding(batch: DecodeBatch) -> None:
@@ -72,27 +72,27 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(batch: DecodeBa
 
 def test_prompts_of_similar_length_are_computed_together(batch: DecodeBatch) -> None:
     together = [sequence(prompt_of(length, length)) for length in (8, 9, 10)]
-    for one in together:
-        batch.add(one)
+    for item in together:
+        batch.add(item)
     assert set(delivered(batch)) == set(together), "after one step all of them have decoded"
 
 
 def test_more_than_fit_wait_in_order(batch: DecodeBatch) -> None:
-    many = [sequence(prompt_of(6, salt), tokens=3) for salt in range(6)]
-    for one in many:
-        batch.add(one)
-    assert delivered(batch) == many[:4]
+    sequences = [sequence(prompt_of(6, salt), tokens=3) for salt in range(6)]
+    for item in sequences:
+        batch.add(item)
+    assert delivered(batch) == sequences[:4]
     assert (len(batch.running), len(batch.waiting)) == (4, 2)
     for _ in range(2):
         batch.step()
-    assert set(delivered(batch)) == set(many[4:])
+    assert set(delivered(batch)) == set(sequences[4:])
 
 
 def test_an_aborted_generation_leaves_at_once_with_all_its_choices(batch: DecodeBatch) -> None:
     owner = object()
-    gone, stays = sequence(prompt_of(6, 1), owner=owner), sequence(prompt_of(6, 2))
-    gone.followers = [sequence(prompt_of(6, 1), owner=owner)]
-    batch.add(gone)
+    aborted, stays = sequence(prompt_of(6, 1), owner=owner), sequence(prompt_of(6, 2))
+    aborted.followers = [sequence(prompt_of(6, 1), owner=owner)]
+    batch.add(aborted)
     batch.add(stays)
     batch.step()
     batch.abort(owner)
@@ -101,11 +101,11 @@ def test_an_aborted_generation_leaves_at_once_with_all_its_choices(batch: Decode
 
 
 def test_after_a_reset_nothing_is_left(batch: DecodeBatch) -> None:
-    one, other = sequence(prompt_of(6)), sequence(prompt_of(200, 1))
-    batch.add(one)
+    first, other = sequence(prompt_of(6)), sequence(prompt_of(200, 1))
+    batch.add(first)
     batch.add(other)
     batch.step()
-    assert set(batch.reset()) == {one, other}
+    assert set(batch.reset()) == {first, other}
     assert not batch.busy
     again = sequence(prompt_of(6))
     batch.add(again)

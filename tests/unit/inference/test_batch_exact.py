@@ -50,8 +50,8 @@ def sequence(prompt: list[int], tokens: int, *, owner: object = None, seed: int 
 
 
 def run(batch: DecodeBatch, *sequences: Sequence) -> None:
-    for one in sequences:
-        batch.add(one)
+    for sequence in sequences:
+        batch.add(sequence)
     for _ in range(500):
         if not batch.busy:
             return
@@ -60,7 +60,7 @@ def run(batch: DecodeBatch, *sequences: Sequence) -> None:
 
 
 def alone(model: Model, like: Sequence) -> Sequence:
-    """The same sequence with all memory and no neighbour."""
+    """Compare a sequence with the same one sampled alone, with all memory."""
     how = {name: getattr(like.sampling, name) for name in ("temperature", "top_k", "top_logprobs")}
     limit = like.limit - like.prompt_length
     again = sequence(like.tokens[: like.prompt_length], limit, seed=like.seed, **how)
@@ -68,20 +68,20 @@ def alone(model: Model, like: Sequence) -> Sequence:
     return again
 
 
-def assert_exact(model: Model, one: Sequence) -> None:
-    expected = alone(model, one)
-    assert one.tokens == expected.tokens
-    assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+def assert_exact(model: Model, sampled: Sequence) -> None:
+    expected = alone(model, sampled)
+    assert sampled.tokens == expected.tokens
+    assert sampled.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.6])
 def test_keeping_every_token_is_no_truncation(model: Model, temperature: float) -> None:
     plain = sequence(prompt_of(9), 12, temperature=temperature)
-    kept = sequence(prompt_of(9), 12, temperature=temperature, top_k=model.vocabulary)
+    unlimited = sequence(prompt_of(9), 12, temperature=temperature, top_k=model.vocabulary)
     run(batch_of(model), plain)
-    run(batch_of(model), kept)  # in a batch of its own, as one such row changes how all are drawn
-    assert kept.tokens == plain.tokens
-    assert kept.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    run(batch_of(model), unlimited)  # in a batch of its own, as one such row changes how all are drawn
+    assert unlimited.tokens == plain.tokens
+    assert unlimited.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
 def test_attention_sees_no_more_than_it_needs_and_all_of_that_up_to_the_end_of_the_context(
@@ -109,10 +109,10 @@ def test_a_portion_of_prompts_is_bounded_and_at_most_half_of_it_is_padding(model
     def first_step(*lengths: int) -> list[int]:
         batch = batch_of(model)
         together = [sequence(prompt_of(length, salt), 5) for salt, length in enumerate(lengths)]
-        for one in together:
-            batch.add(one)
+        for item in together:
+            batch.add(item)
         batch.step()
-        return [one.filled for one in together]
+        return [item.filled for item in together]
 
     assert first_step(17, 17) == [17, 17], "two of 16 are the whole portion of 32"
     assert first_step(17, 17, 17) == [17, 17, 0]
@@ -137,17 +137,20 @@ def test_padding_beside_a_full_row_harms_nobody(model: Model) -> None:
 def test_as_many_as_memory_holds_run_at_once(model: Model) -> None:
     batch = batch_of(model, kv_tokens=128)
     three = [sequence(prompt_of(60, salt), 2) for salt in range(3)]
-    for one in three:
-        batch.add(one)
+    for item in three:
+        batch.add(item)
     batch.step()
     assert batch.running == three[:2]
     run(batch)
-    for one in three:
-        assert_exact(model, one)
+    for item in three:
+        assert_exact(model, item)
 
 
 def test_where_only_decoding_rows_can_give_way_they_wait_and_lose_nothing(model: Model) -> None:
-    """Memory for 2 x 96 tokens: one row needs it for its prompt, the other, whose prompt is cached, outgrows it."""
+    """The memory has 2 x 96 tokens.
+
+    One row needs it for its prompt. The other row has a cached prompt and outgrows it.
+    """
     batch = batch_of(model, portion=16, kv_tokens=192)
     cached = sequence(prompt_of(94), 1)
     run(batch, cached)
@@ -186,23 +189,23 @@ def test_one_row_that_went_astray_costs_neither_its_neighbour_a_token_nor_the_ca
     batch = batch_of(model)
     begun = sequence(prompt_of(40), 1)
     run(batch, begun)
-    lost, kept = sequence(begun.tokens, 9), sequence(prompt_of(7, 1), 9)
+    lost, sound = sequence(begun.tokens, 9), sequence(prompt_of(7, 1), 9)
     real = model.program.decode
 
-    def astray(*given: Any) -> Any:
-        ids, logprobs, *rest = real(*given)
-        logprobs[given[2][:, 0] == 40] = math.nan
+    def astray(*arguments: Any) -> Any:
+        ids, logprobs, *rest = real(*arguments)
+        logprobs[arguments[2][:, 0] == 40] = math.nan
         return ids, logprobs, *rest
 
     monkeypatch.setattr(model.program, "decode", astray)
     batch.add(lost)
-    batch.add(kept)
+    batch.add(sound)
     deliveries = batch.step()
-    assert [(one, isinstance(news, EngineFailed)) for one, news in deliveries] == [(lost, True), (kept, False)]
+    assert [(item, isinstance(news, EngineFailed)) for item, news in deliveries] == [(lost, True), (sound, False)]
     assert lost.cached == 40, "it went on with the whole entry, which would have gone had it ended well"
     assert batch._prefixes.longest(prompt_of(40))[1] == 40
     run(batch)
-    assert_exact(model, kept)
+    assert_exact(model, sound)
 
 
 def test_after_a_reset_nothing_decodes_until_somebody_comes(model: Model) -> None:
@@ -234,12 +237,12 @@ def test_a_vocabulary_that_begins_one_more_word_of_bits_is_held_to_its_last_toke
 
 def test_all_choices_of_an_aborted_generation_leave_whether_they_decode_or_not(model: Model) -> None:
     owner = object()
-    gone = [sequence(prompt_of(6, salt), 9, owner=owner) for salt in range(3)]
-    gone[2] = sequence(prompt_of(100, 2), 9, owner=owner)
+    aborted = [sequence(prompt_of(6, salt), 9, owner=owner) for salt in range(3)]
+    aborted[2] = sequence(prompt_of(100, 2), 9, owner=owner)
     stays = sequence(prompt_of(6, 4), 9)
     batch = batch_of(model)
-    for one in (gone[0], gone[1], stays, gone[2]):
-        batch.add(one)
+    for item in (aborted[0], aborted[1], stays, aborted[2]):
+        batch.add(item)
     batch.step()
     assert len(batch.running) == 4
     batch.abort(owner)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` on an engine that says what the test wants."""
+"""`POST /v1/chat/completions` with a scripted engine."""
 
 from __future__ import annotations
 
@@ -62,16 +62,18 @@ async def test_a_stream_says_what_a_whole_answer_says(tokenizer: ChatTokenizer, 
     engine = ScriptedEngine(tokenizer, text)
     engine.portion = portion
     async with client(engine, tokenizer) as http:
-        whole = (await ask(http, tools=TOOLS, **FULL)).json()["choices"][0]
+        response = (await ask(http, tools=TOOLS, **FULL)).json()["choices"][0]
         chunks = await ask_stream(http, tools=TOOLS, stream_options={"include_usage": True}, **FULL)
     stream = joined(chunks)
-    assert stream["token_ids"] == whole["token_ids"] == engine.tokens_of(0)
-    assert stream["logprobs"] == whole["logprobs"]["content"]
-    assert stream["content"] == (whole["message"]["content"] or "")
-    assert stream["reasoning_content"] == whole["message"].get("reasoning_content", "")
-    shown = [(call["index"], call["type"], call["function"]) for call in stream["tool_calls"]]
-    assert shown == [(i, c["type"], c["function"]) for i, c in enumerate(whole["message"].get("tool_calls", []))]
-    assert stream["ends"] == [whole["finish_reason"]]
+    assert stream["token_ids"] == response["token_ids"] == engine.tokens_of(0)
+    assert stream["logprobs"] == response["logprobs"]["content"]
+    assert stream["content"] == (response["message"]["content"] or "")
+    assert stream["reasoning_content"] == response["message"].get("reasoning_content", "")
+    streamed_calls = [(call["index"], call["type"], call["function"]) for call in stream["tool_calls"]]
+    assert streamed_calls == [
+        (i, c["type"], c["function"]) for i, c in enumerate(response["message"].get("tool_calls", []))
+    ]
+    assert stream["ends"] == [response["finish_reason"]]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[0]["prompt_token_ids"] == engine.asked[0].prompt
     assert chunks[-1]["choices"] == []
@@ -105,11 +107,11 @@ async def test_a_call_cut_off_by_its_length_is_text(tokenizer: ChatTokenizer) ->
 async def test_several_choices(tokenizer: ChatTokenizer) -> None:
     engine = ScriptedEngine(tokenizer, "one", "two", CALL)
     async with client(engine, tokenizer) as http:
-        whole = (await ask(http, n=3, tools=TOOLS, **FULL)).json()
+        response = (await ask(http, n=3, tools=TOOLS, **FULL)).json()
         chunks = await ask_stream(http, n=3, tools=TOOLS, **FULL)
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert [choice["message"]["content"] for choice in whole["choices"]] == ["one", "two", None]
-    assert whole["usage"]["completion_tokens"] == sum(len(engine.tokens_of(i)) for i in range(3))
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in response["choices"]] == ["one", "two", None]
+    assert response["usage"]["completion_tokens"] == sum(len(engine.tokens_of(i)) for i in range(3))
     for i in range(3):
         assert joined(chunks, i)["token_ids"] == engine.tokens_of(i)
     assert sum("prompt_token_ids" in chunk for chunk in chunks) == 1
@@ -151,7 +153,7 @@ async def test_sampling_reaches_the_engine_as_the_client_meant_it(tokenizer: Cha
             http, temperature=0, top_p=0.5, top_k=7, seed=-3, max_completion_tokens=9, presence_penalty=1,
             frequency_penalty=-1.5, ignore_eos=True,
         )  # fmt: skip
-    default, chosen = (asked.sampling for asked in engine.asked)
+    default, chosen = (request.sampling for request in engine.asked)
     assert (default.temperature, default.top_p, default.top_k, default.seed) == (1.0, 1.0, 0, None)
     assert (default.max_tokens, default.stop_ids) == (None, tokenizer.stop_ids)
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, chosen.max_tokens) == (0.0, 0.5, 7, -3, 9)
@@ -162,28 +164,28 @@ class TestResume:
     """P8: a stream goes on here that another replica began."""
 
     async def test_from_every_point(self, tokenizer: ChatTokenizer) -> None:
-        """What both streams gave out together is what one would have given out."""
+        """The two streams together contain what one stream would have contained."""
         engine = ScriptedEngine(tokenizer, f"<think>hm</think>Look: é {CALL} done")
         async with client(engine, tokenizer) as http:
             engine.portion = 1
             full = await ask_stream(http, tools=TOOLS, **FULL)
-            whole = joined(full)
-            for cut in range(len(whole["token_ids"]) + 1):
-                ids = whole["token_ids"][:cut]
+            joined_stream = joined(full)
+            for cut in range(len(joined_stream["token_ids"]) + 1):
+                ids = joined_stream["token_ids"][:cut]
                 resume = {"choices": [{"index": 0, "token_ids": ids, "logprobs": [-0.5] * cut}]}
                 usage = {"include_usage": True}
                 rest_chunks = await ask_stream(http, tools=TOOLS, headrace_resume=resume, stream_options=usage, **FULL)
                 rest, seen = joined(rest_chunks), joined(full[: cut + 1])
-                assert seen["token_ids"] + rest["token_ids"] == whole["token_ids"]
+                assert seen["token_ids"] + rest["token_ids"] == joined_stream["token_ids"]
                 if not seen["ends"]:
-                    assert rest["ends"] == whole["ends"]
-                    assert seen["content"] + rest["content"] == whole["content"]
-                    assert seen["reasoning_content"] + rest["reasoning_content"] == whole["reasoning_content"]
+                    assert rest["ends"] == joined_stream["ends"]
+                    assert seen["content"] + rest["content"] == joined_stream["content"]
+                    assert seen["reasoning_content"] + rest["reasoning_content"] == joined_stream["reasoning_content"]
                     functions = [call["function"] for call in seen["tool_calls"] + rest["tool_calls"]]
-                    assert functions == [call["function"] for call in whole["tool_calls"]]
+                    assert functions == [call["function"] for call in joined_stream["tool_calls"]]
                 assert all("role" not in part["delta"] for chunk in rest_chunks for part in chunk["choices"])
                 assert rest_chunks[0]["prompt_token_ids"] == engine.asked[0].prompt
-                assert rest_chunks[-1]["usage"]["completion_tokens"] == len(whole["token_ids"])
+                assert rest_chunks[-1]["usage"]["completion_tokens"] == len(joined_stream["token_ids"])
 
     async def test_after_the_prompt_that_was_sampled_from(self, tokenizer: ChatTokenizer) -> None:
         """The one that began may have known the exact tokens of a conversation that is new here (P2)."""
@@ -197,8 +199,8 @@ class TestResume:
 
     async def test_a_complete_choice_gets_no_further_chunk(self, tokenizer: ChatTokenizer) -> None:
         engine = ScriptedEngine(tokenizer, "one", "two")
-        done = {"index": 0, "token_ids": engine.tokens_of(0), "logprobs": [-0.5] * len(engine.tokens_of(0))}
-        resume = {"choices": [{**done, "finish_reason": "stop"}]}
+        complete = {"index": 0, "token_ids": engine.tokens_of(0), "logprobs": [-0.5] * len(engine.tokens_of(0))}
+        resume = {"choices": [{**complete, "finish_reason": "stop"}]}
         async with client(engine, tokenizer) as http:
             chunks = await ask_stream(http, n=2, headrace_resume=resume, **FULL)
         assert joined(chunks, 0)["token_ids"] == joined(chunks, 0)["ends"] == []

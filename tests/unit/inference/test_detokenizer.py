@@ -1,5 +1,5 @@
-"""Text from tokens in portions, for four kinds of tokenizers that are built on the spot, and what the library's own
-`DecodeStream` does where a model samples bytes that are no characters."""
+"""Incremental decoding for four kinds of tokenizers that are built here, and the errors of the library's
+`DecodeStream` for sampled bytes that are not characters."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 def byte_level() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         CORPUS * 20,
         trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=[END], show_progress=False),
     )
-    return made
+    return tokenizer
 
 
 def unigram(*, strip: bool) -> Tokenizer:
-    """As SentencePiece's: `▁` for spaces, and bytes for what the vocabulary lacks."""
+    """Build a tokenizer like SentencePiece's: `▁` for spaces, and bytes for missing characters."""
     pieces = [
         "▁",
         "▁Hello",
@@ -51,24 +51,26 @@ def unigram(*, strip: bool) -> Tokenizer:
         "語",
         *"bcdefghijklmopqrsuvwxyz",
     ]
-    scored = [(piece, -3.0 - place / 100) for place, piece in enumerate(pieces)]
+    scored = [(piece, -3.0 - index / 100) for index, piece in enumerate(pieces)]
     in_bytes = [(f"<0x{byte:02X}>", -8.0) for byte in range(256)]
-    made = Tokenizer(models.Unigram([("<unk>", 0.0), *in_bytes, *scored], unk_id=0, byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *in_bytes, *scored], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     stripped = [decoders.Strip(" ", 1, 0)] if strip else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
-    made.add_special_tokens([END])
-    return made
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    tokenizer.add_special_tokens([END])
+    return tokenizer
 
 
 def word_piece() -> Tokenizer:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece(cleanup=True)
-    made.train_from_iterator(
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    tokenizer.train_from_iterator(
         CORPUS * 20, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", END], show_progress=False)
     )
-    return made
+    return tokenizer
 
 
 KINDS = {
@@ -86,11 +88,11 @@ def decoding(kind: str) -> Decoding:
     return Decoding(KINDS[kind], {silent})
 
 
-def in_portions(made: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
-    """What was given out before the end, and after it."""
-    stream = Detokenizer(made)
-    places = [0, *sorted(cuts), len(ids)]
-    text = "".join(stream.feed(ids[one:two]) for one, two in pairwise(places))
+def in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
+    """Return the text before the end and the text at the end."""
+    stream = Detokenizer(decoder)
+    bounds = [0, *sorted(cuts), len(ids)]
+    text = "".join(stream.feed(ids[start:end]) for start, end in pairwise(bounds))
     return text, text + stream.end()
 
 
@@ -112,10 +114,10 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
     text = data.draw(st.text(st.sampled_from([*"aetho ,.'n", "ö", "日", "本", "👩", "\u200d"]), max_size=25))
     ids = KINDS[kind].encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
-    whole = decoding(kind).of(ids)
+    expected = decoding(kind).of(ids)
     early, late = in_portions(decoding(kind), ids, cuts)
-    assert late == whole
-    assert early == whole, "text that is whole waits for no end"
+    assert late == expected
+    assert early == expected, "text that is whole waits for no end"
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "word-piece"])
@@ -129,18 +131,18 @@ def test_any_tokens_come_out_as_the_tokenizer_decodes_them_but_for_nul(kind: str
 def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
     nul = KINDS["byte-level"].token_to_id("\N{LATIN CAPITAL LETTER A WITH MACRON}")  # byte 0 in GPT-2's alphabet
     assert nul is not None
-    made = decoding("byte-level")
-    assert made.of([nul]) == "\0"
-    assert in_portions(made, [nul, nul], [1]) == (HALF * 2, HALF * 2)
+    decoder = decoding("byte-level")
+    assert decoder.of([nul]) == "\0"
+    assert in_portions(decoder, [nul, nul], [1]) == (HALF * 2, HALF * 2)
 
 
 def test_one_wrong_byte_costs_one_character() -> None:
     """The tokenizer's own decoder shows none of the run."""
-    made = decoding("unigram")
-    spelled = {byte: token for token, byte in made.bytes_of.items()}
+    decoder = decoding("unigram")
+    spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     ids = [spelled[byte] for byte in b"\xc3\xb6\xffok\xe6\x97"]
-    assert in_portions(made, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
-    assert "ok" not in made.of(ids)
+    assert in_portions(decoder, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
+    assert "ok" not in decoder.of(ids)
 
 
 def test_half_a_character_is_never_given_out() -> None:
@@ -152,11 +154,11 @@ def test_half_a_character_is_never_given_out() -> None:
 
 
 def test_silent_tokens_neither_show_nor_part_a_character() -> None:
-    made = decoding("unigram")
+    decoder = decoding("unigram")
     ids = KINDS["unigram"].encode("👩").ids
-    (silent,) = made.silent
-    parted = [token for one in ids for token in (one, silent)]
-    assert in_portions(made, parted, []) == in_portions(made, ids, [])
+    (silent,) = decoder.silent
+    parted = [token for token_id in ids for token in (token_id, silent)]
+    assert in_portions(decoder, parted, []) == in_portions(decoder, ids, [])
 
 
 def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> None:
@@ -167,8 +169,8 @@ def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> 
 
 def test_why_the_librarys_stream_is_not_used() -> None:
     """When this fails, DecodeStream has learnt it: look at docs/decisions/archive again."""
-    inner, made = KINDS["unigram"], decoding("unigram")
-    spelled = {byte: token for token, byte in made.bytes_of.items()}
+    inner, decoder = KINDS["unigram"], decoding("unigram")
+    spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     stream = decoders.DecodeStream(skip_special_tokens=False)
     assert stream.step(inner, spelled[ord("a")]) == "a"
     stream.step(inner, spelled[0xFF])

@@ -1,4 +1,4 @@
-"""The torch engine: what it samples, and that nothing else in the batch, in the cache or on the bus changes that."""
+"""The torch engine samples correctly, independent of the batch, the cache and other requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def recomputed(models: Models, prompt: list[int], sampled: list[int], temperatur
     model = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1].float()
-    found: torch.Tensor = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
-    return found
+    logprobs: torch.Tensor = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    return logprobs
 
 
 @pytest.mark.parametrize("trace", [True, False], ids=["traced", "direct"])
@@ -48,19 +48,19 @@ async def test_logprobs_are_those_of_a_plain_forward(
 async def test_given_answers_are_scored_as_they_were_sampled(
     engine: TorchEngine, models: Models, temperature: float
 ) -> None:
-    """What one version says of an answer that it gave itself is what it reported; another one says something else."""
+    """A version's logprobs of its own answer are those that it reported. Another version has other logprobs."""
     await engine.load(models.second.folder, models.second.manifest)
     prompt = prompt_of(20)
     sampled = await sample(engine, prompt, models.first.version, temperature=temperature, max_tokens=12)
     plain = recomputed(models, prompt, sampled.token_ids, temperature)
-    one = TokensToScore(prompt_token_ids=tuple(prompt), token_ids=tuple(sampled.token_ids), temperature=temperature)
-    (own,) = await engine.score(models.first.version, [one])
-    assert own == pytest.approx(sampled.logprobs, abs=1e-3)
-    assert own == pytest.approx(plain.tolist(), abs=1e-3)
-    (theirs,) = await engine.score(models.second.version, [one])
-    assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) > 1e-3
+    answer = TokensToScore(prompt_token_ids=tuple(prompt), token_ids=tuple(sampled.token_ids), temperature=temperature)
+    (own_logprobs,) = await engine.score(models.first.version, [answer])
+    assert own_logprobs == pytest.approx(sampled.logprobs, abs=1e-3)
+    assert own_logprobs == pytest.approx(plain.tolist(), abs=1e-3)
+    (other_logprobs,) = await engine.score(models.second.version, [answer])
+    assert max(abs(a - b) for a, b in zip(own_logprobs, other_logprobs, strict=True)) > 1e-3
     with pytest.raises(ContextLengthExceeded):
-        await engine.score(models.first.version, [one.model_copy(update={"prompt_token_ids": (1,) * 100_000})])
+        await engine.score(models.first.version, [answer.model_copy(update={"prompt_token_ids": (1,) * 100_000})])
 
 
 async def test_temperature_zero_is_the_argmax_of_a_plain_forward(engine: TorchEngine, models: Models) -> None:
@@ -74,12 +74,12 @@ async def test_temperature_zero_is_the_argmax_of_a_plain_forward(engine: TorchEn
 
 
 async def test_truncation_reports_the_renormalised_distribution(engine: TorchEngine, models: Models) -> None:
-    """With top_k 2 the two tokens' probabilities add up to one, and nothing else is ever sampled."""
+    """With top_k 2 the probabilities of the two tokens add up to one, and no other token is sampled."""
     prompt = prompt_of(20)
     tokens = await sample(engine, prompt, models.first.version, top_k=2, top_logprobs=3, max_tokens=40)
     for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top, strict=True):
-        (one, p), (other, q), (_, impossible) = top
-        assert {one, other} >= {token}
+        (first, p), (other, q), (_, impossible) = top
+        assert {first, other} >= {token}
         assert logprob == dict(top)[token]
         assert torch.tensor([p, q]).exp().sum() == pytest.approx(1.0, abs=1e-5)
         assert impossible == float("-inf")
@@ -112,12 +112,12 @@ async def test_frequency_penalty_pushes_repetition_away(engine: TorchEngine, mod
 async def test_a_resumed_choice_counts_what_was_sampled_elsewhere(engine: TorchEngine, models: Models) -> None:
     """Penalties, seed and max_tokens go on as if the choice had never moved: the tokens are the same."""
     how: dict[str, Any] = {"seed": 11, "frequency_penalty": 0.5, "temperature": 0.9, "max_tokens": 30}
-    whole = await sample(engine, prompt_of(25), models.first.version, **how)
+    complete = await sample(engine, prompt_of(25), models.first.version, **how)
     for cut in (1, 7, 29):
-        start = Start(resumed=whole.token_ids[:cut])
+        start = Start(resumed=complete.token_ids[:cut])
         rest = await sample(engine, prompt_of(25), models.first.version, start=start, **how)
-        assert rest.token_ids == whole.token_ids[cut:]
-        assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
+        assert rest.token_ids == complete.token_ids[cut:]
+        assert rest.logprobs == pytest.approx(complete.logprobs[cut:], abs=1e-4)
         assert rest.finish == "length"
 
 
@@ -139,28 +139,28 @@ async def test_choices_of_one_request_differ_and_share_the_prompt(engine: TorchE
     generation = engine.generate(
         prompt_of(64), Sampling(max_tokens=20, seed=1), models.first.version, [Start(i) for i in range(4)], stream=False
     )
-    found = {tokens.choice: tokens async for tokens in generation}
-    assert len({tuple(tokens.token_ids) for tokens in found.values()}) == 4
-    assert found[0].cached_tokens == 0
-    assert all(found[i].cached_tokens == 63 for i in (1, 2, 3)), "their prompt was computed once"
+    by_choice = {tokens.choice: tokens async for tokens in generation}
+    assert len({tuple(tokens.token_ids) for tokens in by_choice.values()}) == 4
+    assert by_choice[0].cached_tokens == 0
+    assert all(by_choice[i].cached_tokens == 63 for i in (1, 2, 3)), "their prompt was computed once"
     alone = await sample(engine, prompt_of(64), models.first.version, seed=1, max_tokens=20, start=Start(choice=2))
-    assert alone.token_ids == found[2].token_ids, "a choice's seed does not depend on the other choices"
+    assert alone.token_ids == by_choice[2].token_ids, "a choice's seed does not depend on the other choices"
 
 
 async def test_a_stream_brings_the_same_tokens_one_by_one(engine: TorchEngine, models: Models) -> None:
-    whole = await sample(engine, prompt_of(20), models.first.version, seed=5, top_logprobs=2)
+    complete = await sample(engine, prompt_of(20), models.first.version, seed=5, top_logprobs=2)
     pieces = await sample(engine, prompt_of(20), models.first.version, seed=5, top_logprobs=2, stream=True)
-    assert pieces.token_ids == whole.token_ids
+    assert pieces.token_ids == complete.token_ids
     assert len(pieces.top) == len(pieces.token_ids) == len(pieces.logprobs)
-    assert pieces.finish == whole.finish == "length"
+    assert pieces.finish == complete.finish == "length"
 
 
 async def test_stop_tokens_and_stop_conditions_end_a_choice(engine: TorchEngine, models: Models) -> None:
-    whole = await sample(engine, prompt_of(20), models.first.version, seed=5)
-    stop = whole.token_ids[6]
-    first = whole.token_ids.index(stop)
+    complete = await sample(engine, prompt_of(20), models.first.version, seed=5)
+    stop = complete.token_ids[6]
+    first = complete.token_ids.index(stop)
     ended = await sample(engine, prompt_of(20), models.first.version, seed=5, stop_ids=frozenset({stop}))
-    assert (ended.token_ids, ended.finish) == (whole.token_ids[: first + 1], "stop")
+    assert (ended.token_ids, ended.finish) == (complete.token_ids[: first + 1], "stop")
     seen: list[int] = []
 
     def fourth(token: int) -> bool:
@@ -169,7 +169,7 @@ async def test_stop_tokens_and_stop_conditions_end_a_choice(engine: TorchEngine,
 
     ended = await sample(engine, prompt_of(20), models.first.version, seed=5, start=Start(until=fourth))
     assert (ended.token_ids, ended.finish) == (seen, "stop")
-    assert seen == whole.token_ids[:4]
+    assert seen == complete.token_ids[:4]
 
 
 async def test_a_prompt_that_goes_on_reuses_the_kv_of_its_beginning(engine: TorchEngine, models: Models) -> None:
@@ -186,7 +186,7 @@ async def test_a_prompt_that_goes_on_reuses_the_kv_of_its_beginning(engine: Torc
 
 
 async def test_kv_is_never_used_across_versions(engine: TorchEngine, models: Models) -> None:
-    """Pitfalls 16 and 17: the same prompt on new weights starts from nothing."""
+    """Pitfalls 16 and 17: new weights do not reuse the KV of the same prompt."""
     await engine.load(models.second.folder, models.second.manifest)
     prompt = prompt_of(60)
     old = await sample(engine, prompt, models.first.version, temperature=0.0)
@@ -208,27 +208,27 @@ async def test_sequences_join_and_leave_at_any_step(make_engine: MakeEngine, mod
         for i in range(40)
     ]
 
-    async def one(plan: dict[str, Any]) -> tuple[list[int], bool]:
+    async def run_plan(plan: dict[str, Any]) -> tuple[list[int], bool]:
         await asyncio.sleep(dice.random() * 0.15)
         prompt = prompt_of(plan["length"], plan["salt"] % 6)
         how = Sampling(max_tokens=plan["max_tokens"], temperature=plan["temperature"], seed=plan["seed"])
         generation = engine.generate(prompt, how, version, [Start()], stream=True)
         left = dice.random() < 0.2
-        found: list[int] = []
+        collected: list[int] = []
         async for tokens in generation:
-            found += tokens.token_ids
+            collected += tokens.token_ids
             if left:
                 generation.close()
                 break
-        return found, left
+        return collected, left
 
-    results = await asyncio.gather(*map(one, plans))
+    results = await asyncio.gather(*map(run_plan, plans))
     assert engine.in_flight() == 0
-    for plan, (found, left) in zip(plans, results, strict=True):
+    for plan, (collected, left) in zip(plans, results, strict=True):
         prompt = prompt_of(plan["length"], plan["salt"] % 6)
         options = {name: plan[name] for name in ("max_tokens", "temperature", "seed")}
         alone = await sample(engine, prompt, version, **options)
-        assert found == (alone.token_ids[: len(found)] if left else alone.token_ids), plan
+        assert collected == (alone.token_ids[: len(collected)] if left else alone.token_ids), plan
 
 
 async def test_too_little_kv_memory_sets_sequences_back_and_loses_nothing(
@@ -243,8 +243,8 @@ async def test_too_little_kv_memory_sets_sequences_back_and_loses_nothing(
     how: dict[str, Any] = {"max_tokens": 120, "temperature": 0.7}
     expected = [await sample(roomy, prompt, models.first.version, seed=i, **how) for i, prompt in enumerate(prompts)]
     work = [sample(tight, prompt, models.first.version, seed=i, **how) for i, prompt in enumerate(prompts)]
-    found = await asyncio.gather(*work)
-    assert [tokens.token_ids for tokens in found] == [tokens.token_ids for tokens in expected]
+    results = await asyncio.gather(*work)
+    assert [tokens.token_ids for tokens in results] == [tokens.token_ids for tokens in expected]
     assert metrics.PREEMPTIONS._value.get() > set_back
 
 
@@ -279,13 +279,13 @@ async def test_an_unloaded_version_fails_what_it_had_begun_and_nothing_else(
 ) -> None:
     await engine.load(models.second.folder, models.second.manifest)
     lost = engine.generate(prompt_of(9), Sampling(), models.second.version, [Start()], stream=True)
-    kept = asyncio.create_task(sample(engine, prompt_of(9), models.first.version, max_tokens=200))
+    surviving = asyncio.create_task(sample(engine, prompt_of(9), models.first.version, max_tokens=200))
     await anext(aiter(lost))
     await engine.unload(models.second.version)
     with pytest.raises(EngineFailed, match="is gone"):
         async for _ in lost:
             pass
-    assert len((await kept).token_ids) == 200
+    assert len((await surviving).token_ids) == 200
     with pytest.raises(UnknownVersion):
         engine.generate(prompt_of(9), Sampling(), models.second.version, [Start()], stream=True)
 
@@ -293,7 +293,7 @@ async def test_an_unloaded_version_fails_what_it_had_begun_and_nothing_else(
 async def test_a_failing_step_fails_its_batch_and_the_engine_goes_on(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where not even a control step can be computed."""
+    """The control step fails, too."""
     with monkeypatch.context() as broken:
         broken.setattr(engine._models[models.first.version][0].program, "decode", lambda *_: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
@@ -318,11 +318,11 @@ async def test_logits_that_are_no_numbers_fail_their_own_sequence_only(
     version = models.first.version
     starts = [Start(i) for i in range(3)]
     lost = engine.generate(prompt_of(66), Sampling(), version, starts, stream=True)
-    kept = asyncio.create_task(sample(engine, prompt_of(9), version, max_tokens=50, stream=True))
-    with pytest.raises(EngineFailed, match="no numbers after 71 tokens"):
+    surviving = asyncio.create_task(sample(engine, prompt_of(9), version, max_tokens=50, stream=True))
+    with pytest.raises(EngineFailed, match="the logits are NaN after 71 tokens"):
         async for _ in lost:
             pass
-    assert len((await kept).token_ids) == 50
+    assert len((await surviving).token_ids) == 50
     assert engine.in_flight() == 0
     assert engine.alive
 

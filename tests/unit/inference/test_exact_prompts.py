@@ -33,7 +33,7 @@ def letters(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 
 class Conversation:
-    """A model that samples what it is told, and a client that sends its messages back."""
+    """A scripted model, and a client that sends its messages back."""
 
     def __init__(self, tokenizer: ChatTokenizer, tools: Sequence[Tool] = (), *, tokens_max: int = 10_000) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +44,7 @@ class Conversation:
         return self.prompts.build(self.tokenizer, messages, self.tools, {})
 
     def answer(self, prompt: Prompt, ids: list[int]) -> Message:
-        """What the client is told when `ids` were sampled."""
+        """Return the message that the client receives for `ids`."""
         how = Reading.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools))
         answer = Answer(self.tokenizer, how)
         answer.feed(ids)
@@ -96,7 +96,7 @@ def test_a_client_may_put_its_agents_name_on_what_the_model_said(tokenizer: Chat
     ids=["as rendered", "other order and spaces", "with text and escapes"],
 )
 def test_a_tool_call_that_the_client_wrote_again_keeps_its_tokens(tokenizer: ChatTokenizer, written: str) -> None:
-    """Clients parse arguments and serialise them anew: other bytes, the same call."""
+    """Clients parse and serialize arguments: the bytes differ, the call is the same."""
     talk = Conversation(tokenizer, [SEARCH])
     first = talk.prompt(QUESTION)
     sampled = [*tokenizer.encode(written), talk.end]
@@ -176,7 +176,7 @@ def test_arguments_that_were_changed_are_a_new_branch(tokenizer: ChatTokenizer) 
 
 
 def test_reasoning_that_the_template_drops_is_a_new_branch(tokenizer: ChatTokenizer) -> None:
-    """The test template never shows reasoning again, so the sampled tokens are no prefix of what the model sees."""
+    """The test template drops earlier reasoning, so the sampled tokens are not a prefix of the next prompt."""
     talk = Conversation(tokenizer)
     first = talk.prompt(QUESTION)
     message = talk.answer(first, [*tokenizer.encode("<think>hm</think>the agent"), talk.end])
@@ -247,9 +247,9 @@ def test_memory_is_bounded_by_tokens(tokenizer: ChatTokenizer) -> None:
     assert talk.prompts._tokens <= 80
     (old_question, _, old), (new_question, new_prompt, new) = answers[0], answers[-1]
     assert talk.prompt(old_question, old, MORE).token_ids == talk.plain(talk.prompt(old_question, old, MORE))
-    kept = talk.prompt(new_question, new, MORE).token_ids
-    assert kept[: len(new_prompt.token_ids)] == new_prompt.token_ids
-    assert kept != talk.plain(talk.prompt(new_question, new, MORE))
+    continued = talk.prompt(new_question, new, MORE).token_ids
+    assert continued[: len(new_prompt.token_ids)] == new_prompt.token_ids
+    assert continued != talk.plain(talk.prompt(new_question, new, MORE))
     huge = Conversation(tokenizer, tokens_max=3)
     huge.answer(huge.prompt(QUESTION), [talk.end])
     assert huge.prompts._tokens == 0
@@ -283,7 +283,7 @@ def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) 
 
 
 def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:
-    """Whether a prompt goes on with remembered tokens would tell that somebody has had this conversation."""
+    """A reuse of remembered tokens would reveal that another tenant has had this conversation."""
     prompts = ExactPrompts(10_000, Parsers(HERMES, THINK))
     answer = Message(role="assistant", content="the agent")
     sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]

@@ -62,9 +62,9 @@ def rows_of(batch: DecodeBatch) -> Counter[str]:
     return Counter(running.salt for running in batch.running)
 
 
-def steps_until_first_token(batch: DecodeBatch, wanted: Sequence, limit: int = 50) -> int:
+def steps_until_first_token(batch: DecodeBatch, target: Sequence, limit: int = 50) -> int:
     for number in range(1, limit):
-        if any(delivered is wanted for delivered, _ in batch.step()):
+        if any(delivered is target for delivered, _ in batch.step()):
             return number
     raise AssertionError(f"no token within {limit} steps")
 
@@ -111,12 +111,12 @@ def test_choices_of_one_session_do_not_keep_another_session_of_its_tenant_out(ba
 
 
 def test_a_tenant_alone_is_never_paused(batch: DecodeBatch) -> None:
-    many = [sequence("only", str(number)) for number in range(ROWS)]
-    for waiting in many:
+    sequences = [sequence("only", str(number)) for number in range(ROWS)]
+    for waiting in sequences:
         batch.add(waiting)
     for _ in range(30):
         assert {id(delivered) for delivered, _ in batch.step()} == set(map(id, batch.running))
-    assert set(map(id, batch.running)) == set(map(id, many))
+    assert set(map(id, batch.running)) == set(map(id, sequences))
 
 
 def test_a_short_prompt_is_computed_before_the_long_prompts_of_another_tenant(batch: DecodeBatch) -> None:
@@ -140,7 +140,7 @@ def test_a_background_prompt_is_computed_in_small_portions_while_a_user_decodes(
 
 
 def simulated(shares: TimeShares, batch: list[Sequence], step_s: dict[int, float], steps: int) -> dict[str, float]:
-    """Return the seconds per token of each tenant, in a batch whose steps take as long as their rows say."""
+    """Return the seconds per token of each tenant, in a batch whose step time is proportional to its rows."""
     took_s, tokens = 0.0, Counter[str]()
     for _ in range(steps):
         shares.begin_step(batch)
@@ -179,7 +179,7 @@ def test_equal_tenants_decode_together() -> None:
     step_s = {rows: 0.002 + 0.001 * rows for rows in range(1, 70)}
     batch = [sequence(tenant) for tenant in "abcd" for _ in range(4)]
     seconds = simulated(TimeShares(), batch, step_s, 500)
-    assert all(one == pytest.approx(step_s[16]) for one in seconds.values())
+    assert all(second == pytest.approx(step_s[16]) for second in seconds.values())
 
 
 def test_paused_rows_go_on_with_exactly_their_own_tokens(model: Model) -> None:
@@ -194,17 +194,17 @@ def test_paused_rows_go_on_with_exactly_their_own_tokens(model: Model) -> None:
             while opened.busy:
                 opened.step()
             opened.close()
-        return [one.tokens for one in sequences]
+        return [sequence.tokens for sequence in sequences]
 
     def fresh() -> list[Sequence]:
-        many = []
+        sequences = []
         for number in range(12):
-            one = sequence("light" if number % 5 == 0 else "heavy", str(number), tokens=20 + number)
-            one.tokens, one.seed = prompt_of(9, number), number
-            one.prompt_length, one.limit = 9, 29 + number
-            one.background = number % 7 == 3
-            many.append(one)
-        return many
+            item = sequence("light" if number % 5 == 0 else "heavy", str(number), tokens=20 + number)
+            item.tokens, item.seed = prompt_of(9, number), number
+            item.prompt_length, item.limit = 9, 29 + number
+            item.background = number % 7 == 3
+            sequences.append(item)
+        return sequences
 
-    alone = [drawn(one)[0] for one in fresh()]
+    alone = [drawn(item)[0] for item in fresh()]
     assert drawn(*fresh()) == alone

@@ -1,4 +1,4 @@
-"""Which versions a replica holds, in which state, and that one's failure is its own."""
+"""A replica loads and unloads versions, and the failure of one version does not affect others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Holder:
 
 
 class Rig:
-    """A fleet, its engine, and waiting for what becomes of them."""
+    """A fleet with its engine, and helpers that wait for states."""
 
     def __init__(self, models: Models, cache: Path, versions_max: int = 4) -> None:
         self.models = models
@@ -126,8 +126,8 @@ class Rig:
 
     async def settled(self, **states: str) -> None:
         """Wait for exactly these states: version of a model's attribute to state."""
-        wanted = {getattr(self.models, name).version: state for name, state in states.items()}
-        await self.until(lambda: self.states == wanted)
+        expected = {getattr(self.models, name).version: state for name, state in states.items()}
+        await self.until(lambda: self.states == expected)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ async def test_a_bare_name_is_found_when_it_can_only_mean_one_version(rig: Rig, 
 
 
 async def test_a_dropped_version_answers_until_it_is_drained(rig: Rig, models: Models) -> None:
-    """P8: nobody's request fails because routing changed."""
+    """P8: no request fails because routing changes."""
     rig.route(models.first.served, models.second.served)
     await rig.settled(first="ready", second="ready")
     busy = rig.engine.busy[models.first.version] = asyncio.Event()
@@ -197,7 +197,7 @@ async def test_a_version_that_is_wanted_again_stays(rig: Rig, models: Models) ->
 
 
 async def test_a_version_that_comes_back_before_it_is_unloaded_is_there_once(rig: Rig, models: Models) -> None:
-    """Another version's load keeps its unload waiting; what an engine holds twice under one name it never lets go."""
+    """An unload waits for the load of another version. An engine cannot unload one of two equal names."""
     rig.route(models.first.served)
     await rig.settled(first="ready")
     rig.engine.gate = asyncio.Event()
@@ -223,7 +223,7 @@ async def test_a_version_that_is_dropped_while_it_loads_never_answers(rig: Rig, 
 
 
 async def test_a_failed_probe_is_a_state_with_a_reason_and_stops_nothing_else(rig: Rig, models: Models) -> None:
-    """Pitfalls 15, 18 and 19: what does not answer as it should is never ready."""
+    """Pitfalls 15, 18 and 19: a version that fails its probe is never ready."""
     rig.engine.probes[models.first.version] = Probe(max_abs_delta=0.25, passed=False)
     rig.route(models.first.served, models.second.served, champion=models.first.served)
     await rig.settled(first="failed", second="ready")
@@ -238,7 +238,7 @@ async def test_weights_that_never_changed_are_named_as_such(rig: Rig, models: Mo
     rig.engine.probes[models.second.version] = probe
     rig.route(models.second.served)
     await rig.settled(second="failed")
-    assert "exactly as its parent" in rig.error(models.second.served)
+    assert "its logprobs equal those of its parent" in rig.error(models.second.served)
     assert rig.fleet.versions()[0].probe == probe
 
 
@@ -327,7 +327,7 @@ async def test_more_versions_than_fit_wait_for_room(models: Models, tmp_path: Pa
 
 
 async def test_a_version_waits_for_the_room_of_one_that_drains(models: Models, tmp_path: Path) -> None:
-    """Versions that follow each other quickly: the registry rejects for good what a replica calls failed."""
+    """Versions follow each other quickly. The registry rejects a failed version permanently."""
     rig = Rig(models, tmp_path / "cache", versions_max=1)
     rig.route(models.first.served)
     await rig.settled(first="ready")

@@ -1,4 +1,4 @@
-"""Which forms a replica announces depends on the tokenizers of the versions that it has."""
+"""The answer forms that a replica announces depend on the tokenizers of its versions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ async def test_a_tokenizer_that_disagrees_with_the_grammar_takes_the_ability_fro
     """And gives it back with the version; the version itself answers all that needs no form."""
     limits = FleetLimits(versions_max=4, drain_s=0.01, retry_s=0.01)
     rig = Rig(models, tmp_path / "cache")
-    asked: list[int] = []
+    checked: list[int] = []
 
     def check(_tokenizer: object, vocabulary: int) -> str:
-        asked.append(vocabulary)
+        checked.append(vocabulary)
         return "its tokens are not what they seem"
 
     rig.fleet = Fleet(rig.engine, VersionCache(models.blobs, tmp_path / "cache"), limits, rig.news.set, check)
@@ -30,7 +30,7 @@ async def test_a_tokenizer_that_disagrees_with_the_grammar_takes_the_ability_fro
     with structlog.testing.capture_logs() as logs:
         await rig.until(lambda: rig.states.get(models.first.version) == "ready")
     assert not rig.fleet.holds_forms()
-    assert asked == [320]
+    assert checked == [320]
     assert [entry["reason"] for entry in logs if entry["event"] == "forms_not_held"] == [check(None, 320)]
     rig.route()
     await rig.until(lambda: not rig.states)

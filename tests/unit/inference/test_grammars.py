@@ -1,4 +1,4 @@
-"""Answers that are held to a form, by the real engine: every token is allowed, and nothing else is different."""
+"""Constrained answers of the real engine: every token is allowed, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def json_form(schema: Mapping[str, Any] = SCHEMA) -> AnswerForm:
 
 @pytest.fixture
 async def grammars() -> AsyncIterator[GrammarCompiler]:
-    made = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
-    yield made
-    made.close()
+    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    yield compiler
+    compiler.close()
 
 
-async def held(
+async def compile_form(
     grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: AnswerForm, *resumed: list[int], opened: bool = False
 ) -> CompiledGrammar:
     return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened)
 
 
 async def answer(
-    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, found: CompiledGrammar, **how: Any
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammar: CompiledGrammar, **how: Any
 ) -> tuple[str, Any]:
-    start = Start(guide=found.guides[0], resumed=how.pop("resumed", ()))
-    options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": found.text, **how}
+    start = Start(guide=grammar.guides[0], resumed=how.pop("resumed", ()))
+    options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": grammar.text, **how}
     tokens = await sample(engine, prompt_of(12), models.first.version, start=start, **options)
     return tokenizer.text_of([*start.resumed, *tokens.token_ids]), tokens
 
@@ -78,30 +78,30 @@ async def test_json_is_what_the_schema_says(
 ) -> None:
     for seed in range(3):
         text, tokens = await answer(
-            engine, models, tokenizer, await held(grammars, tokenizer, json_form()), seed=seed, **how
+            engine, models, tokenizer, await compile_form(grammars, tokenizer, json_form()), seed=seed, **how
         )
         assert tokens.finish == "stop"
         jsonschema.validate(json.loads(text), SCHEMA)
         assert len(tokens.logprobs) == len(tokens.token_ids)
-        assert all(-50 < one <= 0 for one in tokens.logprobs)
+        assert all(-50 < logprob <= 0 for logprob in tokens.logprobs)
 
 
 async def test_logprobs_are_of_the_distribution_that_was_sampled(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
-    """Beside an own computation: the model's logits, all but the allowed tokens taken away, then the softmax."""
+    """Compare with an independent computation: the model's logits with forbidden tokens masked, then the softmax."""
     from transformers import AutoModelForCausalLM
 
-    found = await held(grammars, tokenizer, json_form())
-    again = await held(grammars, tokenizer, json_form())
-    _, tokens = await answer(engine, models, tokenizer, found, seed=7, temperature=1.3)
+    grammar = await compile_form(grammars, tokenizer, json_form())
+    again = await compile_form(grammars, tokenizer, json_form())
+    _, tokens = await answer(engine, models, tokenizer, grammar, seed=7, temperature=1.3)
     model = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV = model(torch.tensor([[*prompt_of(12), *tokens.token_ids]])).logits[0, 11:-1] / 1.3
     narrowed = 0
     for logits_V, token, logprob in zip(logits_TV, tokens.token_ids, tokens.logprobs, strict=True):
         words = again.guides[0].allowed()
-        bits = [place for place in range(320) if words[place // 32] >> (place % 32) & 1]
+        bits = [number for number in range(320) if words[number // 32] >> (number % 32) & 1]
         assert token in bits
         expected = logits_V[token] - logits_V[bits].logsumexp(0)
         assert logprob == pytest.approx(float(expected), abs=1e-4)
@@ -114,10 +114,10 @@ async def test_others_in_the_batch_are_as_they_were(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
     alone = await sample(engine, prompt_of(30), models.first.version, seed=3, top_logprobs=2)
-    found = [await held(grammars, tokenizer, json_form()) for _ in range(4)]
-    beside = [asyncio.create_task(answer(engine, models, tokenizer, one, seed=9)) for one in found]
+    compiled_grammars = [await compile_form(grammars, tokenizer, json_form()) for _ in range(4)]
+    beside = [asyncio.create_task(answer(engine, models, tokenizer, item, seed=9)) for item in compiled_grammars]
     again = await sample(engine, prompt_of(30), models.first.version, seed=3, top_logprobs=2)
-    texts = {(await one)[0] for one in beside}
+    texts = {(await item)[0] for item in beside}
     assert again.token_ids == alone.token_ids
     assert len(texts) == 1, "equal seeds, equal answers"
 
@@ -125,14 +125,16 @@ async def test_others_in_the_batch_are_as_they_were(
 async def test_a_resumed_answer_goes_on_in_its_grammar(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
-    whole, tokens = await answer(engine, models, tokenizer, await held(grammars, tokenizer, json_form()), seed=11)
+    complete, tokens = await answer(
+        engine, models, tokenizer, await compile_form(grammars, tokenizer, json_form()), seed=11
+    )
     for cut in (1, len(tokens.token_ids) // 2, len(tokens.token_ids) - 1):
         begun = tokens.token_ids[:cut]
-        found = await held(grammars, tokenizer, json_form(), begun)
-        text, rest = await answer(engine, models, tokenizer, found, seed=11, resumed=begun)
-        assert (text, rest.token_ids) == (whole, tokens.token_ids[cut:])
+        grammar = await compile_form(grammars, tokenizer, json_form(), begun)
+        text, rest = await answer(engine, models, tokenizer, grammar, seed=11, resumed=begun)
+        assert (text, rest.token_ids) == (complete, tokens.token_ids[cut:])
     with pytest.raises(Refused, match="headrace_resume"):
-        await held(grammars, tokenizer, json_form(), tokenizer.encode("no JSON"))
+        await compile_form(grammars, tokenizer, json_form(), tokenizer.encode("no JSON"))
 
 
 async def test_a_sequence_that_was_set_back_keeps_its_place(
@@ -141,17 +143,20 @@ async def test_a_sequence_that_was_set_back_keeps_its_place(
     """Memory for the KV of two long rows, and four that want it."""
     engine = await make_engine(kv_mib_max=1, sequences_max=4)
     schema = {"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 120, "maxItems": 120}
-    found = [await held(grammars, tokenizer, json_form(schema)) for _ in range(4)]
-    asked = [answer(engine, models, tokenizer, one, seed=seed, max_tokens=900) for seed, one in enumerate(found)]
-    for text, tokens in await asyncio.gather(*asked):
+    compiled_grammars = [await compile_form(grammars, tokenizer, json_form(schema)) for _ in range(4)]
+    answers = [
+        answer(engine, models, tokenizer, grammar, seed=seed, max_tokens=900)
+        for seed, grammar in enumerate(compiled_grammars)
+    ]
+    for text, tokens in await asyncio.gather(*answers):
         assert tokens.finish == "stop"
         assert len(json.loads(text)) == 120
 
 
 def calls_in(text: str) -> list[Json]:
     reader = HERMES.make()  # type: ignore[misc]
-    found = [*reader.feed(text).calls, *reader.end().calls]
-    return [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found]
+    parsed_calls = [*reader.feed(text).calls, *reader.end().calls]
+    return [{"name": call.name, "arguments": json.loads(call.arguments)} for call in parsed_calls]
 
 
 async def test_forced_calls_are_read_as_calls(
@@ -161,7 +166,7 @@ async def test_forced_calls_are_read_as_calls(
     for choice, several in (("required", True), ("required", False), (named, True)):
         form = form_of(None, choice, (TOOL, OTHER), several=several)  # type: ignore[arg-type]
         assert form is not None
-        text, tokens = await answer(engine, models, tokenizer, await held(grammars, tokenizer, form), seed=1)
+        text, tokens = await answer(engine, models, tokenizer, await compile_form(grammars, tokenizer, form), seed=1)
         calls = calls_in(text)
         assert calls, text
         for call in calls:
@@ -196,9 +201,9 @@ def test_grammars_as_text() -> None:
 
 
 def tag(tokenizer: ChatTokenizer, text: str) -> int:
-    found = tokenizer.token_id(text)
-    assert found is not None
-    return found
+    token_id = tokenizer.token_id(text)
+    assert token_id is not None
+    return token_id
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -207,16 +212,16 @@ async def test_reasoning_comes_before_what_is_held(
 ) -> None:
     grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     monkeypatch.setattr(type(tokenizer), "template", "{{ '<think>' }}")
-    found = await held(grammars, tokenizer, json_form(), opened=opened)
+    grammar = await compile_form(grammars, tokenizer, json_form(), opened=opened)
     begin = [] if opened else [tag(tokenizer, "<think>")]
-    said = [
+    sampled = [
         *begin,
         *tokenizer.encode("so { it is"),
         tag(tokenizer, "</think>"),
         *tokenizer.encode('\n\n{"mood": "glad"'),
     ]
-    assert found.guides[0].replay(said)
-    closed = await held(grammars, tokenizer, json_form(), opened=opened)
+    assert grammar.guides[0].replay(sampled)
+    closed = await compile_form(grammars, tokenizer, json_form(), opened=opened)
     assert closed.guides[0].replay(tokenizer.encode('{"mood": "glad"')) or opened
     assert not closed.guides[0].replay([tag(tokenizer, "</think>")]) or opened
     grammars.close()
@@ -239,8 +244,8 @@ REFUSED: list[tuple[Json, str, str]] = [
 
 
 async def test_a_form_beyond_the_limit_of_a_step_says_so(grammars: GrammarCompiler, tokenizer: ChatTokenizer) -> None:
-    many = {"type": "string", "pattern": f"^{'(a?){30}' * 30}a{{900}}$"}
-    (guide,) = (await held(grammars, tokenizer, json_form(many))).guides
+    expensive = {"type": "string", "pattern": f"^{'(a?){30}' * 30}a{{900}}$"}
+    (guide,) = (await compile_form(grammars, tokenizer, json_form(expensive))).guides
     for _ in range(4):
         mask = guide.allowed()
         guide.accept(next((token for token in range(320) if mask[token // 32] >> (token % 32) & 1), 0))
@@ -252,7 +257,7 @@ async def test_what_cannot_be_held_is_refused_by_name(
     tokenizer: ChatTokenizer, grammars: GrammarCompiler, schema: Json, code: str, words: str
 ) -> None:
     with pytest.raises(Refused, match=words) as refused:
-        await held(grammars, tokenizer, json_form(schema))
+        await compile_form(grammars, tokenizer, json_form(schema))
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, "response_format")
     assert "1 |" not in str(refused.value), "our own grammar is nobody's business"
 
@@ -274,12 +279,12 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
         return compiled(work)
 
     monkeypatch.setattr(grammars, "_compile", slow)
-    first = asyncio.create_task(held(grammars, tokenizer, json_form()))
+    first = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
     await asyncio.sleep(0.01)
-    second = asyncio.create_task(held(grammars, tokenizer, json_form()))
+    second = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
     await asyncio.sleep(0.01)
     with pytest.raises(Refused, match="wait to be compiled") as overloaded:
-        await held(grammars, tokenizer, json_form())
+        await compile_form(grammars, tokenizer, json_form())
     assert overloaded.value.status == 503
     with pytest.raises(Refused, match=r"longer than 0\.1 s"):
         await first
@@ -292,11 +297,11 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
 async def test_a_grammar_is_compiled_once(
     tokenizer: ChatTokenizer, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await held(grammars, tokenizer, json_form())
+    await compile_form(grammars, tokenizer, json_form())
     monkeypatch.setattr(grammars, "_guide", None)
-    one = await held(grammars, tokenizer, json_form())
-    two = await held(grammars, tokenizer, json_form(), [], [])
-    assert len({id(guide) for guide in (*one.guides, *two.guides)}) == 3, "each choice has its own"
+    first = await compile_form(grammars, tokenizer, json_form())
+    two = await compile_form(grammars, tokenizer, json_form(), [], [])
+    assert len({id(guide) for guide in (*first.guides, *two.guides)}) == 3, "each choice has its own"
 
 
 async def ask_real(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:

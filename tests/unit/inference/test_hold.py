@@ -20,9 +20,9 @@ def test_only_tokens_whose_bit_is_set_stay_possible_and_other_rows_are_as_they_w
     signed = [[word - 2**32 if word >= 2**31 else word for word in mask] for mask in masks]
     logits = torch.arange(3.0 * vocabulary).reshape(3, vocabulary)
     before = logits.clone()
-    found = mask_forbidden(logits, torch.tensor([0, 2]), torch.tensor(signed, dtype=torch.int32))
-    assert torch.equal(found[1], before[1])
+    masked = mask_forbidden(logits, torch.tensor([0, 2]), torch.tensor(signed, dtype=torch.int32))
+    assert torch.equal(masked[1], before[1])
     for row, mask in zip((0, 2), masks, strict=True):
         for token in range(vocabulary):
             possible = bool(mask[token // 32] >> (token % 32) & 1)
-            assert float(found[row, token]) == (float(before[row, token]) if possible else -math.inf)
+            assert float(masked[row, token]) == (float(before[row, token]) if possible else -math.inf)

@@ -1,4 +1,4 @@
-"""What may be loaded, what its probe says, and that versions share what they may and nothing else."""
+"""Loading refuses invalid versions, probes detect wrong weights, and versions share only what they may share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_probe_passes_where_weights_and_fingerprint_agree(engine: TorchE
 
 
 async def test_a_probe_fails_on_other_weights_than_the_trainers(engine: TorchEngine, models: Models) -> None:
-    """Pitfalls 15 and 18: what was loaded is not what was trained."""
+    """Pitfalls 15 and 18: the loaded weights differ from the trained weights."""
     impostor = models.second.manifest.model_copy(update={"fingerprint": models.first.manifest.fingerprint})
     await engine.load(models.second.folder, impostor)
     probe = await engine.probe(impostor.version)
@@ -52,7 +52,7 @@ async def test_a_probe_fails_on_other_weights_than_the_trainers(engine: TorchEng
 
 
 async def test_a_probe_fails_when_nothing_was_learned(engine: TorchEngine, models: Models) -> None:
-    """Pitfall 15: the new version answers exactly as its parent does."""
+    """Pitfall 15: the new version has the logprobs of its parent."""
     same = models.first.manifest.model_copy(update={"step": 1, "parent": models.first.version})
     await engine.load(models.first.folder, same)
     probe = await engine.probe(same.version)
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_traced_runs_its_own_code(models: Models, monkeyp
 
 
 def test_a_recording_that_differs_is_not_used(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a model's code branches on a length in Python: the recording holds only the branch it saw."""
+    """A model's code branches on a length in Python, so the trace has only the branch that was taken."""
     from headrace_inference.torch_engine import program
 
     def branching(module: torch.nn.Module, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -174,10 +174,10 @@ def test_a_recording_that_differs_is_not_used(models: Models, monkeypatch: pytes
 
 
 def test_versions_of_one_architecture_share_one_recording(models: Models) -> None:
-    one = loader()
-    first = one.load(models.first.folder, models.first.manifest, None, None)
-    second = one.load(models.second.folder, models.second.manifest, None, None)
-    adapter = one.load(models.adapter.folder, models.adapter.manifest, first, models.first.folder)
+    shared_loader = loader()
+    first = shared_loader.load(models.first.folder, models.first.manifest, None, None)
+    second = shared_loader.load(models.second.folder, models.second.manifest, None, None)
+    adapter = shared_loader.load(models.adapter.folder, models.adapter.manifest, first, models.first.folder)
     assert first.program is second.program
     assert adapter.program is not first.program, "LoRA's scaling is part of the recording"
     assert first.program.traced
@@ -188,10 +188,10 @@ def test_an_adapter_with_another_scaling_is_another_recording(models: Models, tm
     scaled = shutil.copytree(models.adapter.folder, tmp_path / "scaled")
     config = json.loads((scaled / "adapter_config.json").read_text())
     (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3 * config["lora_alpha"]}))
-    one = loader()
-    base = one.load(models.first.folder, models.first.manifest, None, None)
+    first = loader()
+    base = first.load(models.first.folder, models.first.manifest, None, None)
     adapters = [
-        one.load(folder, models.adapter.manifest, base, models.first.folder)
+        first.load(folder, models.adapter.manifest, base, models.first.folder)
         for folder in (models.adapter.folder, scaled)
     ]
     kv = [adapter.kv_shape.zeros(1, 32) for adapter in adapters]
@@ -222,10 +222,10 @@ def test_a_fingerprint_of_two_tokens_can_be_probed(models: Models) -> None:
     assert probe(loader().load(models.first.folder, manifest, None, None), None, 1e-3).passed
 
 
-@pytest.mark.parametrize("asked", ["softcap", "s_aux", "position_bias"])
-def test_attention_that_is_not_plain_is_refused(asked: str) -> None:
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
+def test_attention_that_is_not_plain_is_refused(argument: str) -> None:
     """The fused attention would drop it without a word."""
     some, mask = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 3)
-    _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: None})
+    _attention(torch.nn.Identity(), some, some, some, mask, None, **{argument: None})
     with pytest.raises(NotImplementedError, match="Identity needs more than plain attention"):
-        _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: some})
+        _attention(torch.nn.Identity(), some, some, some, mask, None, **{argument: some})

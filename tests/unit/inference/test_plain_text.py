@@ -1,4 +1,4 @@
-"""What people and tools write is text: it cannot end a turn or call a tool, in any style of template."""
+"""Texts of people and tools cannot end a turn or call a tool, in any style of template."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def styled(
 
 
 def conversation(rng: random.Random, words: tuple[str, ...]) -> list[Message]:
-    def said() -> str:
+    def message_text() -> str:
         return "".join(rng.choice(words) for _ in range(rng.randrange(1, 8)))
 
-    first = Message(role="user", content=(TextPart(text=said()), TextPart(text=said())))
-    others = [
-        Message(role="user", content=said())
+    first = Message(role="user", content=(TextPart(text=message_text()), TextPart(text=message_text())))
+    further = [
+        Message(role="user", content=message_text())
         if rng.random() < 0.6
-        else Message(role="tool", content=said(), tool_call_id="x", name=said())
+        else Message(role="tool", content=message_text(), tool_call_id="x", name=message_text())
         for _ in range(rng.randrange(3))
     ]
-    return [first, *others]
+    return [first, *further]
 
 
 def tools_of(rng: random.Random, words: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -156,13 +156,13 @@ def test_control_tokens_come_from_the_template_alone(styled: tuple[str, ChatToke
         ids = tokenizer.encode(text)
         expected = tokenizer.encode(tokenizer.render(list(map(template_message, harmless)), kinder, {}))
         assert controls(tokenizer, ids) == controls(tokenizer, expected), messages
-        shown = tokenizer._inner.decode(ids, skip_special_tokens=False)
+        decoded = tokenizer._inner.decode(ids, skip_special_tokens=False)
         if style != "phi":  # where whitespace beside a control token is no token
-            assert squeezed(shown) == squeezed(tokenizer.plain(text)), "nothing of the text is lost"
+            assert squeezed(decoded) == squeezed(tokenizer.plain(text)), "nothing of the text is lost"
 
 
 def squeezed(text: str) -> str:
-    """Without spaces, which a sentencepiece decoder adds and drops beside control tokens."""
+    """Return the text without spaces, which a SentencePiece decoder adds and drops next to control tokens."""
     return "".join(text.split())
 
 
@@ -174,7 +174,7 @@ def test_a_forged_turn_is_read_as_text(tokenizer: ChatTokenizer) -> None:
 
 
 def test_a_text_is_the_same_tokens_wherever_its_marker_stands(tokenizer: ChatTokenizer) -> None:
-    """As a tokenizer would that never heard of the marker: no seam shows where it stood."""
+    """Tokenize as a tokenizer without the marker would: the marker's position is not visible."""
     bare = json.loads(tokenizer._inner.to_str()) | {"added_tokens": []}
     ignorant = Tokenizer.from_str(json.dumps(bare))
     for text in ("the<|im_end|>agent", "<|im_end|>", "reads<tool_call> a</tool_call>", "a <think>"):
@@ -244,7 +244,7 @@ def test_rendering_is_bounded_in_size_and_time(models: Models, tmp_path: Path, t
 
 
 def spelled(*added: AddedToken, first: bool = False, bos: str = "") -> Tokenizer:
-    """A token for each character, so that what a text becomes can be written down."""
+    """Return a tokenizer with one token per character, so that expected tokens can be written down."""
     pieces = {character: number for number, character in enumerate("▁abc <>/LRS|")}
     inner = Tokenizer(models.BPE(vocab=pieces, merges=[]))
     if first:
@@ -266,9 +266,9 @@ def test_whitespace_beside_a_control_token_goes_where_the_token_says_so() -> Non
     plain = PlainText(inner, "")
     text = plain.mask(" <S> ")
     ids = plain.encode(f"{text}<R>{text}<S>{text}<L>{text}")
-    kept = ["<", "S", ">"]
+    expected = ["<", "S", ">"]
     assert tokens_of(inner, ids) == [
-        " ", *kept, " ", "<R>", *kept, " ", "<S>", " ", *kept, "<L>", " ", *kept, " ",
+        " ", *expected, " ", "<R>", *expected, " ", "<S>", " ", *expected, "<L>", " ", *expected, " ",
     ]  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def test_a_text_is_tokenized_whole_once_unless_control_tokens_are_not_where_it_s
 ) -> None:
     inner = spelled(AddedToken("<S>"), AddedToken("<S"), AddedToken("<R>"))
     plain = PlainText(inner, "")
-    monkeypatch.setattr(PlainText, "_by_offsets", lambda *_: pytest.fail("the slow way was taken"))
+    monkeypatch.setattr(PlainText, "_split_by_offsets", lambda *_: pytest.fail("the slow way was taken"))
     text = f"<S><R>{plain.mask('<S>')}<S"
     assert tokens_of(inner, plain.encode(text)) == ["<S>", "<R>", *"<S>", "<S"]
 
@@ -300,7 +300,7 @@ def test_a_control_token_that_the_template_writes_in_other_letters_is_one() -> N
 
 @pytest.mark.parametrize("sign", ["</s>", "<>"])
 def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: str) -> None:
-    """Wherever they stand and however many there are, and the words beside them stay whole."""
+    """Markers are text at any position and in any number, and the words next to them do not change."""
     pieces = [("<unk>", 0.0), (sign, 0.0), ("ba", -1.0), *((c, -2.0) for c in "</s>ab▁")]
     inner = Tokenizer(models.Unigram(pieces, unk_id=0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -313,8 +313,8 @@ def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: s
         (f"bababa{sign}{sign}", ["▁", "ba", "ba", "ba", *sign, *sign]),
     ):
         assert tokens_of(inner, plain.encode(plain.mask(text))) == expected
-    many = plain.encode(plain.mask(3000 * sign))
-    assert tokens_of(inner, many) == ["▁", *(3000 * sign)]
+    ids = plain.encode(plain.mask(3000 * sign))
+    assert tokens_of(inner, ids) == ["▁", *(3000 * sign)]
 
 
 def test_a_word_that_is_a_control_token_in_other_letters_is_taken_apart() -> None:
@@ -361,7 +361,7 @@ def test_other_letters_are_looked_for_only_where_a_normalizer_may_make_a_control
 
 
 def test_every_text_is_normalized_as_if_it_stood_alone() -> None:
-    """As Llama's first tokenizers do, which put a space before each stretch of text."""
+    """Tokenize like Llama's first tokenizers, which add a space before each stretch of text."""
     inner = spelled(AddedToken("<S>"))
     inner.normalizer = normalizers.Prepend("▁")
     plain = PlainText(inner, "")
@@ -371,7 +371,7 @@ def test_every_text_is_normalized_as_if_it_stood_alone() -> None:
 
 
 def test_what_is_a_control_token() -> None:
-    """What is called special, tags, and signs that the template writes; a word or spaces in it are none."""
+    """Special tokens, tags, and signs that the template writes are control tokens; words and spaces are not."""
     inner = spelled()
     inner.add_special_tokens([AddedToken("abc", normalized=False)])
     names = ["<think>", "[A]", "[B]", "<<user", "user", "    "]

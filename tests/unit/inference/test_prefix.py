@@ -12,15 +12,15 @@ from headrace_inference.torch_engine.prefix import BLOCK, PrefixCache
 SHAPE = KVShape(layers=1, heads=1, size=2, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def held(tokens: list[int]) -> torch.Tensor:
+def kv_of(tokens: list[int]) -> torch.Tensor:
     """KV that spells its tokens."""
     return torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(2, 1, -1, 2).contiguous()
 
 
 def test_the_longest_shared_beginning_is_found() -> None:
     cache = PrefixCache(2**20)
-    cache.add([*range(100)], held([*range(100)]))
-    cache.add([*range(50), 7, 7, *range(52, 90)], held([*range(50), 7, 7, *range(52, 90)]))
+    cache.add([*range(100)], kv_of([*range(100)]))
+    cache.add([*range(50), 7, 7, *range(52, 90)], kv_of([*range(50), 7, 7, *range(52, 90)]))
     entry, shared = cache.longest([*range(50), 7, 7, *range(52, 70), 3])
     assert entry is not None
     assert shared == 70
@@ -31,29 +31,29 @@ def test_the_longest_shared_beginning_is_found() -> None:
 
 
 def test_a_hash_collision_is_no_match() -> None:
-    """In CPython hash(-1) == hash(-2); nothing but equal tokens may ever match."""
+    """In CPython hash(-1) == hash(-2), so the cache must compare tokens, too."""
     cache = PrefixCache(2**20)
-    cache.add([-1] * 40, held([-1] * 40))
+    cache.add([-1] * 40, kv_of([-1] * 40))
     assert cache.longest([-2] * 40) == (None, 0)
     assert cache.longest([-1] * 20)[1] == 20
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes() -> None:
-    one = held([*range(64)])
-    cache = PrefixCache(3 * one.numel() * 4)
+    kv = kv_of([*range(64)])
+    cache = PrefixCache(3 * kv.numel() * 4)
     prompts = [[salt, *range(63)] for salt in range(1000, 1004)]
     for prompt in prompts[:3]:
-        cache.add(prompt, one)
+        cache.add(prompt, kv)
     cache.longest(prompts[0])
-    cache.add(prompts[3], one)
+    cache.add(prompts[3], kv)
     assert [cache.longest(prompt)[1] for prompt in prompts] == [64, 0, 64, 64]
-    assert cache.bytes == 3 * one.numel() * 4
-    PrefixCache(10).add(prompts[0], one)  # larger than all of it: not kept, no error
+    assert cache.bytes == 3 * kv.numel() * 4
+    PrefixCache(10).add(prompts[0], kv)  # larger than all of it: not kept, no error
 
 
 def test_what_is_discarded_leaves_nothing_behind() -> None:
     cache = PrefixCache(2**20)
-    cache.add([*range(64)], held([*range(64)]))
+    cache.add([*range(64)], kv_of([*range(64)]))
     entry, _ = cache.longest([*range(64)])
     assert entry is not None
     cache.discard(entry)
@@ -66,21 +66,21 @@ def test_against_a_plain_search() -> None:
     print(f"seed {seed}")
     dice = random.Random(seed)
     cache = PrefixCache(2**30)
-    known: list[list[int]] = []
+    cached: list[list[int]] = []
     for _ in range(120):
-        base = dice.choice(known)[: dice.randint(0, 120)] if known and dice.random() < 0.7 else []
+        base = dice.choice(cached)[: dice.randint(0, 120)] if cached and dice.random() < 0.7 else []
         tokens = base + [dice.randrange(3) for _ in range(dice.randint(0, 60))]
-        best = max((_shared(other, tokens) for other in known), default=0)
-        found = cache.longest(tokens)[1]
-        assert best - BLOCK < found <= best
+        best = max((_shared(other, tokens) for other in cached), default=0)
+        shared = cache.longest(tokens)[1]
+        assert best - BLOCK < shared <= best
         if len(tokens) >= BLOCK:
-            cache.add(tokens, held(tokens))
-            known.append(tokens)
+            cache.add(tokens, kv_of(tokens))
+            cached.append(tokens)
 
 
-def _shared(one: list[int], other: list[int]) -> int:
+def _shared(left: list[int], right: list[int]) -> int:
     count = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(left, right, strict=False):
         if a != b:
             break
         count += 1
@@ -91,7 +91,7 @@ def test_kv_grows_within_its_budget_and_keeps_what_it_holds() -> None:
     kv = KV(SHAPE, bytes_max=1000 * SHAPE.token_bytes)
     assert kv.length_max == 1000
     assert kv.reserve(1, 40)
-    kv.restore(0, held([*range(40)]))
+    kv.restore(0, kv_of([*range(40)]))
     assert kv.reserve(5, 100)
     assert kv.rows * kv.length <= 1000
     assert kv.snapshot(0, 40)[0, 0, :, 0].tolist() == [*range(40)]
@@ -105,8 +105,8 @@ def test_kv_grows_within_its_budget_and_keeps_what_it_holds() -> None:
 def test_kv_rows_move_and_swap() -> None:
     kv = KV(SHAPE, bytes_max=2**20)
     kv.reserve(3, 32)
-    kv.restore(0, held([1, 2, 3]))
-    kv.restore(1, held([4, 5]))
+    kv.restore(0, kv_of([1, 2, 3]))
+    kv.restore(1, kv_of([4, 5]))
     kv.swap(0, 1, 3)
     assert kv.snapshot(0, 2)[0, 0, :, 0].tolist() == [4, 5]
     kv.move(1, 2, 3)
@@ -116,15 +116,15 @@ def test_kv_rows_move_and_swap() -> None:
 def test_prefixes_are_found_by_blocks_of_sixteen_tokens() -> None:
     cache = PrefixCache(2**20)
     assert cache.longest([*range(64)]) == (None, 0)
-    cache.add([*range(15)], held([*range(15)]))
+    cache.add([*range(15)], kv_of([*range(15)]))
     assert cache.bytes == 0, "too short to be found again"
-    cache.add([*range(64)], held([*range(64)]))
+    cache.add([*range(64)], kv_of([*range(64)]))
     assert [cache.longest([*range(count), 999, 999])[1] for count in (15, 16, 17, 33)] == [0, 16, 17, 33]
     assert cache.longest([*range(16)])[1] == 16
 
 
 def test_an_entry_as_large_as_the_cache_is_kept() -> None:
-    kv = held([*range(64)])
+    kv = kv_of([*range(64)])
     cache = PrefixCache(kv.numel() * 4)
     cache.add([*range(64)], kv)
     assert cache.longest([*range(64)])[1] == 64
@@ -169,7 +169,7 @@ def test_kv_keeps_every_row_when_it_grows_and_restores_no_more_than_asked() -> N
     kv = KV(SHAPE, bytes_max=2**20)
     kv.reserve(3, 32)
     for row in range(3):
-        kv.restore(row, held([row + 1, row + 2, row + 3]), row + 1)
+        kv.restore(row, kv_of([row + 1, row + 2, row + 3]), row + 1)
     kv.reserve(4, 64)
     spelled = [kv.snapshot(row, 3)[0, 0, :, 0].tolist() for row in range(4)]
     assert spelled == [[1, 0, 0], [2, 3, 0], [3, 4, 5], [0, 0, 0]]

@@ -30,12 +30,12 @@ ROUNDS = 12
 
 
 class PoisonedError(Exception):
-    """What the model's code raises."""
+    """Error of the model's code."""
 
 
 @pytest.fixture
 def model(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The tiny model, whose prefill raises where a row holds all of `POISON`, and whose decode raises at `FAR`."""
+    """Return the tiny model whose prefill raises for a row with all of `POISON`, and whose decode raises at `FAR`."""
     loaded = Loader(torch.device("cpu"), torch.float32, 2048, trace=True).load(
         models.first.folder, models.first.manifest, None, None
     )
@@ -171,7 +171,7 @@ def test_code_of_a_sequence_that_raises_ends_this_sequence_without_a_retry(model
 def test_logits_that_are_not_finite_end_their_own_row(
     model: Model, monkeypatch: pytest.MonkeyPatch, astray: float, every: bool, how: dict[str, Any]
 ) -> None:
-    """In one place of a row, or in all of it; -inf in one place is a token that cannot be sampled, and harms nobody."""
+    """NaN in one or all logits of a row fails the row. A -inf logit is a token that cannot be sampled."""
     from headrace_inference.torch_engine.sampler import draw
 
     real = model.program.decode
@@ -204,6 +204,6 @@ async def test_requests_cannot_end_the_engine(
             async for _ in lost:
                 pass
     assert engine.alive
-    found: list[Tokens] = await asyncio.gather(*innocent)
-    assert [len(tokens.token_ids) for tokens in found] == [60] * 4
+    results: list[Tokens] = await asyncio.gather(*innocent)
+    assert [len(tokens.token_ids) for tokens in results] == [60] * 4
     assert engine.in_flight() == 0

@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: in any portions, nothing lost, nothing leaked by half."""
+"""Parsing of answers from tokens: in any portions, no text is lost, and no tag is returned in part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}
 
 
 def read(pieces: Sequence[str], how: Reading = BOTH) -> Delta:
-    """All that is read; each piece's part is checked to be what the whole grew by."""
+    """Return the whole answer, after a check that each delta equals the growth of the total."""
     text = Text(how)
     grown = Delta()
     for piece in pieces:
@@ -77,15 +77,15 @@ FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "<
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.randoms(use_true_random=False), st.booleans())
 def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
-    """Whole, by letters, or cut anywhere: equal reasoning, content and calls; nothing but space and tags is lost."""
+    """The answer as a whole, by letters, or in any portions gives equal reasoning, content and calls."""
     text = "".join(fragments)
     how = Reading(HERMES, THINK, opened)
     cuts = sorted(dice.randint(0, len(text)) for _ in range(4))
     portions = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole, letters, cut = read([text], how), read(list(text), how), read(portions, how)
+    complete, letters, cut = read([text], how), read(list(text), how), read(portions, how)
     for other in (letters, cut):
-        assert (other.reasoning, other.content, calls(other)) == (whole.reasoning, whole.content, calls(whole))
-    accounted = _visible(whole.reasoning + whole.content) + len(whole.calls) * _visible(CALL)
+        assert (other.reasoning, other.content, calls(other)) == (complete.reasoning, complete.content, calls(complete))
+    accounted = _visible(complete.reasoning + complete.content) + len(complete.calls) * _visible(CALL)
     assert _visible(text) - _visible("<think></think>") <= accounted <= _visible(text)
 
 
@@ -168,18 +168,18 @@ def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: li
     complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     expected = text[: min(complete)[1]] if complete else text
     cutter = StopStrings(stops)
-    found = ""
+    passed_text = ""
     for letter in text:
-        found += cutter.feed(letter)
-        assert expected.startswith(found), "not a letter of a stop string was given out"
-    assert found + cutter.end() == expected
+        passed_text += cutter.feed(letter)
+        assert expected.startswith(passed_text), "not a letter of a stop string was given out"
+    assert passed_text + cutter.end() == expected
     assert cutter.stopped == bool(complete)
-    whole = StopStrings(stops)
-    assert whole.feed(text) + whole.end() == expected
+    unsplit = StopStrings(stops)
+    assert unsplit.feed(text) + unsplit.end() == expected
 
 
 def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
-    """The tiny tokenizer spells an emoji with four tokens: three of them say nothing, the fourth says it all."""
+    """The tiny tokenizer spells an emoji with four tokens. The text appears with the fourth token."""
     ids = tokenizer.encode("a😀é")
     assert len(ids) > 3
     stream = tokenizer.stream()
@@ -197,15 +197,15 @@ def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer
     """Bytes that are no characters included: a resumed stream goes on exactly where the one before stopped."""
     ids = data.draw(st.lists(st.integers(0, 319), max_size=30))
     cut = data.draw(st.integers(0, len(ids)))
-    one, two = tokenizer.stream(), tokenizer.stream()
-    by_one = "".join(one.feed((token,)) for token in ids[:cut])
+    first, two = tokenizer.stream(), tokenizer.stream()
+    by_one = "".join(first.feed((token,)) for token in ids[:cut])
     at_once = two.feed(ids[:cut])
     assert by_one == at_once
-    assert by_one + one.feed(ids[cut:]) + one.end() == tokenizer.text_of(ids)
+    assert by_one + first.feed(ids[cut:]) + first.end() == tokenizer.text_of(ids)
 
 
 def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: ChatTokenizer) -> None:
-    """Messages and events hold none; the tokens are what they were."""
+    """Messages and events cannot contain NUL; the tokens do not change."""
     ids = tokenizer.encode("a\0b")
     answer = Answer(tokenizer, BOTH)
     for token in ids:

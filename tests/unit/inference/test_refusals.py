@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` refuses, by name, and that it goes on afterwards."""
+"""`POST /v1/chat/completions` refuses invalid requests with the name of the field, and continues to serve."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ async def test_a_broken_engine_is_a_500_or_an_error_in_the_stream(tokenizer: Cha
     engine = ScriptedEngine(tokenizer, "Hi there.")
     engine.fail_after = 0
     async with client(engine, tokenizer) as http:
-        whole = await ask(http)
+        response = await ask(http)
         engine.fail_after = 2
         stream = await ask(http, stream=True)
-    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "engine_failed")
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
     *_, last, end = stream.text.split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
     assert end == ""

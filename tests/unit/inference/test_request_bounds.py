@@ -48,20 +48,20 @@ async def test_every_number_is_answered_or_refused_by_name(engine: TorchEngine, 
     async with client(engine, tokenizer, version=version) as http:
         answers = await asyncio.gather(*(post(http, edge) for edge in EDGES))
     for edge, answer in zip(EDGES, answers, strict=True):
-        shown = f"{field} = {edge[:30]}: {answer.status_code} {answer.text[:300]}"
-        assert answer.status_code in (200, 400), shown
+        description = f"{field} = {edge[:30]}: {answer.status_code} {answer.text[:300]}"
+        assert answer.status_code in (200, 400), description
         if answer.status_code == 400:
             error = answer.json()["error"]
             assert (
                 field in (error["param"] or error["message"])
                 or error["code"] == "invalid_json"
                 or (field.startswith("max_") and error["code"] == "context_length_exceeded")
-            ), shown
-            assert len(error["message"]) < 1000, shown
+            ), description
+            assert len(error["message"]) < 1000, description
         else:
             logprobs = [token["logprob"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
-            assert logprobs, shown
-            assert all(math.isfinite(value) for value in logprobs), shown
+            assert logprobs, description
+            assert all(math.isfinite(value) for value in logprobs), description
     assert engine.alive
     assert engine._worker._failures == 0
     assert engine.in_flight() == 0
@@ -126,9 +126,9 @@ async def test_a_word_that_the_model_has_no_row_for_is_refused_by_its_name(
             )
 
         innocent = [asyncio.create_task(ask(stream=stream)) for _ in range(8)]
-        said = [{"role": "user", "content": "tell me about <extra_1> now"}]
+        messages = [{"role": "user", "content": "tell me about <extra_1> now"}]
         tool = {"type": "function", "function": {"name": "x", "description": "a <extra_0>"}}
-        for fields in ({"messages": said}, {"tools": [tool]}):
+        for fields in ({"messages": messages}, {"tools": [tool]}):
             refused = await ask(stream=stream, **fields)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "messages"

@@ -1,4 +1,4 @@
-"""What belongs to one sequence stays with it while rows move, and what went astray is kept for nobody."""
+"""The state of a sequence moves with its row, and KV of a failed row is never cached."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def model(models: Models) -> Model:
 def batch(model: Model) -> Iterator[DecodeBatch]:
     limits = BatchLimits(sequences_max=4, prefill_tokens_max=128, kv_bytes_max=2**24, prefix_bytes_max=2**22)
     with torch.inference_mode():
-        made = DecodeBatch(model, limits)
-        yield made
-        made.close()
+        created = DecodeBatch(model, limits)
+        yield created
+        created.close()
 
 
 def sequence(length: int, tokens: int, salt: str = "", **sampling: Any) -> Sequence:
@@ -43,14 +43,14 @@ def sequence(length: int, tokens: int, salt: str = "", **sampling: Any) -> Seque
 
 def test_a_row_that_moves_takes_its_penalties_along(batch: DecodeBatch) -> None:
     sequences = [sequence(20 + at, 3 + 9 * at, presence_penalty=1.5, frequency_penalty=0.5) for at in range(3)]
-    for one in sequences:
-        batch.add(one)
+    for item in sequences:
+        batch.add(item)
     for _ in range(30):
         batch.step()
         assert batch._sampler.counts is not None
-        for row, one in enumerate(batch.running[: batch._decoding]):
+        for row, item in enumerate(batch.running[: batch._decoding]):
             counted = {token: int(n) for token, n in enumerate(batch._sampler.counts[row].tolist()) if n}
-            assert counted == Counter(one.tokens[one.prompt_length :]), f"row {row}"
+            assert counted == Counter(item.tokens[item.prompt_length :]), f"row {row}"
         if not batch.busy:
             break
     assert not batch.busy
@@ -61,8 +61,8 @@ def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(
 ) -> None:
     real = batch.model.program.decode
 
-    def astray(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids, logprobs, every, logits = real(*given)
+    def astray(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids, logprobs, every, logits = real(*arguments)
         return ids, torch.full_like(logprobs, float("nan")), every, logits
 
     monkeypatch.setattr(batch.model.program, "decode", astray)
@@ -80,9 +80,9 @@ def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(
 def test_kept_kv_is_found_with_its_own_salt_alone(batch: DecodeBatch) -> None:
     cached = []
     for salt in ("a", "a", "b", "", "b"):
-        one = sequence(64, 2, salt)
-        batch.add(one)
+        item = sequence(64, 2, salt)
+        batch.add(item)
         while batch.busy:
             batch.step()
-        cached.append(one.cached)
+        cached.append(item.cached)
     assert [count > 0 for count in cached] == [False, True, False, False, True]

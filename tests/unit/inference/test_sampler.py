@@ -13,19 +13,19 @@ from headrace_inference.torch_engine import sampler
 
 def test_the_uniform_stream_is_flat_and_differs_between_seeds() -> None:
     drawn = np.arange(200_000, dtype=np.uint64)
-    one, other = (sampler.uniform(np.full_like(drawn, seed), drawn) for seed in (1, 2))
-    for stream in (one, other):
+    first, other = (sampler.uniform(np.full_like(drawn, seed), drawn) for seed in (1, 2))
+    for stream in (first, other):
         assert stream.min() >= 0.0
         assert stream.max() < 1.0
         counts, _ = np.histogram(stream, 20, (0, 1))
         chi_square = ((counts - 10_000) ** 2 / 10_000).sum()
         assert chi_square < 50, "19 degrees of freedom; 43.8 is the 99.9 % quantile"
-    assert abs(np.corrcoef(one, other)[0, 1]) < 0.01
-    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.01
+    assert abs(np.corrcoef(first, other)[0, 1]) < 0.01
+    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.01
 
 
 def test_uniform_numbers_are_known_and_must_never_change() -> None:
-    """A replica of another release must draw what this one would have drawn: SplitMix64 of seed 0 and 1234567."""
+    """A replica of another release must draw the same numbers: SplitMix64 of seeds 0 and 1234567."""
     seeds = np.array([0, 0, 1234567], dtype=np.uint64)
     drawn = np.array([0, 1, 0], dtype=np.uint64)
     reference = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x599ED017FB08FC85]  # published test vectors of SplitMix64
@@ -56,7 +56,7 @@ def test_frequencies_are_the_reported_probabilities() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53, 0.5])
 def test_an_impossible_token_is_never_drawn(uniform: float) -> None:
-    """Not at the edges of the interval either, where rounding lives."""
+    """The edges of the interval are included, where rounding matters."""
     logits = torch.full((3, 1000), float("-inf"))
     logits[0, 500] = 0.0
     logits[1, [0, 999]] = torch.tensor([0.0, -30.0])
@@ -84,33 +84,33 @@ def test_truncation_matches_a_plain_reference() -> None:
     top_p = torch.rand(40) * 0.98 + 0.01
     top_k = torch.randint(0, 12, (40,))
     top_p[:5] = 1.0
-    found = sampler.truncate(logits, top_p, top_k)
+    truncated = sampler.truncate(logits, top_p, top_k)
     for row in range(40):
-        kept = _reference(logits[row], float(top_p[row]), int(top_k[row]))
-        assert set(torch.isfinite(found[row]).nonzero()[:, 0].tolist()) == kept
-        assert torch.equal(found[row][sorted(kept)], logits[row][sorted(kept)])
+        expected = _reference(logits[row], float(top_p[row]), int(top_k[row]))
+        assert set(torch.isfinite(truncated[row]).nonzero()[:, 0].tolist()) == expected
+        assert torch.equal(truncated[row][sorted(expected)], logits[row][sorted(expected)])
 
 
 def _reference(logits: torch.Tensor, top_p: float, top_k: int) -> set[int]:
-    """As the papers say it, one token at a time."""
+    """Return the tokens by the definition in the papers, one token at a time."""
     order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
     order = order[:top_k] if top_k else order
     weights = logits[order].softmax(-1).tolist()
-    kept: set[int] = set()
+    tokens: set[int] = set()
     mass = 0.0
     for token, weight in zip(order, weights, strict=True):
         if top_p < 1.0 and mass >= top_p:
             break
-        kept.add(token)
+        tokens.add(token)
         mass += weight
-    return kept
+    return tokens
 
 
 def test_penalties_are_openais() -> None:
     logits = torch.zeros(2, 3)
     counts = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 0.0]])
-    found = sampler.penalise(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
-    assert found.tolist() == [[0.0, -0.75, -1.25], [1.0, 0.0, 0.0]]
+    penalised = sampler.penalise(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
+    assert penalised.tolist() == [[0.0, -0.75, -1.25], [1.0, 0.0, 0.0]]
 
 
 def test_a_choices_stream_is_known_and_must_never_change() -> None:
@@ -148,10 +148,10 @@ def test_truncation_by_hand() -> None:
     even, lost = [0.0] * 4, [0.0, -200.0, -200.0, -200.0]
     rows = [(even, 1.0, 1), (even, 1.0, 0), (even, 0.5, 0), (even, 0.6, 0), (even, 0.9, 2), (lost, 1.0, 0)]
     logits, top_p, top_k = (torch.tensor(column) for column in zip(*rows, strict=True))
-    kept = torch.isfinite(sampler.truncate(logits, top_p, top_k)).sum(1)
-    assert kept.tolist() == [1, 4, 2, 3, 2, 4]
-    one = slice(1, 2)
-    assert torch.equal(sampler.truncate(logits[one], top_p[one], top_k[one]), logits[one]), "a batch of one row"
+    counts = torch.isfinite(sampler.truncate(logits, top_p, top_k)).sum(1)
+    assert counts.tolist() == [1, 4, 2, 3, 2, 4]
+    row = slice(1, 2)
+    assert torch.equal(sampler.truncate(logits[row], top_p[row], top_k[row]), logits[row]), "a batch of one row"
 
 
 def test_the_most_likely_come_first_and_never_more_than_there_are() -> None:

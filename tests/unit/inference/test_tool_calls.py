@@ -1,4 +1,4 @@
-"""Whatever a model writes around and inside tool calls: nothing is lost, nothing is invented, streams read the same."""
+"""Any text around and inside tool calls: nothing is lost or invented, and streams give the same result."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[str, str]]:
         members.append(f'"{draw(st.sampled_from(["arguments", "parameters"]))}": {wrapped}')
     space = draw(st.sampled_from(["", "\n", " "]))
     body = _spaced(draw(st.permutations(members)), "{", "}", space)
-    meant = "{}" if written in ("null", '""', None) else written
-    return f"{OPEN}{space}{body}{space}{CLOSE}", (name, meant)
+    expected = "{}" if written in ("null", '""', None) else written
+    return f"{OPEN}{space}{body}{space}{CLOSE}", (name, expected)
 
 
 malformed = st.sampled_from(
@@ -91,51 +91,51 @@ pieces = st.lists(
 
 def read(portions: list[str]) -> Read:
     reader = ToolCalls()
-    content, found = "", []
+    content, calls_found = "", []
     for portion in [*portions, None]:
         news = reader.end() if portion is None else reader.feed(portion)
         content += news.content
-        found += [(call.name, call.arguments) for call in news.calls]
-    return content, found
+        calls_found += [(call.name, call.arguments) for call in news.calls]
+    return content, calls_found
 
 
 @settings(max_examples=150, deadline=None)
 @given(pieces, st.randoms(use_true_random=False))
 def test_calls_and_texts_are_read_whole_however_they_are_cut(answer: list[Piece], dice: random.Random) -> None:
     text = "".join(piece for piece, _ in answer)
-    content, found = read([text])
-    assert found == [call for _, call in answer if call is not None]
-    spoken = ["".join(piece for piece, call in answer if call is None)]
-    assert "".join(content.split()) == "".join("".join(spoken).split())
+    content, calls_found = read([text])
+    assert calls_found == [call for _, call in answer if call is not None]
+    texts = ["".join(piece for piece, call in answer if call is None)]
+    assert "".join(content.split()) == "".join("".join(texts).split())
     parts = [""]
     for piece, call in answer:
         parts = [*parts, ""] if call is not None else [*parts[:-1], parts[-1] + piece]
-    shown = [part.strip() for part in parts if part.strip()]
+    visible = [part.strip() for part in parts if part.strip()]
     at = 0
-    for before, part in zip([None, *shown], shown, strict=False):
-        place = content.index(part, at)
-        assert before is None or content[at:place].isspace(), "texts around a call are kept apart"
-        at = place + len(part)
+    for before, part in zip([None, *visible], visible, strict=False):
+        position = content.index(part, at)
+        assert before is None or content[at:position].isspace(), "texts around a call are kept apart"
+        at = position + len(part)
     if len(text) < 3000:
-        assert read(list(text)) == (content, found)
+        assert read(list(text)) == (content, calls_found)
     for _ in range(3):
         cuts = sorted(dice.randint(0, len(text)) for _ in range(3))
-        assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == (content, found)
+        assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == (content, calls_found)
 
 
 @settings(max_examples=30, deadline=None)
 @given(calls(), calls(), texts)
-def test_every_cut_reads_the_same(one: Any, other: Any, between: str) -> None:
-    text = f"{one[0]}{between}{other[0]}"[:4000]
-    whole = read([text])
+def test_every_cut_reads_the_same(first: Any, second: Any, between: str) -> None:
+    text = f"{first[0]}{between}{second[0]}"[:4000]
+    complete = read([text])
     for cut in range(0, len(text), max(1, len(text) // 300)):
-        assert read([text[:cut], text[cut:]]) == whole
+        assert read([text[:cut], text[cut:]]) == complete
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(_objects(_values), st.lists(st.one_of(words, numbers), max_size=8).map(lambda p: "{" + "".join(p))))
 def test_the_scanner_ends_where_json_ends(text: str) -> None:
-    """As Python's own decoder, wherever that can convert what it reads."""
+    """The scanner agrees with Python's decoder, wherever that can convert the text."""
     try:
         _, end = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=int).raw_decode(text)
     except RecursionError:
@@ -177,7 +177,7 @@ def test_an_echoed_answer_goes_on_with_its_exact_tokens(
 
 
 def _rewritten(call: Any) -> Any:
-    """As a client that parses arguments and writes them again."""
+    """Serialize a call like a client that parses arguments and serializes them again."""
     value = argument_value(call.function.arguments)
     again = call.function.arguments if isinstance(value, str) else json.dumps(value, indent=1)
     return call.model_copy(update={"function": FunctionCall(name=call.function.name, arguments=again)})

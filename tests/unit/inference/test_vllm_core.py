@@ -1,4 +1,4 @@
-"""An engine core of vLLM that ends because it is told to."""
+"""A stopped engine core of vLLM ends without a reported failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_inference.vllm_engine.core import LLM, Core, StartedCore
 
 
 class Listening:
-    """As `vllm.v1.engine.async_llm.AsyncLLM`: a task waits for the core's process, and says so when that has gone."""
+    """Stand-in for `vllm.v1.engine.async_llm.AsyncLLM`, whose task reports when the core's process has ended."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()

@@ -81,7 +81,7 @@ def test_criteria_are_reported_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
         ('{"human": 4.5, "judge": 1}', ":1: human: Input should be a valid integer"),
         ('{"human": 4}', ":1: judge: Field required"),
         ("nonsense", ":1: the line: Invalid JSON"),
-        ("", "the file holds no scores"),
+        ("", "the file has no scores"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(

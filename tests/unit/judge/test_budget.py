@@ -1,4 +1,4 @@
-"""What may be spent is counted before it is spent, survives restarts, and renews itself."""
+"""The budget counts calls before they are made, survives restarts, and is renewed with each period."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LATE = datetime(2026, 3, 31, 23, 30, tzinfo=UTC)
 
 @pytest.fixture
 async def state(data_dir: Path) -> AsyncIterator[Bench]:
-    async with bench(Service(STREAM, {}), "sqlite", data_dir) as made:
-        yield made
+    async with bench(Service(STREAM, {}), "sqlite", data_dir) as opened:
+        yield opened
 
 
 async def reserve(state: Bench, budget: CallBudget, now: datetime, tokens: int = 10) -> Reservation | BudgetLimit:

@@ -1,4 +1,4 @@
-"""Every way in which an endpoint may not answer has its own name, and none quotes what it was sent."""
+"""Each failure of an endpoint has its own error, and no message quotes the request."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ async def test_retry_after_is_honoured_and_holds_everything_back(llm: FakeLLM, d
 
 
 async def test_an_endpoint_that_stays_away_ends_as_failed(data_dir: Path) -> None:
-    with FakeLLM(fake_llm.prose()) as gone:
-        address = gone.base_url
+    with FakeLLM(fake_llm.prose()) as unreachable:
+        address = unreachable.base_url
     limited = settings(address, retry={"attempts_max": 3})
     async with judge(limited, data_dir) as rig:
         await rig.bench.deliver(trajectory("t1"))
@@ -246,18 +246,18 @@ async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path) -> None:
     silent = trajectory("silent", messages=said(("user", "Hello?")))
     async with judge(settings(llm, sample_rate=0.5, queue_max=2), data_dir) as rig:
         await rig.stop()
-        taken = [name for name in (f"t{n}" for n in range(20)) if sampled(name, 0.5)][:3]
+        selected = [name for name in (f"t{n}" for n in range(20)) if sampled(name, 0.5)][:3]
         skipped = next(name for name in (f"t{n}" for n in range(20)) if not sampled(name, 0.5))
         assert sampled("silent", 0.5)
-        await rig.bench.deliver(silent, trajectory(skipped), *(trajectory(name, answer=name) for name in taken))
+        await rig.bench.deliver(silent, trajectory(skipped), *(trajectory(name, answer=name) for name in selected))
         reasons = {reward.trajectory_id: (reward.outcome, reward.reason) for reward in rig.rewards}
         rig.start()
         await rig.judged(5)
     assert {outcome for outcome, _ in reasons.values()} == {"abstained"}
-    assert "nothing to judge" in str(reasons["silent"])
+    assert "no message or call of the model" in str(reasons["silent"])
     assert "judge.sample_rate = 0.5" in str(reasons[skipped])
-    assert "judge.queue_max = 2" in str(reasons[taken[2]])
-    assert set(reasons) == {"silent", skipped, taken[2]}
+    assert "judge.queue_max = 2" in str(reasons[selected[2]])
+    assert set(reasons) == {"silent", skipped, selected[2]}
 
 
 async def test_evaluation_is_judged_when_wanted_and_else_not_spoken_of(llm: FakeLLM, data_dir: Path) -> None:
@@ -276,7 +276,7 @@ async def test_a_shadow_is_judged_as_a_user_is_and_compared_with_nobody(llm: Fak
     shadow = trajectory("shadow", purpose="eval", shadow_of="a" * 16, task_id="t")
     async with judge(settings(llm, sample_rate=0.0), data_dir) as rig:
         await rig.bench.deliver(shadow)
-        assert [(one.trajectory_id, one.outcome) for one in await rig.judged()] == [("shadow", "scored")]
+        assert [(reward.trajectory_id, reward.outcome) for reward in await rig.judged()] == [("shadow", "scored")]
 
 
 async def test_a_gateway_is_told_not_to_train_on_the_judge(llm: FakeLLM, data_dir: Path) -> None:
@@ -285,8 +285,8 @@ async def test_a_gateway_is_told_not_to_train_on_the_judge(llm: FakeLLM, data_di
         await rig.bench.deliver(trajectory("t1"))
         await rig.judged()
         headers = llm.calls[0].headers
-        own = trajectory("own", session_id=headers["x-session-id"], purpose="eval")
-        await rig.bench.deliver(own)
+        judge_call = trajectory("own", session_id=headers["x-session-id"], purpose="eval")
+        await rig.bench.deliver(judge_call)
         assert len(rig.rewards) == 1
         assert await rig.bench.count("jobs") == 0
     assert headers["x-headrace-purpose"] == "eval"
@@ -322,8 +322,10 @@ async def test_work_for_a_rubric_that_is_gone_abstains(llm: FakeLLM, data_dir: P
 
 
 async def test_two_rubrics_are_two_sources(llm: FakeLLM, data_dir: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own.toml"
-    own.write_text('name = "brevity"\ninstructions = "Judge."\n[[criteria]]\nname = "short"\ndescription = "Short?"\n')
+    rubric_file = tmp_path / "own.toml"
+    rubric_file.write_text(
+        'name = "brevity"\ninstructions = "Judge."\n[[criteria]]\nname = "short"\ndescription = "Short?"\n'
+    )
     llm.usual = fake_llm.answer(
         lambda call: (
             '{"reason": "", "criteria": {"short": 4}}'
@@ -331,7 +333,7 @@ async def test_two_rubrics_are_two_sources(llm: FakeLLM, data_dir: Path, tmp_pat
             else '{"reason": "", "criteria": {"outcome": 1, "grounding": 1, "conduct": 1, "clarity": 1}}'
         )
     )
-    async with judge(settings(llm, rubrics=("helpfulness", str(own))), data_dir) as rig:
+    async with judge(settings(llm, rubrics=("helpfulness", str(rubric_file))), data_dir) as rig:
         await rig.bench.deliver(trajectory("t1"))
         rewards = await rig.judged(2)
     assert {reward.source: reward.value for reward in rewards} == {"judge:helpfulness": 0.0, "judge:brevity": 0.75}

@@ -1,4 +1,4 @@
-"""One judgement for a program that waits: a score, or an error that says why there is none."""
+"""A single judgement returns scores, or raises an error with the reason."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ async def test_a_run_that_meets_nobody_abstains_and_is_revised_by_a_late_one(
         await rig.tick(2.0)
         (reward,) = rig.rewards
         assert (reward.outcome, reward.revision) == ("abstained", 0)
-        assert reward.reason == "no other run of its task came within 60 s"
+        assert reward.reason == "no other run of its task arrived within 60 s"
         await rig.tick(600.0)
         assert len(rig.rewards) == 1
         await rig.bench.deliver(run("b", 1))
@@ -221,7 +221,7 @@ async def test_a_restart_in_the_middle_of_a_pair_asks_only_for_the_missing_order
 async def test_runs_of_two_tenants_with_one_id_are_judged_apart(
     llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
 ) -> None:
-    """Alone each tenant gets its verdict; in a comparison the second one is refused by name, and takes nothing."""
+    """Single runs of both tenants are judged. In a comparison, the second tenant's id is refused with a message."""
     async with judge(settings(llm), data_dir) as rig:
         await rig.bench.deliver(*(trajectory("x", tenant=tenant) for tenant in ("default", "a", "b")))
         assert sorted(reward.tenant for reward in await rig.judged(3)) == ["a", "b", "default"]

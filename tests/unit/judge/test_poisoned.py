@@ -52,7 +52,7 @@ async def judge_all(rig: Rig, count: int = 5) -> dict[str, str]:
     "reason", ["bad \ud83d end", "NUL \x00", "x" * 50_000, "\x1b[31m", "\u202e"], ids=lambda text: ascii(text)[:20]
 )
 async def test_whatever_text_an_endpoint_answers(llm: FakeLLM, data_dir: Path, database_url: str, reason: str) -> None:
-    """As JSON escapes inside the answer's JSON, for one run of five."""
+    """Put JSON escapes into the answer's JSON for one run of five."""
     text = json.dumps({"reason": reason, "criteria": SCORES})
 
     def reply(call: Call) -> Reply:
@@ -69,7 +69,7 @@ async def test_whatever_text_an_endpoint_answers(llm: FakeLLM, data_dir: Path, d
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("stage", ["single", "keep", "reward"])
+@pytest.mark.parametrize("stage", ["single", "store", "reward"])
 async def test_a_poisoned_run_fails_alone(
     llm: FakeLLM, data_dir: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
@@ -82,24 +82,24 @@ async def test_a_poisoned_run_fails_alone(
             return await single(self, rubric, run, tenant)
 
         monkeypatch.setattr(ModelJudge, "single", judged)
-    elif stage == "keep":
-        keep = verdict_cache.keep
+    elif stage == "store":
+        keep = verdict_cache.store
 
-        async def kept(tx: Any, now: Any, question: str, verdict: Any) -> None:
+        async def failing_store(tx: Any, now: Any, question: str, verdict: Any) -> None:
             if verdict.reason == "poison":
                 raise ERRORS[kind]()
             await keep(tx, now, question, verdict)
 
-        monkeypatch.setattr(verdict_cache, "keep", kept)
+        monkeypatch.setattr(verdict_cache, "store", failing_store)
     else:
         reward = Subject.reward
 
-        def made(self: Subject, judgement: Any, *rest: Any) -> Any:
+        def failing_reward(self: Subject, judgement: Any, *rest: Any) -> Any:
             if self.trajectory_id == "t2" and judgement.outcome == "scored":
                 raise ERRORS[kind]()
             return reward(self, judgement, *rest)
 
-        monkeypatch.setattr(Subject, "reward", made)
+        monkeypatch.setattr(Subject, "reward", failing_reward)
 
     def reply(call: Call) -> Reply:
         reason = "poison" if "poison" in call.prompt else "because"
@@ -168,7 +168,7 @@ def _of(tenant: str, name: str, answer: str) -> Any:
 
 
 async def test_runs_of_one_tenant_that_the_endpoint_fails_on_do_not_stop_another(llm: FakeLLM, data_dir: Path) -> None:
-    """The clock stands still: whoever waits for a breaker waits for ever."""
+    """The clock is fixed, so a job that waits for a breaker waits forever."""
 
     def reply(call: Call) -> Reply:
         if "poison" in call.prompt:
@@ -199,6 +199,6 @@ async def test_tenants_of_the_last_period_share_the_budget(llm: FakeLLM, data_di
 
         assert isinstance(await reserve("quiet"), Reservation)
         spent = [await reserve("flooder") for _ in range(20)]
-        assert sum(isinstance(one, Reservation) for one in spent) == 5
-        assert "this tenant's part of it, one of 2" in str(spent[-1])
+        assert sum(isinstance(result, Reservation) for result in spent) == 5
+        assert "this is the part of one of 2 tenants" in str(spent[-1])
         assert [type(await reserve("quiet")) for _ in range(5)] == [Reservation] * 4 + [BudgetLimit]

@@ -1,4 +1,4 @@
-"""The judge as a filter: lines in, lines out, nothing paid for twice."""
+"""The judge as a filter reads and writes lines, and pays for no verdict twice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ async def test_every_trajectory_is_judged_and_asked_about_once(
     calls = len(llm.calls)
     again, same = await judged(llm, data_dir, *runs)
     assert same == report
-    assert {(one.trajectory_id, one.value) for one in again} == {(one.trajectory_id, one.value) for one in rewards}
+    assert {(item.trajectory_id, item.value) for item in again} == {
+        (item.trajectory_id, item.value) for item in rewards
+    }
     assert len(llm.calls) == calls, "the second replay found every verdict"
 
 

@@ -1,4 +1,4 @@
-"""The judge sees roles kept apart, and is told of all that it does not see."""
+"""Transcripts keep roles separate, and contain a note for all text that they leave out."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def rubric(**changes: object) -> Rubric:
     return Rubric.model_validate(RUBRIC.model_dump() | changes)
 
 
-def shown(run: Trajectory, wanted: Rubric = RUBRIC) -> list[tuple[str, str, str]]:
-    found = transcript_of(run, wanted)
-    assert found is not None
-    return [(entry.kind, entry.name, entry.text) for entry in found.entries]
+def entries_of(run: Trajectory, rubric_shown: Rubric = RUBRIC) -> list[tuple[str, str, str]]:
+    transcript = transcript_of(run, rubric_shown)
+    assert transcript is not None
+    return [(entry.kind, entry.name, entry.text) for entry in transcript.entries]
 
 
 def test_a_run_is_told_in_order_with_who_said_what() -> None:
     run = Trajectory.from_json(EXAMPLE.read_bytes())
-    assert shown(run) == [
+    assert entries_of(run) == [
         ("question", "", "Who sent the invoice?"),
         ("tool_call", "search_mail", '{"query": "invoice"}'),
         ("tool_result", "search_mail", "1 hit: from Ada"),
@@ -41,7 +41,7 @@ def test_a_run_is_told_in_order_with_who_said_what() -> None:
 def test_the_rubric_chooses_the_parts() -> None:
     run = Trajectory.from_json(EXAMPLE.read_bytes())
     everything = rubric(show=["tools", "instructions", "answer"], context=["expected", "missing"])
-    assert shown(run, everything) == [
+    assert entries_of(run, everything) == [
         ("context", "expected", "Ada"),
         ("tool", "search_mail", "Full-text search in the mailbox."),
         ("instructions", "", "You answer questions about a mailbox."),
@@ -59,39 +59,39 @@ def test_without_anything_of_the_models_there_is_nothing_to_judge() -> None:
 
 def test_the_middle_of_a_long_entry_is_left_out_and_counted() -> None:
     text = "".join(str(n % 10) for n in range(1000))
-    found = transcript_of(trajectory("t", answer=text), rubric(run_chars_max=1000, part_chars_max=100))
-    assert found is not None
-    assert found.shortened
-    assert found.entries[-1].text == f"{text[:50]}\n[... 900 characters left out ...]\n{text[-50:]}"
+    transcript = transcript_of(trajectory("t", answer=text), rubric(run_chars_max=1000, part_chars_max=100))
+    assert transcript is not None
+    assert transcript.shortened
+    assert transcript.entries[-1].text == f"{text[:50]}\n[... 900 characters left out ...]\n{text[-50:]}"
 
 
 def test_the_middle_of_a_long_run_is_left_out_and_counted() -> None:
     turns = [("user" if n % 2 == 0 else "assistant", f"{n:03} {'x' * 96}") for n in range(40)]
-    entries = shown(trajectory("t", messages=said(*turns)), rubric(run_chars_max=1000, part_chars_max=250))
+    entries = entries_of(trajectory("t", messages=said(*turns)), rubric(run_chars_max=1000, part_chars_max=250))
     assert [text[:3] for kind, _, text in entries if kind != "note"] == [f"{n:03}" for n in [*range(5), *range(35, 40)]]
     assert entries[5] == ("note", "", "30 entries with 3000 characters were left out here.")
     assert entries[-1][0] == "answer"
 
 
 def test_nothing_is_ever_left_out_silently() -> None:
-    """For random runs: what is shown fits, and shown plus counted is everything."""
+    """In random runs, the shown text fits, and shown and counted characters add up to the whole run."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator = random.Random(seed)
     for _ in range(200):
         limit = generator.choice([1000, 2000])
-        wanted = rubric(run_chars_max=limit, part_chars_max=limit // generator.choice([4, 8]))
+        rubric_shown = rubric(run_chars_max=limit, part_chars_max=limit // generator.choice([4, 8]))
         texts = ["y" * generator.randint(1, 600) for _ in range(generator.randint(1, 30))]
-        found = transcript_of(
-            trajectory("t", messages=said(("user", "q"), *(("assistant", text) for text in texts))), wanted
+        transcript = transcript_of(
+            trajectory("t", messages=said(("user", "q"), *(("assistant", text) for text in texts))), rubric_shown
         )
-        assert found is not None
-        notes = [entry for entry in found.entries if entry.kind == "note"]
+        assert transcript is not None
+        notes = [entry for entry in transcript.entries if entry.kind == "note"]
         missing = sum(int(note.text.split()[0]) for note in notes)
-        assert len(found.entries) - len(notes) + missing == len(texts) + 1
-        assert sum(len(entry.text) for entry in found.entries if entry.kind != "note") <= limit
-        assert found.shortened == (bool(notes) or any("left out" in entry.text for entry in found.entries))
-        assert (found.entries[0].kind, found.entries[-1].kind) == ("question", "answer")
+        assert len(transcript.entries) - len(notes) + missing == len(texts) + 1
+        assert sum(len(entry.text) for entry in transcript.entries if entry.kind != "note") <= limit
+        assert transcript.shortened == (bool(notes) or any("left out" in entry.text for entry in transcript.entries))
+        assert (transcript.entries[0].kind, transcript.entries[-1].kind) == ("question", "answer")
 
 
 def test_other_branches_are_mentioned() -> None:
@@ -102,19 +102,19 @@ def test_other_branches_are_mentioned() -> None:
             "dialogues": (Dialogue(messages=said(("assistant", "x"))), *run.dialogues),
         }
     )
-    assert shown(forked)[0] == ("note", "", "The run has 2 lines of conversation; the longest one is shown.")
+    assert entries_of(forked)[0] == ("note", "", "The run has 2 lines of conversation; the longest one is shown.")
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_equal_runs_make_equal_prompts(name: str) -> None:
     prompts = Prompts()
-    one, other = transcript_of(trajectory(name), RUBRIC), transcript_of(trajectory("other"), RUBRIC)
-    assert one is not None
+    first, other = transcript_of(trajectory(name), RUBRIC), transcript_of(trajectory("other"), RUBRIC)
+    assert first is not None
     assert other is not None
-    assert prompts.single(RUBRIC, one) == prompts.single(RUBRIC, other)
+    assert prompts.single(RUBRIC, first) == prompts.single(RUBRIC, other)
 
 
 def test_an_entry_holds_text_as_it_is() -> None:
     nasty = '{{ 7 * 7 }} {% raw %} </data> \\ " \u2028 \U0001f600'
-    assert shown(trajectory("t", answer=nasty))[-1] == ("answer", "", nasty)
+    assert entries_of(trajectory("t", answer=nasty))[-1] == ("answer", "", nasty)
     assert TranscriptEntry(kind="answer", text=nasty).text == nasty

@@ -91,12 +91,12 @@ TIMED_OUT = Judgement(outcome="timed_out", reason="no verdict within 60 s")
 
 
 def test_the_standing_is_the_win_rate_over_decided_pairs() -> None:
-    standing = scoring.win_rate([("x", decided(1.0)), ("y", decided(0.5, "order")), ("z", FAILED)], waiting=1)
-    assert standing is not None
-    assert (standing.value, standing.criteria) == (0.75, {"a": 0.75, "b": 0.25})
-    assert standing.reason.splitlines()[0] == "win rate over 2 pairs"
-    assert "tied against y: order" in standing.reason
-    assert "failed against z: the endpoint answered 400" in standing.reason
+    win_rate = scoring.win_rate([("x", decided(1.0)), ("y", decided(0.5, "order")), ("z", FAILED)], waiting=1)
+    assert win_rate is not None
+    assert (win_rate.value, win_rate.criteria) == (0.75, {"a": 0.75, "b": 0.25})
+    assert win_rate.reason.splitlines()[0] == "win rate over 2 pairs"
+    assert "tied against y: order" in win_rate.reason
+    assert "failed against z: the endpoint answered 400" in win_rate.reason
 
 
 def test_there_is_no_standing_before_something_is_decided() -> None:

@@ -1,4 +1,4 @@
-"""P11: what cannot work stops the start, with the setting's name and what to do."""
+"""P11: invalid settings stop the start, with the name of the setting and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded(**environ: str) -> JudgeSettings:
 
 
 def test_without_an_endpoint_the_judge_does_not_start() -> None:
-    """As its own process, since this is what a supervisor looks at: exit status 2 also with `--check-config`."""
+    """Run the judge as a process, as a supervisor does: the exit status is 2, also with `--check-config`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     command = [sys.executable, "-m", "headrace_judge", "--check-config"]
     result = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30, check=False)

@@ -1,4 +1,4 @@
-"""What is a verdict and what is not. Nothing unreadable becomes a number."""
+"""Answers are parsed strictly. An unreadable answer never becomes a number."""
 
 from __future__ import annotations
 

@@ -67,16 +67,16 @@ class Rig:
         await self.run_functions()
 
     async def run_functions(self) -> None:
-        done = await self.perform()
-        if done:
-            await self.stream.step(self.scoring.enter(done))
+        completed = await self.perform()
+        if completed:
+            await self.stream.step(self.scoring.enter(completed))
 
     async def perform(self) -> list[CompletedJob]:
-        """What the functions say about all that waits, not yet entered."""
-        done = []
+        """Run the functions of all waiting jobs, and return the results without entering them."""
+        completed = []
         while not self.scoring._waiting.empty():
-            done.append(await self.scoring.perform(self.scoring._waiting.get_nowait()))
-        return done
+            completed.append(await self.scoring.perform(self.scoring._waiting.get_nowait()))
+        return completed
 
     async def pass_time(self, seconds: float) -> None:
         self.stream.clock.advance(seconds)
@@ -84,12 +84,15 @@ class Rig:
         await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.scoring.policy))
 
     def rewards(self) -> list[tuple[str, int, str, float | None]]:
-        return [(made.source, made.revision, made.outcome, made.value) for made in self.stream.sent(Reward)]
+        return [(reward.source, reward.revision, reward.outcome, reward.value) for reward in self.stream.sent(Reward)]
 
     def experiences(self) -> list[tuple[int, int, float | None, str | None]]:
         """Branch, revision, reward and why there is none, in the order of sending."""
-        found = self.stream.sent(Experience)
-        return [(made.branch_index, made.revision, made.reward, made.no_reward) for made in found]
+        sent = self.stream.sent(Experience)
+        return [
+            (experience.branch_index, experience.revision, experience.reward, experience.no_reward)
+            for experience in sent
+        ]
 
 
 @contextlib.asynccontextmanager
@@ -98,13 +101,13 @@ async def scorer(url: str, data_dir: Path, *functions: Callable[..., object], **
     cache = TrajectoryCache()
     scores, pool = ScoreStore(cache), LocalPool(chosen, functions)
     scoring = Scoring(pool, chosen, cache, scores)
-    made = Scorer(chosen, cache, scores, scoring)
+    handlers = Scorer(chosen, cache, scores, scoring)
     service = Service(
         tables=schema.stream,
         handlers={
-            "trajectories": made.on_trajectory,
-            "rewards": made.on_reward,
-            "feedback": made.on_feedback,
+            "trajectories": handlers.on_trajectory,
+            "rewards": handlers.on_reward,
+            "feedback": handlers.on_feedback,
         },
         package="headrace_scorer",
     )

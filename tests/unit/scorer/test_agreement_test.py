@@ -1,4 +1,4 @@
-"""The alarm for judges: its bound and its bets by definition, exactly, and what it does over a long time."""
+"""The alarm for judges: its bound and its bets by their exact definition, and its behaviour over a long time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ERROR, REFERENCE = 0.05, 100
 
 
 def test_the_bets_are_fair_however_long_one_looks() -> None:
-    """Over all sequences of a coin whose mean is the bound, the mean of the evidence is 1, after every step."""
+    """The mean evidence over all sequences of a coin, whose mean is the bound, is 1 after every step."""
     bound = 0.3
     for length in range(1, 9):
         expected = 0.0
@@ -53,17 +53,17 @@ def test_a_judge_that_falls_is_found_after_it_was_good_for_long_and_a_steady_one
     draw = random.Random(0)
     assert [_alarm(_stream(draw, 600, 0.3)) for _ in range(10)] == [None] * 10
     for _ in range(10):
-        found = _alarm(_stream(draw, 500, 0.25) + _stream(draw, 200, 0.6))
-        assert found is not None
-        assert 500 < found < 640
+        alarm = _alarm(_stream(draw, 500, 0.25) + _stream(draw, 200, 0.6))
+        assert alarm is not None
+        assert 500 < alarm < 640
 
 
 def test_what_it_knows_survives_being_stored() -> None:
     draw = random.Random(1)
-    one = other = Agreement()
+    state = other = Agreement()
     for value in _stream(draw, 150, 0.3):
-        one = one.with_pair(value, reference=REFERENCE, error=ERROR)
+        state = state.with_pair(value, reference=REFERENCE, error=ERROR)
         other = Agreement.model_validate_json(
             other.with_pair(value, reference=REFERENCE, error=ERROR).model_dump_json()
         )
-    assert one == other
+    assert state == other

@@ -22,17 +22,17 @@ COMMON = Common.model_validate({"security": {"internal_key": "key"}})
 
 @pytest.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    async with scorer("sqlite", data_dir, half) as made:
-        yield made
+    async with scorer("sqlite", data_dir, half) as opened:
+        yield opened
 
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[FunctionPool]:
     (tmp_path / "r.py").write_text("def score():\n    return 1.0\n")
-    made = FunctionPool(ScorerSettings(functions=(f"{tmp_path}/r.py:score",)))
-    await made.reload()
-    yield made
-    await made.close()
+    created = FunctionPool(ScorerSettings(functions=(f"{tmp_path}/r.py:score",)))
+    await created.reload()
+    yield created
+    await created.close()
 
 
 def client(pool: FunctionPool, rig: Rig, key: str = "key") -> httpx.AsyncClient:
@@ -46,7 +46,7 @@ async def test_functions_are_listed_and_reloaded_or_left_as_they_were(
 ) -> None:
     async with client(pool, rig) as http:
         before = (await http.get("/functions")).json()["functions"]
-        assert [(found["name"], found["parameters"]) for found in before] == [("score", [])]
+        assert [(function["name"], function["parameters"]) for function in before] == [("score", [])]
         (tmp_path / "r.py").write_text("def score(context):\n    return 0.5\n")
         after = (await http.post("/reload")).json()["functions"]
         assert after[0]["parameters"] == ["context"]
@@ -62,9 +62,9 @@ async def test_the_ledger_shows_every_revision(rig: Rig, pool: FunctionPool) -> 
     trajectory = closed()
     await rig.deliver(trajectory)
     async with client(pool, rig) as http:
-        found = (await http.get(f"/ledger/{trajectory.trajectory_id}")).json()["rewards"]
-        assert [(row["source"], row["revision"], row["value"]) for row in found] == [("function:half", 0, 0.5)]
-        assert found[0]["time"].startswith("2026-01-01T00:00:00")
+        rewards = (await http.get(f"/ledger/{trajectory.trajectory_id}")).json()["rewards"]
+        assert [(row["source"], row["revision"], row["value"]) for row in rewards] == [("function:half", 0, 0.5)]
+        assert rewards[0]["time"].startswith("2026-01-01T00:00:00")
         assert (await http.get("/ledger/unknown")).status_code == 404
 
 

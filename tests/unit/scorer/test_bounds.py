@@ -1,4 +1,4 @@
-"""What a door acknowledged fits every event that the scorer makes of it, however much comes together."""
+"""An acknowledged event fits all events that the scorer derives from it, however many are combined."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_more_sources_than_an_experience_holds_are_counted_by_a_fixed_rule
         run = closed(ask([user("q")], session="s"))
         await rig.deliver(many_parts("s", 0), many_parts("s", 32), run)
         await rig.deliver(reward(run, "judge:tone", 0.25), reward(run, "other"))
-        assert [one.reason for one in rig.stream.sent(DeadLetter)] == ["too_many_sources"], "the 65th open source"
+        assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["too_many_sources"], "the 65th open source"
         last = rig.stream.sent(Experience)[-1]
         assert len(last.parts) == PARTS_MAX
         assert {"function:half", "judge:tone"} <= {part.source for part in last.parts}
@@ -52,33 +52,37 @@ def test_a_reward_of_any_sources_fits_an_experience_in_any_order(
 ) -> None:
     policy = RewardPolicy({**weights, "*": 1.0}, required=["s-199"] if len(values) > 99 else (), combine=combine)
     sources = [SourceReward(f"s-{n:03d}", None, "scored", value) for n, value in dict(values).items()]
-    made = policy.branch_reward(sources, ["t"], rewarded=False)
+    branch_reward = policy.branch_reward(sources, ["t"], rewarded=False)
     order.shuffle(sources)
-    assert policy.branch_reward(sources, ["t"], rewarded=False) == made
-    if made.reward is None:
+    assert policy.branch_reward(sources, ["t"], rewarded=False) == branch_reward
+    if branch_reward.reward is None:
         return
-    assert abs(made.reward) <= TOTAL_MAX
-    counted = [part.source for part in made.parts]
+    assert abs(branch_reward.reward) <= TOTAL_MAX
+    counted = [part.source for part in branch_reward.parts]
     assert len(counted) <= PARTS_MAX
-    weighty = {one.source for one in sources if policy.weight(one.source)}
+    weighty = {item.source for item in sources if policy.weight(item.source)}
     assert len(weighty - set(counted)) == max(0, len(weighty) - PARTS_MAX)
-    assert set(made.left_out) <= weighty - set(counted)
-    assert bool(made.left_out) == bool(weighty - set(counted))
+    assert set(branch_reward.left_out) <= weighty - set(counted)
+    assert bool(branch_reward.left_out) == bool(weighty - set(counted))
     least = min(policy.weight(source) for source in counted)
     assert all(policy.weight(source) <= least for source in weighty - set(counted) - {"s-199"})
-    assert made.reward == pytest.approx(math.fsum(part.value * part.weight for part in made.parts), abs=1e-3)
+    assert branch_reward.reward == pytest.approx(
+        math.fsum(part.value * part.weight for part in branch_reward.parts), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 async def test_scores_at_their_bounds_become_experiences(open_scorer: Open, combine: str, sign: float) -> None:
     async with open_scorer(combine=combine, weights={"*": WEIGHT_MAX}) as rig:
-        said = [feedback(session="s", value=sign * SCORE_MAX, rater=f"r-{n}") for n in range(5)]
-        await rig.deliver(*said, many_parts("s", 0, sign * SCORE_MAX, rater="a"), closed(ask([user("q")], session="s")))
+        events = [feedback(session="s", value=sign * SCORE_MAX, rater=f"r-{n}") for n in range(5)]
+        await rig.deliver(
+            *events, many_parts("s", 0, sign * SCORE_MAX, rater="a"), closed(ask([user("q")], session="s"))
+        )
         await rig.pass_time(700)
-        (made,) = rig.stream.sent(Experience)
-        assert made.reward is not None
-        assert math.copysign(1.0, made.reward) == sign
+        (experience,) = rig.stream.sent(Experience)
+        assert experience.reward is not None
+        assert math.copysign(1.0, experience.reward) == sign
         assert rig.stream.sent(DeadLetter) == []
 
 
@@ -92,8 +96,8 @@ async def test_the_facts_of_many_feedbacks_stay_within_one_context(open_scorer: 
             facts = {f"k-{n}-{m}": n * 10 + m for m in range(60)}
             await rig.deliver(feedback(session="s", value=None, context={**facts, "k-7-7": n}))
         await rig.deliver(closed(ask([user("q")], session="s")))
-        (made,) = rig.stream.sent(Reward)
-        assert (made.value, made.criteria) == (float(CONTEXT_KEYS_MAX), {"newest": 7.0})
+        (reward,) = rig.stream.sent(Reward)
+        assert (reward.value, reward.criteria) == (float(CONTEXT_KEYS_MAX), {"newest": 7.0})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ async def test_nobody_else_gives_rewards_in_the_name_of_a_service(
         await rig.stream.deliver(rig.stream.append("rewards", forged.to_json(), forged, producer=producer))
         (letter,) = rig.stream.sent(DeadLetter)
         assert letter.reason == "reserved_source"
-        assert [made.reward for made in rig.stream.sent(Experience)] == [0.5]
+        assert [experience.reward for experience in rig.stream.sent(Experience)] == [0.5]
 
 
 async def test_a_revision_that_leaves_no_room_for_later_ones_is_refused(open_scorer: Open) -> None:
@@ -138,7 +142,7 @@ async def test_feedback_that_an_older_release_stored_against_the_rules_of_today_
         await rig.deliver(closed(ask([user("q")], session="s")))
         await rig.pass_time(700)
         expected = 0.25 if "context" not in change else 0.625
-        assert [made.reward for made in rig.stream.sent(Experience)] == [expected]
+        assert [experience.reward for experience in rig.stream.sent(Experience)] == [expected]
 
 
 async def test_stored_text_that_is_refused_today_is_cleaned(open_scorer: Open) -> None:
@@ -149,5 +153,5 @@ async def test_stored_text_that_is_refused_today_is_cleaned(open_scorer: Open) -
         async with rig.stream.processor.database.transaction() as tx:
             await tx.execute(update(schema.feedback).values(payload=payload))
         await rig.deliver(closed(ask([user("q")], session="s")))
-        (made,) = rig.stream.sent(Reward)
-        assert (made.value, made.reason) == (1.0, "a\ufffdcomment")
+        (reward,) = rig.stream.sent(Reward)
+        assert (reward.value, reward.reason) == (1.0, "a\ufffdcomment")

@@ -47,10 +47,10 @@ async def flood(
     after: Callable[[], Awaitable[None]] = nothing,
 ) -> Counter[bool]:
     """Deliver hostile records, each with a good one behind it. Returns how many were taken and refused."""
-    known = bodies(topic)
+    valid_bodies = bodies(topic)
     seen: Counter[bool] = Counter()
     for _ in range(RECORDS):
-        value = json.dumps(mutated(chance.choice(known), chance)).encode()
+        value = json.dumps(mutated(chance.choice(valid_bodies), chance)).encode()
         before = len(stream.sent(DeadLetter))
         await stream.deliver(stream.append(topic, value), *stream.produce(good()))
         await after()
@@ -69,19 +69,19 @@ def chance() -> random.Random:
 async def test_the_collector_goes_on_behind_any_record(
     database_url: str, data_dir: Path, topic: str, chance: random.Random
 ) -> None:
-    own: list[Turn] = []
+    sound_turns: list[Turn] = []
 
     def good() -> Event:
-        own.append(ask([user("q")], session=f"own-{len(own)}"))
-        return own[-1]
+        sound_turns.append(ask([user("q")], session=f"own-{len(sound_turns)}"))
+        return sound_turns[-1]
 
     async with collector(database_url, data_dir) as stream:
         seen = await flood(stream, topic, chance, good)
         for _ in range(RECORDS // 20):  # a step closes some at a time
             await pass_time(stream, 1000)
         assert {letter.reason for letter in stream.sent(DeadLetter)} <= NAMED
-        closed_turns = {name for made in stream.sent(Trajectory) for name in made.turn_ids}
-    assert {turn.turn_id for turn in own} <= closed_turns
+        closed_turns = {name for trajectory in stream.sent(Trajectory) for name in trajectory.turn_ids}
+    assert {turn.turn_id for turn in sound_turns} <= closed_turns
     assert min(seen[True], seen[False]) > 5, "some are taken and some are refused"
 
 
@@ -89,21 +89,23 @@ async def test_the_collector_goes_on_behind_any_record(
 async def test_the_scorer_goes_on_behind_any_record(
     database_url: str, data_dir: Path, topic: str, chance: random.Random
 ) -> None:
-    own: list[Trajectory] = []
+    sound_runs: list[Trajectory] = []
 
     def good() -> Event:
-        own.append(closed(ask([user("q")], session=f"own-{len(own)}")))
-        return own[-1]
+        sound_runs.append(closed(ask([user("q")], session=f"own-{len(sound_runs)}")))
+        return sound_runs[-1]
 
     async with scorer(database_url, data_dir, half) as rig:
         for body in bodies("trajectories"):  # what the feedback and the rewards of the examples are about
             await rig.stream.deliver(Trajectory.from_json(json.dumps(body).encode()))
         seen = await flood(rig.stream, topic, chance, good, rig.run_functions)
-        await rig.deliver(*(feedback(session=one.session_id, value=1.0) for one in own[:3]))
-        await rig.deliver(*(reward(one, "judge:tone", 1.0) for one in own[:3]))
+        await rig.deliver(*(feedback(session=run.session_id, value=1.0) for run in sound_runs[:3]))
+        await rig.deliver(*(reward(run, "judge:tone", 1.0) for run in sound_runs[:3]))
         for _ in range(RECORDS // 20):
             await rig.pass_time(1000)
         assert {letter.reason for letter in rig.stream.sent(DeadLetter)} <= NAMED
-        scored = {made.trajectory_id for made in rig.stream.sent(Experience) if made.reward is not None}
-    assert {one.trajectory_id for one in own} <= scored
+        scored = {
+            experience.trajectory_id for experience in rig.stream.sent(Experience) if experience.reward is not None
+        }
+    assert {run.trajectory_id for run in sound_runs} <= scored
     assert min(seen[True], seen[False]) > 5, "some are taken and some are refused"

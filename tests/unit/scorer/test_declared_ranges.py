@@ -1,4 +1,4 @@
-"""Declared ranges: what a source gives outside of its range counts for nothing and is named."""
+"""A value outside the declared range of its source does not count, and the source is named."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ async def test_functions_that_are_gone_hold_nothing_up(open_scorer: Open) -> Non
 
 
 async def forget(rig: Rig) -> None:
-    """What is older than 500 s."""
-    for one in upkeep.FORGETTING:
+    """Delete rows that are older than 500 s."""
+    for deletion in upkeep.FORGETTING:
         async with rig.stream.processor.database.transaction() as tx:
-            await one(tx, rig.stream.clock.now(), 500)
+            await deletion(tx, rig.stream.clock.now(), 500)
 
 
 async def test_retention_forgets_everything_about_old_trajectories(open_scorer: Open) -> None:
@@ -88,20 +88,20 @@ async def test_retention_forgets_everything_about_old_trajectories(open_scorer: 
         await rig.stream.deliver(late)
         unfinished = await rig.perform()
         await forget(rig)
-        kept = {
+        remaining = {
             name: await rig.stream.count(name) for name in ("trajectories", "turns", "ledger", "feedback", "listed")
         }
-        assert kept == {"trajectories": 2, "turns": 2, "ledger": 1, "feedback": 0, "listed": 0}
+        assert remaining == {"trajectories": 2, "turns": 2, "ledger": 1, "feedback": 0, "listed": 0}
         rig.stream.clock.advance(1000)
         await forget(rig)
         await rig.stream.step(rig.scoring.enter(unfinished))
         assert await rig.stream.count("jobs") == 0, "a result for a forgotten trajectory goes nowhere"
         await rig.deliver(feedback("s", turn, value=0.0))
-        assert len([made for made in rig.stream.sent(Reward) if made.source == "feedback"]) == 1
+        assert len([event for event in rig.stream.sent(Reward) if event.source == "feedback"]) == 1
 
 
 def story(seed: int) -> list[Event]:
-    """Three trajectories of two sessions, and what several sources say about them."""
+    """Return three trajectories of two sessions with rewards and feedback of several sources."""
     choose = random.Random(seed)
     turns = [ask([user("q")], "Ada", session=name, at=at) for at, name in enumerate("aab")]
     trajectories = [closed(turn, session=turn.session_id, at=10 + 10 * n) for n, turn in enumerate(turns)]
@@ -115,15 +115,21 @@ def story(seed: int) -> list[Event]:
             about = [turn] if choose.random() < 0.6 else []
             value = None if withdrawn else choose.random()
             context = {"expected": choose.choice(["Ada", "Bob"])} if choose.random() < 0.5 else {}
-            said = feedback(turn.session_id, *about, value=value, withdrawn=withdrawn, at=at, context=context)
-            events.append(said)
+            event = feedback(turn.session_id, *about, value=value, withdrawn=withdrawn, at=at, context=context)
+            events.append(event)
     return events
 
 
 async def outcome(rig: Rig) -> dict[str, tuple[object, ...]]:
     """The state that the last revision of each experience leaves."""
-    last = {made.experience_id: made for made in sorted(rig.stream.sent(Experience), key=lambda made: made.revision)}
-    return {name: (made.reward, made.no_reward, made.parts, made.weight) for name, made in last.items()}
+    last = {
+        experience.experience_id: experience
+        for experience in sorted(rig.stream.sent(Experience), key=lambda experience: experience.revision)
+    }
+    return {
+        name: (experience.reward, experience.no_reward, experience.parts, experience.weight)
+        for name, experience in last.items()
+    }
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -150,9 +156,11 @@ async def test_p10_any_order_and_duplicates_come_to_the_same(open_scorer: Open, 
             await rig.run_functions()
             assert len(await outcome(rig)) == 3
             revisions: dict[str, list[int]] = {}
-            for made in rig.stream.sent(Experience):
-                revisions.setdefault(made.experience_id, []).append(made.revision)
-            assert all(found == list(range(len(found))) for found in revisions.values()), "each revision once, in order"
+            for experience in rig.stream.sent(Experience):
+                revisions.setdefault(experience.experience_id, []).append(experience.revision)
+            assert all(revision == list(range(len(revision))) for revision in revisions.values()), (
+                "each revision once, in order"
+            )
             outcomes.append(await outcome(rig))
     rewarded = {name: state[0] is not None for name, state in outcomes[0].items()}
     for other in outcomes[1:]:

@@ -20,21 +20,21 @@ from tests.support.streams import START
 from tests.support.turns import ask, feedback, user
 
 
-def closed(name: str, began: int | None, at: float = 0.0, place: int = 0) -> ClosedTrajectory:
-    return ClosedTrajectory(name, epoch_ms(START) + round(at * 1000), place, began)
+def closed(name: str, began: int | None, at: float = 0.0, offset: int = 0) -> ClosedTrajectory:
+    return ClosedTrajectory(name, epoch_ms(START) + round(at * 1000), offset, began)
 
 
 def word(
-    one: Feedback, place: int = 0, turns_until: int | None = None, trajectories_until: int | None = None
+    event: Feedback, offset: int = 0, turns_until: int | None = None, trajectories_until: int | None = None
 ) -> PlacedFeedback:
-    return PlacedFeedback(one, place, turns_until, trajectories_until)
+    return PlacedFeedback(event, offset, turns_until, trajectories_until)
 
 
-def said(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> FeedbackSet:
-    """In the given order, what is general first."""
-    everything = [word(one, place) for place, one in enumerate((*general, *listing))]
-    lists = [one for one in everything if one.event.msg_ids]
-    return feedback_for("t", [closed("t", 0)], lists, [one for one in everything if not one.event.msg_ids])
+def feedback_set(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> FeedbackSet:
+    """Return the feedback set, with general feedback first, each group in the order of the arguments."""
+    everything = [word(item, index) for index, item in enumerate((*general, *listing))]
+    lists = [item for item in everything if item.event.msg_ids]
+    return feedback_for("t", [closed("t", 0)], lists, [item for item in everything if not item.event.msg_ids])
 
 
 TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
@@ -42,10 +42,10 @@ TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
 
 def test_feedback_about_a_session_means_what_had_begun_last() -> None:
     for clock in (0.0, 1.5, 9.0):
-        given = feedback(at=clock)
-        assert target_trajectories(word(given, turns_until=11), TWO) == {"first"}
-        assert target_trajectories(word(given, turns_until=20), TWO) == {"first"}, "the second began after it was given"
-        assert target_trajectories(word(given, turns_until=21), TWO) == {"second"}
+        event = feedback(at=clock)
+        assert target_trajectories(word(event, turns_until=11), TWO) == {"first"}
+        assert target_trajectories(word(event, turns_until=20), TWO) == {"first"}, "the second began after it was given"
+        assert target_trajectories(word(event, turns_until=21), TWO) == {"second"}
 
 
 def test_else_it_means_what_began_first() -> None:
@@ -59,13 +59,13 @@ def test_what_is_closed_together_is_meant_together() -> None:
 
 
 def test_what_was_ingested_began_when_it_was_sent() -> None:
-    peers = [closed("first", None, at=1, place=4), closed("second", None, at=2, place=9)]
+    peers = [closed("first", None, at=1, offset=4), closed("second", None, at=2, offset=9)]
     assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=5), peers) == {"first"}
     assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
 
 
 def test_what_was_ingested_counts_as_later_than_what_the_gateway_saw_begin() -> None:
-    peers = [closed("sampled", 3, at=1), closed("ingested", None, at=2, place=0)]
+    peers = [closed("sampled", 3, at=1), closed("ingested", None, at=2, offset=0)]
     assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=1), peers) == {"ingested"}
     assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=0), peers) == {"sampled"}
     assert target_trajectories(word(feedback(), turns_until=4), peers) == {"sampled"}
@@ -90,35 +90,35 @@ def test_a_new_trajectory_may_take_over_what_was_said() -> None:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True), st.integers(0, 40))
 def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int], until: int) -> None:
     peers = [closed(str(n), began, at=n) for n, began in enumerate(begins)]
-    one = word(feedback(), turns_until=until)
-    before, after = target_trajectories(one, peers[:-1]), target_trajectories(one, peers)
-    assert displaced(peers[-1].trajectory_id, peers, [one]) == sorted(before - after)
+    record = word(feedback(), turns_until=until)
+    before, after = target_trajectories(record, peers[:-1]), target_trajectories(record, peers)
+    assert displaced(peers[-1].trajectory_id, peers, [record]) == sorted(before - after)
 
 
 def test_facts_and_names_of_feedback_go_before_those_of_the_trajectory() -> None:
     turn = ask([user("q")])
     fact = feedback("s", turn, value=None, context={"expected": "x"}, task_id="task")
-    assert said(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
-    assert said(fact).named("task_id", "old") == "task"
+    assert feedback_set(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
+    assert feedback_set(fact).named("task_id", "old") == "task"
 
 
 def test_what_is_said_of_a_task_comes_first_and_counts_least() -> None:
     task = feedback("any", value=0.0, level="task", task_id="t", context={"expected": "x", "of": "task"})
-    own = feedback(value=1.0, context={"expected": "y"})
-    found = with_task(said(general=(own,)), [word(task, 99)])
-    assert found.all == (task, own)
-    assert (found.of_task, found.general, found.listing) == ((task,), (own,), ())
-    assert found.context({}) == {"expected": "y", "of": "task"}
+    of_session = feedback(value=1.0, context={"expected": "y"})
+    combined = with_task(feedback_set(general=(of_session,)), [word(task, 99)])
+    assert combined.all == (task, of_session)
+    assert (combined.of_task, combined.general, combined.listing) == ((task,), (of_session,), ())
+    assert combined.context({}) == {"expected": "y", "of": "task"}
 
 
 def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None:
     general = feedback(task_id="session", at=-1)
-    assert said(general=(general,)).named("task_id", "own") == "own"
-    assert said(general=(general,)).named("task_id", None) == "session"
-    assert said().named("task_id", None) is None
+    assert feedback_set(general=(general,)).named("task_id", "own") == "own"
+    assert feedback_set(general=(general,)).named("task_id", None) == "session"
+    assert feedback_set().named("task_id", None) is None
 
 
 def test_a_run_over_several_sessions_has_as_many_parts() -> None:
-    here, there = ask([user("q")], session="here"), ask([user("q")], session="there")
-    assert said(feedback("here", here, there)).parts == 2
-    assert said(feedback("here", here)).parts == said().parts == 1
+    first, there = ask([user("q")], session="here"), ask([user("q")], session="there")
+    assert feedback_set(feedback("here", first, there)).parts == 2
+    assert feedback_set(feedback("here", first)).parts == feedback_set().parts == 1

@@ -35,14 +35,14 @@ async def test_p9_a_replay_ends_the_same() -> None:
 
 def test_the_talk_has_everything() -> None:
     _, sayings = talk(0, 10_000)
-    assert {one.form for one in sayings} == {
+    assert {saying.form for saying in sayings} == {
         "number", "thumb", "rating", "label", "parts", "edit", "preference", "facts",
     }  # fmt: skip
-    assert {one.where for one in sayings} == {
+    assert {saying.where for saying in sayings} == {
         "session", "all turns", "some turns", "turns", "answer", "task", "pair",
     }  # fmt: skip
-    assert 0.08 < sum(one.withdrawn for one in sayings) / len(sayings) < 0.12
-    assert 0.9 < (max(one.skew_s for one in sayings) - min(one.skew_s for one in sayings)) / 7200 <= 1
+    assert 0.08 < sum(saying.withdrawn for saying in sayings) / len(sayings) < 0.12
+    assert 0.9 < (max(saying.skew_s for saying in sayings) - min(saying.skew_s for saying in sayings)) / 7200 <= 1
 
 
 @pytest.mark.own_target

@@ -1,4 +1,4 @@
-"""A turn belongs to one trajectory of its tenant, whoever sends it; what comes from outside is checked."""
+"""A turn belongs to one trajectory of its tenant, and ingested trajectories are checked."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def test_what_a_stranger_sends_is_checked(database_url: str, data_dir: Pat
 
 
 async def test_a_trajectory_of_thousands_of_turns_takes_few_statements(database_url: str, data_dir: Path) -> None:
-    """What one caller sends as one run must not hold the scorer, and its database, for everybody else."""
+    """A single large run of one caller must not block the scorer and its database for other callers."""
     turn = ask([user("q")])
     branch = closed(turn).branches[0]
     span = branch.spans[0]
     spans = [span.model_copy(update={"start": at, "logprobs": (-0.5,), "turn_id": f"t{at}"}) for at in range(4000)]
-    many = branch.model_copy(update={"token_ids": (1,) * 4000, "spans": tuple(spans)})
+    large = branch.model_copy(update={"token_ids": (1,) * 4000, "spans": tuple(spans)})
     statements: list[str] = []
     async with scorer(database_url, data_dir) as rig:
         await rig.deliver(closed(turn, trajectory_id="first"))
@@ -53,12 +53,12 @@ async def test_a_trajectory_of_thousands_of_turns_takes_few_statements(database_
         def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
             statements.append(statement)
 
-        await rig.deliver(closed(turn, trajectory_id="many", branches=(many,)))
+        await rig.deliver(closed(turn, trajectory_id="many", branches=(large,)))
         assert await rig.stream.count("turn_owners") == 4001
         assert len(statements) < 200
         statements.clear()
-        taken = many.model_copy(update={"spans": (*spans[1:], spans[0].model_copy(update={"start": 4000}))})
-        again = taken.model_copy(update={"token_ids": (1,) * 4001})
+        overlapping = large.model_copy(update={"spans": (*spans[1:], spans[0].model_copy(update={"start": 4000}))})
+        again = overlapping.model_copy(update={"token_ids": (1,) * 4001})
         await rig.deliver(closed(turn, trajectory_id="again", branches=(again,)))
         assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["turn_taken"]
         assert len(statements) < 200

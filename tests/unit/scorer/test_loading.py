@@ -1,4 +1,4 @@
-"""Reward functions are found, checked, and refused with a sentence that says what to change."""
+"""Reward functions are found, checked, and refused with a message that names the remedy."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
     (package / "other.py").write_text("value = 0.25\n")
     monkeypatch.syspath_prepend(str(rewards.parent))
     loader = FunctionLoader()
-    (found,) = loader.load(["my_rewards.inner:score"])
-    assert (found.name, loader.callables["score"]()) == ("score", 0.25)
+    (function,) = loader.load(["my_rewards.inner:score"])
+    assert (function.name, loader.callables["score"]()) == ("score", 0.25)
 
 
 def test_functions_behind_an_entry_point(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.install(rewards.parent / "site", "graders", {"headrace.rewards": {"graded": f"{rewards}:answer"}})
     monkeypatch.syspath_prepend(str(rewards.parent / "site"))
-    (found,) = FunctionLoader().load(["graded"])
-    assert found.source == "function:graded"
+    (function,) = FunctionLoader().load(["graded"])
+    assert function.source == "function:graded"
 
 
 def test_a_successor_runs_the_text_of_its_predecessor(rewards: Path) -> None:
@@ -140,7 +140,7 @@ LAYOUTS = {
 
 
 def lay_out(folder: Path, how: str) -> tuple[Path, Path]:
-    """Write reward functions whose value comes from another file; return both files."""
+    """Write reward functions that take their value from another file, and return both files."""
     statement, named = LAYOUTS[how]
     call = "late()" if "late" in statement else "value"
     for path in ("helper.py", "parts/inner.py", "plain/inner.py"):

@@ -1,4 +1,4 @@
-"""The migrations keep what was stored before them."""
+"""The migrations preserve rows that were stored before them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ async def test_the_ledger_of_before_has_its_rewards(
         columns = "trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms"
         async with database.transaction() as tx:
             for turn, revision, value in (("", 0, 0.25), ("", 1, 0.5), ("a", 0, 1.0)):
-                given = {"turn": turn, "revision": revision, "value": value}
+                parameters = {"turn": turn, "revision": revision, "value": value}
                 values = " VALUES ('t', 'default', :turn, 'feedback', :revision, 'scored', :value, 1, 1)"
-                await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), given)
+                await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), parameters)
         await migrations.upgrade(database, "headrace_scorer")
         async with database.transaction() as tx:
             entries = await ledger.read(tx, "t", "default")
             assert await tx.scalar(text("SELECT count(*) FROM ledger")) == 3
-        found = {(one.source, one.turn_id, one.choice): one.value for one in entries.current()}
-        assert found == {("feedback", None, None): 0.5, ("feedback", "a", None): 1.0}
+        current_values = {(reward.source, reward.turn_id, reward.choice): reward.value for reward in entries.current()}
+        assert current_values == {("feedback", None, None): 0.5, ("feedback", "a", None): 1.0}
         assert entries.next_revision(EntryKey.reward("feedback")) == 2
     finally:
         if database.schema:

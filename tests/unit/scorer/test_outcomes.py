@@ -1,4 +1,4 @@
-"""What a reward function gives back is a score, an abstention or a failure, and never 0.0 by accident (P6)."""
+"""A return value of a reward function is a score, an abstention or a failure, never 0.0 by accident (P6)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_a_number_scores(returned: Any, value: float) -> None:
 def test_criteria_score_by_their_mean_or_by_their_value() -> None:
     both = outcome_of({"correct": 1.0, "short": 0.0})
     assert (both.value, both.criteria) == (0.5, {"correct": 1.0, "short": 0.0})
-    given = outcome_of({"correct": 1.0, "short": 0.0, "value": 0.9})
-    assert (given.value, given.criteria) == (0.9, {"correct": 1.0, "short": 0.0})
+    outcome = outcome_of({"correct": 1.0, "short": 0.0, "value": 0.9})
+    assert (outcome.value, outcome.criteria) == (0.9, {"correct": 1.0, "short": 0.0})
 
 
 def test_a_result_may_have_reasons() -> None:
-    found = outcome_of(RewardResult(criteria={"a": 1.0, "b": 0.5}, reason="because"))
-    assert (found.outcome, found.value, found.reason) == ("scored", 0.75, "because")
+    outcome = outcome_of(RewardResult(criteria={"a": 1.0, "b": 0.5}, reason="because"))
+    assert (outcome.outcome, outcome.value, outcome.reason) == ("scored", 0.75, "because")
 
 
 @pytest.mark.parametrize("returned", [None, RewardResult(), RewardResult(reason="no idea"), {"value": None, "a": 1}])
@@ -64,33 +64,33 @@ def test_nothing_abstains(returned: Any) -> None:
     ],
 )
 def test_anything_else_has_failed(returned: Any) -> None:
-    found = outcome_of(returned)
-    assert (found.outcome, found.value) == ("failed", None)
-    assert found.reason
+    outcome = outcome_of(returned)
+    assert (outcome.outcome, outcome.value) == ("failed", None)
+    assert outcome.reason
 
 
 def test_every_outcome_makes_a_reward_event() -> None:
     for returned in (0.5, None, "x", {"a": 1.0}):
-        found = outcome_of(returned)
-        made = Reward(
+        outcome = outcome_of(returned)
+        reward = Reward(
             time=START,
             trajectory_id="t",
             session_key="a" * 16,
             source="function:x",
-            outcome=found.outcome,
-            value=found.value,
-            criteria=found.criteria,
-            reason=found.reason,
+            outcome=outcome.outcome,
+            value=outcome.value,
+            criteria=outcome.criteria,
+            reason=outcome.reason,
         )
-        assert made.outcome == found.outcome
+        assert reward.outcome == outcome.outcome
 
 
 def test_plain_values_of_other_libraries_score() -> None:
-    for one in (np.bool_(True), np.array(1), np.float32(1), Decimal(1), torch.tensor(1.0), torch.tensor(True)):
-        assert (outcome_of(one).outcome, outcome_of(one).value) == ("scored", 1.0)
-        assert outcome_of({"a": one, "b": one}).criteria == {"a": 1.0, "b": 1.0}
-        assert outcome_of({"value": one}).value == 1.0
-        assert outcome_of(RewardResult(value=one)).value == 1.0
+    for number in (np.bool_(True), np.array(1), np.float32(1), Decimal(1), torch.tensor(1.0), torch.tensor(True)):
+        assert (outcome_of(number).outcome, outcome_of(number).value) == ("scored", 1.0)
+        assert outcome_of({"a": number, "b": number}).criteria == {"a": 1.0, "b": 1.0}
+        assert outcome_of({"value": number}).value == 1.0
+        assert outcome_of(RewardResult(value=number)).value == 1.0
 
 
 def test_an_error_whose_text_fails_is_a_failure_that_can_be_sent() -> None:
@@ -105,9 +105,9 @@ def test_an_error_whose_text_fails_is_a_failure_that_can_be_sent() -> None:
             raise Broken
 
     for error in (Broken(), ValueError("bad \ud83d end\x00"), ValueError("x" * 10**6)):
-        found = raised(error)
-        assert found.outcome == "failed"
-        found.model_dump_json().encode()
+        outcome = raised(error)
+        assert outcome.outcome == "failed"
+        outcome.model_dump_json().encode()
     assert outcome_of(Scalar()).outcome == "failed"
 
 
@@ -115,8 +115,8 @@ def test_an_exception_says_what_and_where() -> None:
     try:
         raise ValueError("x" * 9999)
     except ValueError as error:
-        found = raised(error)
-    assert found.outcome == "failed"
-    assert (found.reason or "").startswith("ValueError: xxx")
-    assert 2000 < len(found.reason or "") <= 4000
-    assert (found.reason or "").endswith(".py:" + (found.reason or "").rpartition(":")[2])
+        outcome = raised(error)
+    assert outcome.outcome == "failed"
+    assert (outcome.reason or "").startswith("ValueError: xxx")
+    assert 2000 < len(outcome.reason or "") <= 4000
+    assert (outcome.reason or "").endswith(".py:" + (outcome.reason or "").rpartition(":")[2])

@@ -50,8 +50,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, victim: Traje
     real = getattr(where, name)
 
     def is_victim(arguments: Sequence[object]) -> bool:
-        ids = [getattr(getattr(one, "trajectory", one), "trajectory_id", one) for one in arguments]
-        return victim.trajectory_id in [one for one in ids if isinstance(one, str)]
+        ids = [getattr(getattr(argument, "trajectory", argument), "trajectory_id", argument) for argument in arguments]
+        return victim.trajectory_id in [argument for argument in ids if isinstance(argument, str)]
 
     if asyncio.iscoroutinefunction(real):
 
@@ -71,8 +71,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, victim: Traje
     monkeypatch.setattr(where, name, planted)
 
 
-def done(rig: Rig) -> set[str]:
-    return {made.trajectory_id for made in rig.stream.sent(Experience)}
+def rewarded_runs(rig: Rig) -> set[str]:
+    return {experience.trajectory_id for experience in rig.stream.sent(Experience)}
 
 
 def named(rig: Rig) -> list[tuple[str, int | None]]:
@@ -86,7 +86,9 @@ async def test_results_that_cannot_be_entered(open_scorer: Open, monkeypatch: py
         await rig.stream.deliver(*trajectories)
         poison(monkeypatch, scoring, "_rewards", trajectories[2], ERRORS[kind]())
         await rig.run_functions()
-        assert done(rig) == {one.trajectory_id for one in trajectories if one is not trajectories[2]}
+        assert rewarded_runs(rig) == {
+            trajectory.trajectory_id for trajectory in trajectories if trajectory is not trajectories[2]
+        }
         assert named(rig) == [("scoring_failed", 2)]
         assert await rig.stream.count("jobs") == 0, "nothing comes back after a restart"
         rig.stream.clock.advance(10_000)
@@ -101,8 +103,8 @@ async def test_experiences_that_cannot_be_made(open_scorer: Open, monkeypatch: p
         await rig.stream.deliver(*trajectories)
         poison(monkeypatch, scores, "_experiences", trajectories[2], ERRORS[kind]())
         await rig.run_functions()
-        assert len(done(rig)) == 4
-        failed = [made.trajectory_id for made in rig.stream.sent(Reward) if made.outcome == "failed"]
+        assert len(rewarded_runs(rig)) == 4
+        failed = [reward.trajectory_id for reward in rig.stream.sent(Reward) if reward.outcome == "failed"]
         assert failed == [trajectories[2].trajectory_id]
         assert await rig.stream.count("jobs") == 0
         await rig.pass_time(700)
@@ -122,8 +124,8 @@ async def test_a_function_call_that_breaks(open_scorer: Open, monkeypatch: pytes
 
         monkeypatch.setattr(rig.pool, "call", call)
         await rig.deliver(*trajectories)
-        outcomes = {made.trajectory_id: made.outcome for made in rig.stream.sent(Reward)}
-        assert outcomes == {one.trajectory_id: "scored" for one in trajectories} | {
+        outcomes = {reward.trajectory_id: reward.outcome for reward in rig.stream.sent(Reward)}
+        assert outcomes == {item.trajectory_id: "scored" for item in trajectories} | {
             trajectories[2].trajectory_id: "failed"
         }
 
@@ -145,7 +147,7 @@ async def test_a_job_that_cannot_be_loaded(open_scorer: Open, monkeypatch: pytes
         poison(monkeypatch, rig.scoring._cache, "get", trajectories[2], ERRORS[kind]())
         await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()
-        assert len(done(rig)) == 4
+        assert len(rewarded_runs(rig)) == 4
         assert named(rig) == [("scoring_failed", 2)]
         assert await rig.stream.count("jobs") == 0
 
@@ -155,12 +157,12 @@ async def test_a_job_with_a_damaged_payload(open_scorer: Open, payload: bytes) -
     async with open_scorer(half, reward_wait_s=10_000) as rig:
         trajectories = several(5)
         await in_database(rig, trajectories)
-        own = schema.stream.jobs.c.job_id.startswith(trajectories[2].trajectory_id)
+        of_victim = schema.stream.jobs.c.job_id.startswith(trajectories[2].trajectory_id)
         async with rig.stream.processor.database.transaction() as tx:
-            await tx.execute(update(schema.stream.jobs).where(own).values(payload=payload))
+            await tx.execute(update(schema.stream.jobs).where(of_victim).values(payload=payload))
         await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()
-        assert len(done(rig)) == 4
+        assert len(rewarded_runs(rig)) == 4
         assert named(rig) == [("scoring_failed", 2)]
         assert await rig.stream.count("jobs") == 0
 
@@ -169,13 +171,13 @@ async def test_a_job_that_ends_every_process_fails_by_name(open_scorer: Open) ->
     async with open_scorer(half, reward_wait_s=10_000) as rig:
         trajectories = several(3)
         await in_database(rig, trajectories)
-        own = schema.stream.jobs.c.job_id.startswith(trajectories[1].trajectory_id)
+        of_victim = schema.stream.jobs.c.job_id.startswith(trajectories[1].trajectory_id)
         async with rig.stream.processor.database.transaction() as tx:
-            await tx.execute(update(schema.stream.jobs).where(own).values(attempts=scoring._LEASES_MAX))
+            await tx.execute(update(schema.stream.jobs).where(of_victim).values(attempts=scoring._LEASES_MAX))
         await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()
-        failed = [made for made in rig.stream.sent(Reward) if made.outcome == "failed"]
-        assert [made.trajectory_id for made in failed] == [trajectories[1].trajectory_id]
+        failed = [reward for reward in rig.stream.sent(Reward) if reward.outcome == "failed"]
+        assert [reward.trajectory_id for reward in failed] == [trajectories[1].trajectory_id]
         assert "10 processes ended" in (failed[0].reason or "")
 
 
@@ -190,7 +192,7 @@ async def test_a_process_that_ends_on_purpose_gives_its_jobs_back(open_scorer: O
             rig.scoring._waiting.get_nowait()
         await rig.scoring.take_over(rig.stream.processor)
         await rig.run_functions()
-        assert [made.outcome for made in rig.stream.sent(Reward)] == ["scored"]
+        assert [reward.outcome for reward in rig.stream.sent(Reward)] == ["scored"]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -206,7 +208,7 @@ async def test_timers(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: 
             async with rig.stream.processor.database.transaction() as tx:
                 await tx.execute(update(schema.trajectories).values(rematch=True, settle_ms=0))
             await rig.stream.step(rematch_of(rig))
-        assert len(done(rig)) == 4
+        assert len(rewarded_runs(rig)) == 4
         assert named(rig) == [("scoring_failed", 2)]
         await rig.pass_time(11)
         await rig.stream.step(rematch_of(rig))
@@ -257,15 +259,15 @@ async def test_what_was_seen_of_reward_functions(
     """Every function has a reward, or the trajectory is named; the next trajectory is scored as ever."""
     async with open_scorer(half, *functions, **settings) as rig:
         await rig.deliver(*several(2))
-        outcomes = [(made.source, made.outcome) for made in rig.stream.sent(Reward)]
+        outcomes = [(reward.source, reward.outcome) for reward in rig.stream.sent(Reward)]
         assert len(outcomes) == 2 * (1 + len(functions))
-        assert [one for one in outcomes if one[0] != "function:half"] == [
+        assert [outcome for outcome in outcomes if outcome[0] != "function:half"] == [
             (f"function:{function.__name__}", "failed") for function in functions
         ] * 2
         rig.pool.use([half])
         third = closed(ask([user("q")], session="third"), session="third")
         await rig.deliver(third)
-        assert third.trajectory_id in done(rig)
+        assert third.trajectory_id in rewarded_runs(rig)
 
 
 async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> None:
@@ -275,12 +277,15 @@ async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> N
         await rig.stream.deliver(closed(turn), closed(other, session="other"))
         parts = [{f"{name}{n}": 1.0 for n in range(32)} for name in "ab"]
         for number, part in enumerate(parts):
-            said: Feedback = feedback("s", turn, value=1.0).model_copy(
+            event: Feedback = feedback("s", turn, value=1.0).model_copy(
                 update={"feedback_id": f"f{number}", "parts": part, "source": f"x{number}"}
             )
-            await rig.stream.deliver(said)
+            await rig.stream.deliver(event)
         await rig.run_functions()
-        assert len(done(rig)) == 2 or [reason for reason, _ in named(rig)] in (["scoring_failed"], ["handler_error"])
+        assert len(rewarded_runs(rig)) == 2 or [reason for reason, _ in named(rig)] in (
+            ["scoring_failed"],
+            ["handler_error"],
+        )
         assert await rig.stream.count("jobs") == 0
 
 
@@ -311,7 +316,7 @@ def _of(tenant: str, number: int) -> Trajectory:
 
 
 async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> None:
-    """Whoever leases is told that more waits; nobody has to sleep in between."""
+    """A lease reports that more jobs wait, so the worker does not sleep between two leases."""
     async with open_scorer(half) as rig:
         await in_database(rig, several(100))
         looks = 0
@@ -319,7 +324,7 @@ async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> N
             await rig.run_functions()
             looks += 1
         await rig.run_functions()
-        assert (len(done(rig)), looks) == (100, 3)
+        assert (len(rewarded_runs(rig)), looks) == (100, 3)
 
 
 def test_an_exception_whose_text_cannot_be_encoded_is_a_failed_call() -> None:

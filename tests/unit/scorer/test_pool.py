@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: whatever they do costs one verdict; code changes all or nothing."""
+"""Reward functions run in separate processes. A failure affects one reward, and a reload replaces all code or none."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ async def started(code: Path, *names: str, **settings: object) -> AsyncIterator[
         await pool.close()
 
 
-async def verdict(pool: FunctionPool, name: str, *said: Feedback, **context: str) -> tuple[str, float | None]:
-    call = CallRequest(function=name, feedback=tuple(one.to_json().decode() for one in said), context=dict(context))
+async def verdict(pool: FunctionPool, name: str, *events: Feedback, **context: str) -> tuple[str, float | None]:
+    call = CallRequest(
+        function=name, feedback=tuple(event.to_json().decode() for event in events), context=dict(context)
+    )
     outcome = await pool.call(call, TRAJECTORY)
     return outcome.outcome, outcome.value
 
@@ -198,10 +200,10 @@ def descriptors():
     pool = FunctionPool(settings)
     try:
         await pool.reload()
-        found = {name: (await pool.call(CallRequest(function=name), TRAJECTORY)).value for name in names}
+        values = {name: (await pool.call(CallRequest(function=name), TRAJECTORY)).value for name in names}
     finally:
         await pool.close()
         os.close(secret)
-    assert found["secret"] == 0.0
-    assert found["given"] == 7.0
-    assert found["descriptors"] == 3.0, "the two pipes to the scorer, and the folder that is being listed"
+    assert values["secret"] == 0.0
+    assert values["given"] == 7.0
+    assert values["descriptors"] == 3.0, "the two pipes to the scorer, and the folder that is being listed"

@@ -1,4 +1,4 @@
-"""Many sources, one reward. Whoever has no score takes no part in it, and is never a zero (P6)."""
+"""The policy combines sources. A source without a score is ignored, and is never a zero (P6)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reward(policy: RewardPolicy, *rewards: SourceReward, turns: tuple[str, ...] 
 
 def test_the_reward_is_the_weighted_mean_of_what_scored() -> None:
     policy = RewardPolicy({"judge:*": 3.0, "*": 1.0})
-    found = policy.branch_reward([scored("judge:a", 1.0), scored("feedback", 0.0)], ["t"], rewarded=False)
-    assert found.reward == 0.75
-    assert [(part.source, part.value, part.weight) for part in found.parts] == [
+    reward_of_branch = policy.branch_reward([scored("judge:a", 1.0), scored("feedback", 0.0)], ["t"], rewarded=False)
+    assert reward_of_branch.reward == 0.75
+    assert [(part.source, part.value, part.weight) for part in reward_of_branch.parts] == [
         ("feedback", 0.0, 0.25),
         ("judge:a", 1.0, 0.75),
     ]
@@ -51,8 +51,8 @@ def test_the_first_pattern_that_fits_gives_the_weight() -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_about_the_very_answer_goes_before_what_is_about_its_turn(turned: bool) -> None:
     answer = SourceReward("a", "t", "scored", 1.0, choice=0)
-    said = [scored("a", 0.0, "t"), answer]
-    assert reward(EQUAL, *reversed(said) if turned else said) == 1.0
+    rewards = [scored("a", 0.0, "t"), answer]
+    assert reward(EQUAL, *reversed(rewards) if turned else rewards) == 1.0
 
 
 def test_who_speaks_last_waits_for_all_others_and_not_for_himself() -> None:
@@ -70,8 +70,12 @@ def test_sources_without_a_weight_do_not_count() -> None:
 
 def test_a_required_source_must_have_scored() -> None:
     policy = RewardPolicy({"*": 1.0}, required=["feedback"])
-    found = policy.branch_reward([scored("function:a", 1.0)], ["t"], rewarded=False)
-    assert (found.reward, found.no_reward, found.parts) == (None, "required_source_missing", ())
+    reward_of_branch = policy.branch_reward([scored("function:a", 1.0)], ["t"], rewarded=False)
+    assert (reward_of_branch.reward, reward_of_branch.no_reward, reward_of_branch.parts) == (
+        None,
+        "required_source_missing",
+        (),
+    )
     assert policy.branch_reward([silent("feedback", "abstained")], ["t"], rewarded=False).no_reward == "no_reward"
     assert reward(policy, scored("function:a", 1.0), scored("feedback", 0.0)) == 0.5
 
@@ -91,11 +95,11 @@ def test_verdicts_on_turns_count_for_the_branches_that_hold_them() -> None:
 
 def test_waiting_ends_when_everybody_expected_has_spoken_and_somebody_scored() -> None:
     policy = RewardPolicy({"*": 1.0}, required=["feedback"], expected=["judge:*"], functions=["function:a"])
-    spoken = [silent("function:a", "abstained"), silent("judge:x", "timed_out")]
-    assert not policy.complete(spoken)
-    assert not policy.complete([*spoken, silent("feedback", "abstained")])
-    assert policy.complete([*spoken, scored("feedback", 1.0)])
-    assert not policy.complete([spoken[0], scored("feedback", 1.0)]), "the judge has said nothing"
+    answered = [silent("function:a", "abstained"), silent("judge:x", "timed_out")]
+    assert not policy.complete(answered)
+    assert not policy.complete([*answered, silent("feedback", "abstained")])
+    assert policy.complete([*answered, scored("feedback", 1.0)])
+    assert not policy.complete([answered[0], scored("feedback", 1.0)]), "the judge has said nothing"
     assert not EQUAL.complete([]), "nobody is expected, and nobody has scored"
 
 
@@ -104,12 +108,12 @@ def test_the_reward_lies_between_the_verdicts_whatever_their_order(
     values: list[tuple[str, float]], shuffle: random.Random
 ) -> None:
     rewards = [scored(source, value) for source, value in dict(values).items()]
-    made = reward(RewardPolicy({"a": 2.0, "*": 0.5}), *rewards)
+    combined = reward(RewardPolicy({"a": 2.0, "*": 0.5}), *rewards)
     if rewards:
-        assert made is not None
-        assert min(dict(values).values()) - 1e-9 <= made <= max(dict(values).values()) + 1e-9
+        assert combined is not None
+        assert min(dict(values).values()) - 1e-9 <= combined <= max(dict(values).values()) + 1e-9
     shuffle.shuffle(rewards)
-    assert reward(RewardPolicy({"a": 2.0, "*": 0.5}), *rewards) == made
+    assert reward(RewardPolicy({"a": 2.0, "*": 0.5}), *rewards) == combined
 
 
 def test_patterns_know_nothing_but_the_star() -> None:

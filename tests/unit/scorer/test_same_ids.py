@@ -1,4 +1,4 @@
-"""Two tenants that use the same ids everywhere: what one of them sends changes nothing of the other's."""
+"""Events of one tenant change nothing for another tenant that uses the same ids."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ def _everything(tenant: str) -> list[Event]:
         partition=0,
         value=0.75,
     )
-    own = Reward(time=trajectory.time, trajectory_id="run-1", session_key=key, tenant=tenant, source="mine", value=0.5)
-    return [trajectory, *opinions, task, own]
+    reward = Reward(
+        time=trajectory.time, trajectory_id="run-1", session_key=key, tenant=tenant, source="mine", value=0.5
+    )
+    return [trajectory, *opinions, task, reward]
 
 
 def _copied(events: Sequence[Event], tenant: str) -> list[Event]:
-    """The same events of another tenant: every id and key stays, those of the session included."""
+    """Return the events for another tenant, with all ids and keys unchanged, including those of the session."""
     return [event.model_copy(update={"tenant": tenant}) for event in events]
 
 
@@ -69,9 +71,15 @@ def _last_published(rig: Rig, tenant: str) -> dict[tuple[object, ...], tuple[obj
     for reward in rig.stream.sent(Reward):
         if reward.tenant == tenant:
             last[reward.source, reward.turn_id, reward.choice] = (reward.outcome, reward.value)
-    for made in rig.stream.sent(Experience):
-        if made.tenant == tenant:
-            last[(made.experience_id,)] = (made.reward, made.parts, made.turn_rewards, made.edits, made.preferences)
+    for experience in rig.stream.sent(Experience):
+        if experience.tenant == tenant:
+            last[(experience.experience_id,)] = (
+                experience.reward,
+                experience.parts,
+                experience.turn_rewards,
+                experience.edits,
+                experience.preferences,
+            )
     return last
 
 
@@ -123,7 +131,7 @@ async def test_prefix_of_another_tenant_is_refused_on_the_bus(open_scorer: Open)
     async with open_scorer(half) as rig:
         await rig.deliver(*sent)
         assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["foreign_trajectory_id"]
-        assert {made.trajectory_id for made in rig.stream.sent(Experience)} == set(names[1:])
+        assert {experience.trajectory_id for experience in rig.stream.sent(Experience)} == set(names[1:])
 
 
 async def test_feedback_of_the_default_tenant_is_stored_under_its_event_id(open_scorer: Open) -> None:

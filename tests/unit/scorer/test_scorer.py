@@ -18,7 +18,7 @@ from tests.unit.scorer.conftest import Open, answer, half
 
 
 def reward(trajectory: Trajectory, source: str, value: float | None = 1.0, revision: int = 0, **fields: Any) -> Reward:
-    given = {
+    defaults = {
         "time": START,
         "trajectory_id": trajectory.trajectory_id,
         "session_key": trajectory.session_key,
@@ -28,7 +28,7 @@ def reward(trajectory: Trajectory, source: str, value: float | None = 1.0, revis
         "value": value,
         "outcome": "scored" if value is not None else "abstained",
     }
-    return Reward.model_validate({**given, **fields})
+    return Reward.model_validate({**defaults, **fields})
 
 
 async def test_the_migrated_schema_is_the_one_in_the_code(open_scorer: Open) -> None:
@@ -148,7 +148,7 @@ async def test_feedback_about_a_session_waits_for_its_trajectory(open_scorer: Op
         await rig.deliver(feedback(value=1.0, at=5))
         await rig.deliver(closed(ask([user("first")]), at=10))
         await rig.deliver(closed(ask([user("second")]), at=20))
-        assert [made.value for made in rig.stream.sent(Reward)] == [1.0]
+        assert [reward.value for reward in rig.stream.sent(Reward)] == [1.0]
         await rig.deliver(feedback(value=0.5, at=15))
         first, second = rig.stream.sent(Reward)
         assert first.trajectory_id != second.trajectory_id
@@ -160,7 +160,7 @@ async def test_what_was_said_moves_when_it_turns_out_to_mean_a_newer_trajectory(
         await rig.deliver(first)
         await rig.deliver(feedback(value=1.0, at=15))
         await rig.deliver(second)
-        moved = [(made.trajectory_id == second.trajectory_id, made.outcome) for made in rig.stream.sent(Reward)]
+        moved = [(reward.trajectory_id == second.trajectory_id, reward.outcome) for reward in rig.stream.sent(Reward)]
         assert moved == [(False, "scored"), (True, "scored"), (False, "withdrawn")]
         assert rig.experiences() == [(0, 0, 1.0, None), (0, 0, 1.0, None), (0, 1, None, "withdrawn")]
 
@@ -170,7 +170,7 @@ async def test_feedback_on_one_turn_is_for_its_branch(open_scorer: Open) -> None
     async with open_scorer() as rig:
         await rig.deliver(closed(a, b))
         await rig.deliver(feedback("s", b, value=1.0))
-        assert [made.turn_id for made in rig.stream.sent(Reward)] == [b.turn_id]
+        assert [reward.turn_id for reward in rig.stream.sent(Reward)] == [b.turn_id]
         assert rig.experiences() == [(0, 0, None, "no_reward"), (1, 0, 1.0, None)]
         await rig.deliver(feedback("s", a, value=0.0))
         assert rig.experiences()[2:] == [(0, 1, 0.0, None)], "the other branch has not changed"
@@ -204,7 +204,10 @@ async def test_names_that_feedback_brings_late_make_a_revision(open_scorer: Open
     async with open_scorer(half) as rig:
         await rig.deliver(closed(turn))
         await rig.deliver(feedback("s", turn, value=None, task_id="task"))
-        assert [(made.revision, made.task_id) for made in rig.stream.sent(Experience)] == [(0, None), (1, "task")]
+        assert [(experience.revision, experience.task_id) for experience in rig.stream.sent(Experience)] == [
+            (0, None),
+            (1, "task"),
+        ]
 
 
 async def test_held_out_traffic_gets_rewards_and_no_experience(open_scorer: Open) -> None:
@@ -285,7 +288,7 @@ async def test_how_each_function_fares_is_known(open_scorer: Open) -> None:
     async with open_scorer(half, broken) as rig:
         await rig.deliver(closed(session="a"))
         await rig.deliver(closed(session="b"))
-        found = {source.id: source for source in rig.scoring.sources.listed().data}
-    assert found["function:half"].outcomes == {"scored": 2}
-    assert (found["function:broken"].outcomes, found["function:broken"].failing) == ({"failed": 2}, 2)
-    assert "KeyError: 'expected'" in (found["function:broken"].last_error or "")
+        states = {source.id: source for source in rig.scoring.sources.listed().data}
+    assert states["function:half"].outcomes == {"scored": 2}
+    assert (states["function:broken"].outcomes, states["function:broken"].failing) == ({"failed": 2}, 2)
+    assert "KeyError: 'expected'" in (states["function:broken"].last_error or "")

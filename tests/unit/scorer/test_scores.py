@@ -1,4 +1,4 @@
-"""What a score emits for its branches, revision by revision."""
+"""A score emits the experiences of its branches, revision by revision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MINE = RewardPolicy({"*": 1.0}, expected=["mine"])
 
 
 class FixedEntries(LedgerEntries):
-    """Entries whose rewards the test sets."""
+    """Ledger entries with rewards that the test sets."""
 
     def __init__(self, *rewards: SourceReward) -> None:
         self.now = list(rewards)
@@ -40,36 +40,41 @@ def new_score(*rewards: SourceReward) -> TrajectoryScore:
     return TrajectoryScore(closed(), row, FixedEntries(*rewards))
 
 
-def say(score: TrajectoryScore, *rewards: SourceReward) -> list[tuple[int, float | None, str | None]]:
-    """Revision, reward and why there is none, of what follows."""
+def revisions_after(score: TrajectoryScore, *rewards: SourceReward) -> list[tuple[int, float | None, str | None]]:
+    """Return revision, reward and reason of each experience that these rewards emit."""
     assert isinstance(score.entries, FixedEntries)
     score.entries.now = list(rewards)
-    return [(made.revision, made.reward, made.no_reward) for made in _experiences(score, START, MINE)]
+    return [
+        (experience.revision, experience.reward, experience.no_reward)
+        for experience in _experiences(score, START, MINE)
+    ]
 
 
 def test_a_branch_that_was_rewarded_once_stays_withdrawn_whatever_changes_beside_it() -> None:
     score = new_score()
-    gone = SourceReward("mine", None, "withdrawn", None)
-    assert say(score, SourceReward("mine", None, "scored", 1.0)) == [(0, 1.0, None)]
-    assert say(score, gone) == [(1, None, "withdrawn")]
+    withdrawal = SourceReward("mine", None, "withdrawn", None)
+    assert revisions_after(score, SourceReward("mine", None, "scored", 1.0)) == [(0, 1.0, None)]
+    assert revisions_after(score, withdrawal) == [(1, None, "withdrawn")]
     score.change(task_id="t")
-    assert say(score, gone) == [(2, None, "withdrawn")], "its weights may hold it, so the trainer has to hear it again"
-    assert say(score, gone) == []
+    assert revisions_after(score, withdrawal) == [(2, None, "withdrawn")], (
+        "its weights may hold it, so the trainer has to hear it again"
+    )
+    assert revisions_after(score, withdrawal) == []
 
 
 def test_a_branch_that_never_was_is_not_withdrawn() -> None:
     score = new_score()
-    assert say(score, SourceReward("mine", None, "failed", None)) == [(0, None, "no_reward")]
+    assert revisions_after(score, SourceReward("mine", None, "failed", None)) == [(0, None, "no_reward")]
     score.change(task_id="t")
-    assert say(score, SourceReward("mine", None, "failed", None)) == [(1, None, "no_reward")]
-    assert say(score, SourceReward("mine", None, "scored", 0.0))[0][:2] == (2, 0.0), "a zero is a reward"
-    assert say(score, SourceReward("mine", None, "failed", None)) == [(3, None, "withdrawn")]
+    assert revisions_after(score, SourceReward("mine", None, "failed", None)) == [(1, None, "no_reward")]
+    assert revisions_after(score, SourceReward("mine", None, "scored", 0.0))[0][:2] == (2, 0.0), "a zero is a reward"
+    assert revisions_after(score, SourceReward("mine", None, "failed", None)) == [(3, None, "withdrawn")]
 
 
 def test_parts_say_who_made_the_reward() -> None:
     score = new_score(SourceReward("mine", None, "scored", 0.5))
-    (made,) = _experiences(score, START, MINE)
-    assert made.parts == (RewardPart(source="mine", value=0.5, weight=1.0),)
+    (experience,) = _experiences(score, START, MINE)
+    assert experience.parts == (RewardPart(source="mine", value=0.5, weight=1.0),)
 
 
 @pytest.mark.parametrize("emitted", ["[]", '[{"revision": 0}]'])
@@ -113,16 +118,18 @@ async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again
         assert rig.experiences()[1:] == [(0, 1, 1.0, None)]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-async def test_a_branch_without_a_reward_comes_where_it_is_asked_for(open_scorer: Open, wanted: bool) -> None:
+@pytest.mark.parametrize("unrewarded_branches", [True, False])
+async def test_a_branch_without_a_reward_comes_where_it_is_asked_for(
+    open_scorer: Open, unrewarded_branches: bool
+) -> None:
     """Some algorithms train it: a teacher grades the tokens, and no reward has a part in it."""
-    async with open_scorer(half, reward_wait_s=60, unrewarded_branches=wanted) as rig:
+    async with open_scorer(half, reward_wait_s=60, unrewarded_branches=unrewarded_branches) as rig:
         trajectory = closed()
         await rig.stream.deliver(trajectory)
         await rig.pass_time(61)
-        (made,) = rig.stream.sent(Experience)
-        assert (made.reward, made.no_reward) == (None, "no_reward")
-        assert made.branch == (trajectory.branches[0] if wanted else None)
+        (experience,) = rig.stream.sent(Experience)
+        assert (experience.reward, experience.no_reward) == (None, "no_reward")
+        assert experience.branch == (trajectory.branches[0] if unrewarded_branches else None)
 
 
 def measured(name: str, **labels: str) -> float:
@@ -145,7 +152,7 @@ def test_the_time_to_the_first_experience_is_measured_once(age_s: float, seconds
 def test_experiences_are_counted_by_what_they_say() -> None:
     score = new_score()
     before = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
-    say(score, SourceReward("mine", None, "scored", 1.0))
-    say(score, SourceReward("mine", None, "withdrawn", None))
+    revisions_after(score, SourceReward("mine", None, "scored", 1.0))
+    revisions_after(score, SourceReward("mine", None, "withdrawn", None))
     after = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]

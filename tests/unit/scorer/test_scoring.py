@@ -1,4 +1,4 @@
-"""The work on reward functions' jobs: what is held in memory, for how long, and the tasks that do it."""
+"""Jobs of reward functions: the jobs in memory, their leases, and the tasks that run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.scorer.conftest import Open, Rig, answer, half
 
 
 class Standing(ManualClock):
-    """Whoever sleeps does so until `wake`."""
+    """Clock on which a sleep ends only at `wake`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Standing(ManualClock):
 
 
 class AtWork:
-    """A scorer whose tasks run."""
+    """Run a scorer with its tasks."""
 
     def __init__(self, rig: Rig) -> None:
         self.clock = rig.stream.processor.clock = Standing()
@@ -147,9 +147,9 @@ async def test_memory_is_bounded_and_half_of_it_is_left_for_what_arrives(open_sc
 async def test_a_result_that_is_refused_does_not_hold_up_those_behind_it(open_scorer: Open) -> None:
     async with open_scorer(half) as rig:
         await rig.stream.deliver(*several(2))
-        done = await rig.perform()
-        await rig.stream.step(rig.scoring.enter(done[:1]))
-        await rig.stream.step(rig.scoring.enter(done))
+        completed = await rig.perform()
+        await rig.stream.step(rig.scoring.enter(completed[:1]))
+        await rig.stream.step(rig.scoring.enter(completed))
         assert len(rig.rewards()) == 2
 
 

@@ -1,4 +1,4 @@
-"""What is kept of trajectories and feedback, read by session, turn and tenant; nobody reads another tenant's."""
+"""Stored trajectories and feedback are read by session, turn and tenant, never across tenants."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ NOW = START + timedelta(seconds=100)
 @pytest_asyncio.fixture
 async def tx(database_url: str, data_dir: Path) -> AsyncIterator[AsyncConnection]:
     service = Service(schema.stream, {})
-    async with bench(service, database_url, data_dir) as made, made.processor.database.transaction() as opened:
+    async with bench(service, database_url, data_dir) as stream, stream.processor.database.transaction() as opened:
         yield opened
 
 
-async def keep(tx: AsyncConnection, trajectory: Trajectory, place: int = 0) -> dict[str, Any] | None:
-    return await store.add_trajectory(tx, NOW, trajectory, place, 0, 60.0)
+async def keep(tx: AsyncConnection, trajectory: Trajectory, offset: int = 0) -> dict[str, Any] | None:
+    return await store.add_trajectory(tx, NOW, trajectory, offset, 0, 60.0)
 
 
-async def hear(tx: AsyncConnection, *said: Feedback) -> None:
-    for one in said:
-        await store.add_feedback(tx, NOW, one.event_id, PlacedFeedback(one, 7, 3, 4), 0)
+async def hear(tx: AsyncConnection, *events: Feedback) -> None:
+    for event in events:
+        await store.add_feedback(tx, NOW, event.event_id, PlacedFeedback(event, 7, 3, 4), 0)
 
 
 def turns_of(tenant: str = "default", session: str = "s", count: int = 1) -> list[Turn]:
@@ -51,10 +51,10 @@ async def test_a_trajectory_is_kept_once_and_waits_for_its_reward(tx: AsyncConne
     assert row["settle_ms"] == epoch_ms(NOW) + 60_000
     await store.change(tx, trajectory.trajectory_id, run_id="7")
     assert await keep(tx, trajectory) is None
-    found, untouched = [await store.lock(tx, one.trajectory_id) for one in (trajectory, other)]
-    assert found is not None
+    locked, untouched = [await store.lock(tx, item.trajectory_id) for item in (trajectory, other)]
+    assert locked is not None
     assert untouched is not None
-    assert {**row, "run_id": "7", "trajectory_id": trajectory.trajectory_id} == dict(found)
+    assert {**row, "run_id": "7", "trajectory_id": trajectory.trajectory_id} == dict(locked)
     assert untouched["run_id"] is None
     assert await store.lock(tx, "nobody") is None
 
@@ -70,24 +70,24 @@ async def test_what_is_not_trained_waits_for_nothing(tx: AsyncConnection, fields
 
 async def test_a_turn_is_in_one_trajectory_of_its_tenant(tx: AsyncConnection) -> None:
     (shared,) = turns_of()
-    own, theirs = closed(shared), closed(shared, trajectory_id="theirs", tenant="b")
+    mine, foreign = closed(shared), closed(shared, trajectory_id="theirs", tenant="b")
     await keep(tx, closed(session="x"))
-    await keep(tx, theirs)
-    await keep(tx, own)
-    with pytest.raises(InvalidEvent, match=f"belongs to trajectory {own.trajectory_id!r}"):
+    await keep(tx, foreign)
+    await keep(tx, mine)
+    with pytest.raises(InvalidEvent, match=f"belongs to trajectory {mine.trajectory_id!r}"):
         await keep(tx, closed(shared, trajectory_id="second"))
-    for tenant, holder in (("default", own), ("b", theirs)):
+    for tenant, holder in (("default", mine), ("b", foreign)):
         assert await store.trajectories_with(tx, [shared.turn_id], tenant) == [holder.trajectory_id]
     assert await store.trajectories_with(tx, ["nobody's"], "default") == []
 
 
 async def test_trajectories_are_found_by_session_and_tenant(tx: AsyncConnection) -> None:
     mine = closed(turns_from=5)
-    await keep(tx, mine, place=9)
+    await keep(tx, mine, offset=9)
     await keep(tx, closed(session="x"))
     await keep(tx, closed(trajectory_id="theirs", tenant="b"))
-    found = await store.closed_in_session(tx, mine.session_key, "default")
-    assert found == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
+    trajectories = await store.closed_in_session(tx, mine.session_key, "default")
+    assert trajectories == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
 
 
 async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: AsyncConnection) -> None:
@@ -95,14 +95,14 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
     (elsewhere,) = turns_of(session="x")
     listing, general = feedback("s", first, first), feedback("s")
     forged = [
-        one.model_copy(update={"feedback_id": f"b{one.feedback_id}", "tenant": "b"}) for one in (listing, general)
+        item.model_copy(update={"feedback_id": f"b{item.feedback_id}", "tenant": "b"}) for item in (listing, general)
     ]
     await hear(tx, listing, general, listing, general, *forged)
     await hear(tx, feedback("x", elsewhere), feedback("x"), feedback("x", first))
     for turns, expected in (([first, elsewhere], [listing]), ([second], [])):
         ids = [turn.turn_id for turn in turns]
         lists, about = await store.feedback_about(tx, first.session_key, "default", ids)
-        assert [one.event for one in lists] == expected
+        assert [item.event for item in lists] == expected
         assert about == [PlacedFeedback(general, 7, 3, 4)]
 
 
@@ -122,9 +122,9 @@ async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnectio
     library = store.TrajectoryCache()
     library.keep(stored.model_copy(update={"task_id": "remembered"}))
     for number in range(256):
-        found = await library.get(tx, stored.trajectory_id)
-        assert found is not None
-        assert found.task_id == "remembered", f"{number} others are newer"
+        cached = await library.get(tx, stored.trajectory_id)
+        assert cached is not None
+        assert cached.task_id == "remembered", f"{number} others are newer"
         library.keep(template.model_copy(update={"trajectory_id": str(number)}))
     assert await library.get(tx, stored.trajectory_id) == stored, "the database has it still"
     assert await library.get(tx, "0") is None, "the oldest went when it came back"

@@ -1,1 +1,4 @@
-"""An LLM judge as a source of rewards: reads trajectories, asks any OpenAI-compatible endpoint, writes rewards."""
+"""An LLM judge as a source of rewards.
+
+It reads trajectories, calls an OpenAI-compatible endpoint, and writes rewards.
+"""

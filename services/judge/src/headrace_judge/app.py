@@ -1,4 +1,4 @@
-"""The composition root: rubrics, prompts and endpoint around the shared stream service."""
+"""Composition root of the judge: rubrics, prompts and endpoint around the shared stream service."""
 
 from __future__ import annotations
 
@@ -38,18 +38,22 @@ _UPKEEP_S = 10.0
 
 
 async def run(common: Common, settings: JudgeSettings) -> None:
-    """Run until cancelled. Raises `SettingError` for what can only be seen once it runs, too."""
+    """Run the judge until cancelled.
+
+    Raises:
+        SettingError: a setting is invalid. Some settings are checked only by the first call to the endpoint.
+    """
     try:
         await stream_service.run(service(settings, common), common, settings)
     except BaseExceptionGroup as group:
-        refusal = _refusal(group)
-        if refusal is not None:
-            raise refusal from None
+        error = _setting_error(group)
+        if error is not None:
+            raise error from None
         raise
 
 
 def service(settings: JudgeSettings, common: Common | None = None) -> StreamService:
-    """All of the judge but the bus and the database. Raises `SettingError`."""
+    """Build the judge without bus and database. Raises `SettingError` for an invalid setting."""
     rubrics = load_all(settings.rubrics)
     prompts = Prompts(settings.templates_dir)
     for rubric in rubrics.values():
@@ -108,17 +112,17 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
     )
 
 
-def _refusal(group: BaseExceptionGroup) -> SettingError | None:
-    """The first refusal anywhere in the group."""
+def _setting_error(group: BaseExceptionGroup) -> SettingError | None:
+    """Return the first `SettingError` in the group or in its subgroups."""
     for error in group.exceptions:
-        found = _refusal(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(found, SettingError):
-            return found
+        candidate = _setting_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(candidate, SettingError):
+            return candidate
     return None
 
 
 def api_key(settings: EndpointSettings) -> str:
-    """The bearer token. Raises `SettingError` when it is to come from a variable that is not set."""
+    """Return the bearer token. Raises `SettingError` if the environment variable with the token is not set."""
     if not settings.api_key_env:
         return settings.api_key.get_secret_value()
     key = os.environ.get(settings.api_key_env, "")

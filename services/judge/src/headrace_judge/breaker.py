@@ -1,6 +1,6 @@
-"""Circuit breakers: while the endpoint fails, waiting jobs are not tried, so that an outage uses up no retries.
+"""Circuit breakers. While the endpoint fails, waiting jobs are not tried, so that an outage does not consume retries.
 
-Each tenant has its own: runs that the endpoint cannot take close the way for their tenant alone.
+Each tenant has its own breaker, so runs on which the endpoint fails block only their own tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TENANTS_MAX = 1_000
 
 
 class Breaker:
-    """After a failure no job is admitted for a while; then one at a time, until a call succeeds."""
+    """Breaker that admits no job for some time after a failure, and then one at a time until a call succeeds."""
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
         self._clock = clock
@@ -25,14 +25,18 @@ class Breaker:
         ENDPOINT_UP.set(1)
 
     def admits(self, running: int, concurrency: int) -> int:
-        """How many new jobs may begin now."""
+        """Return the number of new jobs that may begin now."""
         if not self._failures:
             return concurrency - running
         probe = running == 0 and self._clock.monotonic_s() >= self._closed_until_s
         return 1 if probe else 0
 
     def failed(self, wait_s: float | None) -> None:
-        """A call failed; `wait_s` is what the endpoint asked for. Failures during a pause do not prolong it."""
+        """Record a failed call. Failures during a pause do not prolong it, unless the endpoint requests that.
+
+        Args:
+            wait_s: waiting time that the endpoint requested.
+        """
         now_s = self._clock.monotonic_s()
         ENDPOINT_UP.set(0)
         if now_s >= self._closed_until_s:
@@ -42,13 +46,14 @@ class Breaker:
         self._closed_until_s = max(self._closed_until_s, now_s + (wait_s or 0.0))
 
     def succeeded(self) -> None:
+        """Record a successful call, which ends the pause."""
         self._failures = 0
         self._closed_until_s = 0.0
         ENDPOINT_UP.set(1)
 
 
 class TenantBreakers:
-    """The breakers of the tenants that were judged lately."""
+    """Breakers of the tenants that were judged most recently."""
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
         self._clock = clock
@@ -56,6 +61,7 @@ class TenantBreakers:
         self._breakers: OrderedDict[str, Breaker] = OrderedDict()
 
     def of(self, tenant: str) -> Breaker:
+        """Return the breaker of a tenant."""
         breaker = self._breakers.get(tenant)
         if breaker is None:
             breaker = self._breakers[tenant] = Breaker(self._clock, self._pause_s)

@@ -1,4 +1,7 @@
-"""The budget of calls and tokens. Counts per hour and day are in the database: shared by replicas, kept by restarts."""
+"""Budget of calls and tokens.
+
+Counts per hour and day are in the database, so replicas share them and restarts keep them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from headrace_judge.tables import SPENDING
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 
-_KEPT = timedelta(days=2)
+_RETENTION = timedelta(days=2)
 _LENGTHS = {"day": timedelta(days=1), "hour": timedelta(hours=1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One call, counted before it is made, with an estimate of its tokens."""
+    """A call that is counted before it is made, with an estimate of its tokens."""
 
     at: datetime
     tokens: int
@@ -29,22 +32,22 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimit:
-    """The limit that allows no further call."""
+    """A limit that allows no further call."""
 
     setting: str
     limit: int
     tenants: int = 1
-    """How many share it."""
+    """Number of tenants that share the limit."""
 
     def __str__(self) -> str:
-        part = f"; this tenant's part of it, one of {self.tenants}" if self.tenants > 1 else ""
+        part = f"; this is the part of one of {self.tenants} tenants" if self.tenants > 1 else ""
         return f"the budget is spent: judge.budget.{self.setting} = {self.limit}{part}"
 
 
 class CallBudget:
-    """All methods run in the caller's transaction.
+    """Budget in the database. All methods run in the caller's transaction.
 
-    Where several tenants were judged in a period or the one before, each may spend its equal part of the limit.
+    If several tenants were judged in a period or the one before, each may spend an equal part of the limit.
     """
 
     def __init__(self, budget: BudgetSettings) -> None:
@@ -55,11 +58,11 @@ class CallBudget:
     ) -> Reservation | BudgetLimit:
         """Count one call of about `tokens` tokens, or return the limit that forbids it."""
         for period, start_ms in _periods(now):
-            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends what is left
+            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends the rest
         for setting, left in (await self.left(tx, now)).items():
             if left < (1 if setting.startswith("calls") else tokens):
                 return BudgetLimit(setting, self._limits[setting])
-        limit = await self._share_spent(tx, now, tokens, tenant) if self._limits and tenant else None
+        limit = await self._exceeded_share(tx, now, tokens, tenant) if self._limits and tenant else None
         if limit is not None:
             return limit
         await _add(tx, now, 1, tokens)
@@ -69,31 +72,34 @@ class CallBudget:
             await _add(tx, now, 1, tokens, tenant)
         return Reservation(now, tokens, tenant if self._limits else "")
 
-    async def _share_spent(self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str) -> BudgetLimit | None:
-        """Return the limit whose part the tenant has spent, None while there is none."""
+    async def _exceeded_share(self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str) -> BudgetLimit | None:
+        """Return the first limit whose part for the tenant the call would exceed; None if there is none."""
         for period, start_ms in _periods(now):
             before_ms = start_ms - round(_LENGTHS[period].total_seconds() * 1000)
-            theirs = SPENDING.c.period.startswith(f"{period}/", autoescape=True) & (SPENDING.c.start_ms >= before_ms)
-            tenants = {tenant, *_tenants((await tx.execute(select(SPENDING.c.period).where(theirs))).scalars())}
-            own = (
-                (await tx.execute(select(SPENDING).where(_is(f"{period}/{tenant}", start_ms)))).mappings().one_or_none()
-            )
+            recent = SPENDING.c.period.startswith(f"{period}/", autoescape=True) & (SPENDING.c.start_ms >= before_ms)
+            tenants = {tenant, *_tenants((await tx.execute(select(SPENDING.c.period).where(recent))).scalars())}
+            query = select(SPENDING).where(_is(f"{period}/{tenant}", start_ms))
+            spent = (await tx.execute(query)).mappings().one_or_none()
             for unit, more in (("calls", 1), ("tokens", tokens)):
                 setting = f"{unit}_per_{period}"
                 limit = self._limits.get(setting)
-                if limit is not None and len(tenants) > 1 and (own[unit] if own else 0) + more > limit / len(tenants):
+                total = (spent[unit] if spent else 0) + more
+                if limit is not None and len(tenants) > 1 and total > limit / len(tenants):
                     return BudgetLimit(setting, limit, len(tenants))
         return None
 
     async def correct(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
-        """Replace the estimate by the tokens that the call took. None: they are not known, and the estimate stays."""
+        """Replace the estimate by the tokens that the call used.
+
+        None if they are unknown; then the estimate remains.
+        """
         if tokens is not None:
             await _add(tx, reservation.at, 0, tokens - reservation.tokens)
             if reservation.tenant:
                 await _add(tx, reservation.at, 0, tokens - reservation.tokens, reservation.tenant)
 
     async def left(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
-        """What is left of each limit; may be below zero."""
+        """Return the rest of each limit. It may be negative."""
         spent: dict[str, int] = {}
         for period, start_ms in _periods(now):
             row = (await tx.execute(select(SPENDING).where(_is(period, start_ms)))).mappings().one_or_none()
@@ -102,18 +108,22 @@ class CallBudget:
         return {setting: limit - spent[setting] for setting, limit in self._limits.items()}
 
     async def prune(self, tx: AsyncConnection, now: datetime) -> None:
-        """Delete periods that are over."""
-        await tx.execute(delete(SPENDING).where(SPENDING.c.start_ms < epoch_ms(now - _KEPT)))
+        """Delete the counts of old periods."""
+        await tx.execute(delete(SPENDING).where(SPENDING.c.start_ms < epoch_ms(now - _RETENTION)))
 
 
 def _periods(now: datetime) -> Iterator[tuple[str, int]]:
-    """The day, then the hour: always in this order, so that replicas cannot deadlock."""
+    """Yield the current day, then the current hour, with their start.
+
+    The order is fixed, so replicas cannot deadlock.
+    """
     hour = now.replace(minute=0, second=0, microsecond=0)
     yield "day", epoch_ms(hour.replace(hour=0))
     yield "hour", epoch_ms(hour)
 
 
 async def _touch(tx: AsyncConnection, period: str, start_ms: int) -> None:
+    """Lock the row of a period, and create it if necessary."""
     key = {"period": period, "start_ms": start_ms}
     await upsert(tx, SPENDING, key, {"calls": 0, "tokens": 0}, update=False)
     await tx.execute(select(SPENDING).where(_is(period, start_ms)).with_for_update())

@@ -1,4 +1,4 @@
-"""The payloads of the judge's queue."""
+"""Payloads of the judge's queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """Which trajectory a reward is about, and by which rubric."""
+    """The trajectory and the rubric of a reward."""
 
     rubric: str
     trajectory_id: str
@@ -33,6 +33,7 @@ class Subject(_Stored):
 
     @classmethod
     def of(cls, trajectory: Trajectory, rubric: str, traceparent: str | None = None) -> Subject:
+        """Return the subject of a trajectory and a rubric."""
         return cls(
             rubric=rubric,
             trajectory_id=trajectory.trajectory_id,
@@ -42,6 +43,7 @@ class Subject(_Stored):
         )
 
     def reward(self, judgement: Judgement, now: datetime, judged_by: str, revision: int = 0) -> Reward:
+        """Return the reward event of a judgement."""
         return Reward(
             time=now,
             trajectory_id=self.trajectory_id,
@@ -58,14 +60,14 @@ class Subject(_Stored):
 
 
 class Case(_Stored):
-    """One run and its transcript for the judge."""
+    """A run with its transcript."""
 
     subject: Subject
     run: RunTranscript
 
 
 class SingleTask(_Stored):
-    """Score one run."""
+    """Task to score one run."""
 
     kind: Literal["single"] = "single"
     case: Case
@@ -80,13 +82,13 @@ class SingleTask(_Stored):
 
 
 class PairTask(_Stored):
-    """Compare two runs of a contest."""
+    """Task to compare two runs of a contest."""
 
     kind: Literal["pair"] = "pair"
     rubric: str
     pair: str
     traceparent: str | None = None
-    """Trace of the run that came second."""
+    """Trace of the run that arrived second."""
 
 
 Task = SingleTask | PairTask

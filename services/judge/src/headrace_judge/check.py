@@ -1,4 +1,4 @@
-"""Checks what would stop the judge's start: rubrics, templates, and the endpoint's key."""
+"""Check of the judge's settings before its start: rubrics, templates, and the endpoint's key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from headrace_runtime.settings import Common
 
 
 async def check(common: Common, settings: JudgeSettings) -> list[str]:
-    """Raises `SettingError`. The endpoint is not called: a call may be billed."""
+    """Raise `SettingError` for an invalid setting. The endpoint is not called, because a call may be billed."""
     app.service(settings, common)
     return []

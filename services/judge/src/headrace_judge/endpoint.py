@@ -1,4 +1,4 @@
-"""One call to an OpenAI-compatible endpoint, and every way in which it may not be answered."""
+"""Calls to an OpenAI-compatible endpoint, with all their failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from headrace_schemas.redaction import redacted
 from headrace_schemas.text import printable, storable
 
 OWN_SESSIONS = "headrace-judge-"
-"""How the sessions of the judge's own calls begin when the endpoint is a gateway; each call is one."""
+"""Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""
 _QUOTED_BYTES_MAX = 1024
 _CONTENT_REFUSED = frozenset({400, 413, 422})
 
 
 class EndpointAway(Unavailable):
-    """The endpoint is down, overloaded or not as configured; another try may help.
+    """The endpoint is down, overloaded or misconfigured. A retry may succeed.
 
-    `wait_s` is what it asked for, `billed` whether it may have done the work all the same.
+    `wait_s` is the waiting time that the endpoint requested. `billed` is whether it may have billed the call.
     """
 
     result = "away"
@@ -41,23 +41,23 @@ class EndpointAway(Unavailable):
 
 
 class CallTimedOut(HeadraceError):
-    """No whole answer in time. It may have been billed."""
+    """The answer was not complete in time. It may have been billed."""
 
     result = "timed_out"
 
 
 class CallRefused(HeadraceError):
-    """The endpoint will not answer this request, however often it is asked."""
+    """The endpoint refuses this request. A retry cannot succeed."""
 
     result = "refused"
 
 
 class Completion(BaseModel):
-    """What came back. `tokens` is None where the endpoint did not report them."""
+    """Answer of the endpoint. `tokens` is None if the endpoint did not report them."""
 
     text: str
     refused: bool = False
-    """The model's own refusal, or its provider's content filter."""
+    """Whether the model refused to answer, or the provider's content filter applied."""
     tokens: int | None = None
 
 
@@ -67,7 +67,7 @@ class _Part(BaseModel):
 
 class _Message(BaseModel):
     content: str | list[_Part] | None = None
-    """Some endpoints answer in parts, their thoughts among them; only texts are read."""
+    """Some endpoints return parts, with reasoning among them. Only texts are read."""
     refusal: object = None
 
     @property
@@ -93,7 +93,7 @@ class _Response(BaseModel):
 
     @property
     def usage_if_readable(self) -> _Usage | None:
-        """A verdict is not thrown away because its bill cannot be read."""
+        """Usage of the call; None if it is invalid. The verdict is used in any case."""
         try:
             return _Usage.model_validate(self.usage)
         except ValidationError:
@@ -101,7 +101,12 @@ class _Response(BaseModel):
 
 
 class Endpoint:
-    """Makes calls. `key` is the bearer token, empty for none. To be closed."""
+    """Client of the endpoint. The owner must close it.
+
+    Args:
+        key: bearer token; empty for none.
+        retry_after_max_s: longest waiting time that the endpoint may request.
+    """
 
     def __init__(self, settings: EndpointSettings, key: str, retry_after_max_s: float) -> None:
         self._settings = settings
@@ -112,17 +117,19 @@ class Endpoint:
             self._client = httpx2.AsyncClient(
                 headers=headers, limits=limits, timeout=None, trust_env=not settings.is_gateway
             )
-        except (ImportError, ValueError) as error:  # a SOCKS proxy without its package, or no proxy's address
+        except (ImportError, ValueError) as error:  # a SOCKS proxy without its package, or an invalid address
             message = (
-                f"the proxy of the environment cannot be used ({printable(str(error))}); unset ALL_PROXY and the like"
+                f"the proxy of the environment cannot be used ({printable(str(error))}); unset ALL_PROXY and similar "
+                "variables"
             )
             raise SettingError("judge.endpoint.base_url", settings.base_url, message) from None
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._client.aclose()
 
     def body(self, messages: list[ChatMessage]) -> dict[str, object]:
-        """The request. Equal ones are equal questions."""
+        """Return the body of the request. Verdicts are cached by it."""
         settings = self._settings
         limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         body: dict[str, object] = {"model": settings.model, "messages": messages}
@@ -132,7 +139,12 @@ class Endpoint:
         return body | settings.extra
 
     async def complete(self, messages: list[ChatMessage]) -> Completion:
-        """Raises `EndpointAway`, `CallTimedOut` or `CallRefused`, which quote the endpoint, cut and redacted."""
+        """Call the endpoint.
+
+        Raises:
+            EndpointAway, CallTimedOut, CallRefused: the call failed. Messages quote the endpoint, shortened and
+                redacted.
+        """
         try:
             with CALL_SECONDS.time():
                 completion = await self._call(messages)
@@ -176,11 +188,11 @@ class Endpoint:
             response = _Response.model_validate_json(content)
         except ValidationError as error:
             (problem, *_) = error.errors(include_input=False, include_url=False)
-            where = ".".join(map(str, problem["loc"])) or "the body"
-            text = f"the endpoint answered 200 without a chat completion: {where}: {problem['msg']}{_quoted(content)}"
+            field = ".".join(map(str, problem["loc"])) or "the body"
+            text = f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}{_quoted(content)}"
             raise EndpointAway(text, billed=True) from None
-        own = isinstance(response.id, str) and key_of_response(response.id)
-        if not self._settings.is_gateway and own:
+        from_gateway = isinstance(response.id, str) and key_of_response(response.id)
+        if not self._settings.is_gateway and from_gateway:
             raise SettingError(
                 "judge.endpoint.is_gateway", False, f"{self._settings.base_url} is a Headrace gateway; set this to true"
             )
@@ -188,10 +200,10 @@ class Endpoint:
 
 
 def _quoted(content: bytes) -> str:
-    """Return the beginning of the endpoint's own words, or the message of its error."""
+    """Return a quotation of the endpoint's error message, or else of the beginning of its answer."""
     try:
-        found = json.loads(content)
-        message = found["error"]["message"] if isinstance(found["error"], dict) else found["error"]
+        body = json.loads(content)
+        message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
         message = None
     text = message if isinstance(message, str) else content[:_QUOTED_BYTES_MAX].decode(errors="replace")
@@ -211,7 +223,7 @@ def _completion(response: _Response) -> Completion:
 
 
 def retry_after_s(header: str | None, limit_s: float) -> float | None:
-    """Seconds to wait by `Retry-After` (a number or a date, RFC 9110 section 10.2.3), at most `limit_s`."""
+    """Return the seconds of a `Retry-After` header (a number or a date, RFC 9110 section 10.2.3), at most `limit_s`."""
     if not header:
         return None
     try:

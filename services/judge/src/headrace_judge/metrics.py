@@ -1,4 +1,4 @@
-"""The judge's metrics. Its queue is `headrace_jobs{kind="verdict"}`."""
+"""Metrics of the judge. Its queue is `headrace_jobs{kind="verdict"}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks the model for a verdict: uses the cache first, keeps to the budget, asks again for an unreadable answer."""
+"""Judge that calls the model, with a cache of verdicts, a budget, and one repair of an unreadable answer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _QUOTED_CHARS_MAX = 8_000
 
 
 class BudgetSpent(HeadraceError):
-    """A call would exceed a limit. The message names it."""
+    """A call would exceed a limit of the budget. The message names the limit."""
 
 
 class ModelJudge:
-    """Judges runs. Methods raise `BudgetSpent`, `EndpointAway`, `CallTimedOut`, `CallRefused`.
+    """Judge of runs. Methods raise `BudgetSpent`, `EndpointAway`, `CallTimedOut` or `CallRefused`.
 
-    Each readable answer is stored before the next question, so a retry does not pay for it again.
+    Each readable answer is stored before the next call, so that a retry does not pay for it again.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class ModelJudge:
         self._processor = processor
         self._endpoint = endpoint
         self._breakers = breakers
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._question_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def single(self, rubric: Rubric, run: RunTranscript, tenant: str) -> Judgement:
+        """Return the judgement of one run."""
         return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run), tenant))
 
     async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript, tenant: str) -> Judgement:
-        """The judgement for the `first` run. Both orders are asked; for equal transcripts none is."""
+        """Compare two runs in both orders, and return the judgement of the `first`. Equal transcripts need no call."""
         if first.entries == second.entries:
             return scoring.equal(rubric)
         forth = await self._readings(rubric, self._prompts.pair(rubric, first, second), tenant)
@@ -69,19 +70,20 @@ class ModelJudge:
 
     async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int, tenant: str) -> Reading:
         question = verdict_cache.question_digest(self._endpoint.body(messages), sample)
-        lock = self._asking.setdefault(question, asyncio.Lock())
-        async with lock:  # equal runs often come together: the second one finds the verdict in the cache
-            known = await transact(self._processor, lambda tx, _now: verdict_cache.find(tx, question))
-            if known is not None:
+        lock = self._question_locks.setdefault(question, asyncio.Lock())
+        async with lock:  # equal runs often arrive together, and the second one finds the verdict in the cache
+            cached = await transact(self._processor, lambda tx, _now: verdict_cache.find(tx, question))
+            if cached is not None:
                 CACHE_HITS.inc()
-                return known
-            reading = await self._ask(messages, read, tenant)
+                return cached
+            reading = await self._request_verdict(messages, read, tenant)
             if isinstance(reading, Verdict):
                 verdict = reading
-                await transact(self._processor, lambda tx, now: verdict_cache.keep(tx, now, question, verdict))
+                await transact(self._processor, lambda tx, now: verdict_cache.store(tx, now, question, verdict))
             return reading
 
-    async def _ask(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:
+    async def _request_verdict(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:
+        """Call the model, and once more with the error if its answer is unreadable and the budget allows it."""
         completion = await self._call(messages, tenant)
         reading = _read(completion, read)
         if isinstance(reading, Verdict):
@@ -94,6 +96,7 @@ class ModelJudge:
             return reading
 
     async def _call(self, messages: list[ChatMessage], tenant: str) -> Completion:
+        """Call the model. Repeat calls that time out."""
         body = self._endpoint.body(messages)
         for _ in range(self._settings.retry.timeouts_max - 1):
             try:
@@ -103,6 +106,7 @@ class ModelJudge:
         return await self._call_once(messages, body, tenant)
 
     async def _call_once(self, messages: list[ChatMessage], body: Mapping[str, object], tenant: str) -> Completion:
+        """Call the model once, within the budget, and report the result to the tenant's breaker."""
         reservation = await self._reserve(body, tenant)
         try:
             completion = await self._endpoint.complete(messages)

@@ -1,6 +1,6 @@
-"""One judgement for a program that waits: the service's prompts, endpoint and strict reading, without its queue.
+"""One judgement for a program that waits for it, with the prompts and the endpoint of the service but no queue.
 
-There is no cache, no budget and no retry; whoever asks pays for each call.
+There is no cache, no budget and no retry. The caller pays for each call.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ _RETRY_AFTER_MAX_S = 60.0
 
 
 class NoVerdict(HeadraceError):
-    """The judge abstained, refused, or did not answer in the form that it was asked for. Never a score."""
+    """The judge abstained, refused, or did not answer in the required form. This is never a score."""
 
 
 def scores(
     endpoint: Mapping[str, Any], key: str, criteria: Mapping[str, str], question: str, answer: str
 ) -> dict[str, float]:
-    """The score of each criterion, 1 to 5. `endpoint` are settings of `[judge.endpoint]`.
+    """Return the score of each criterion, from 1 to 5. An unreadable answer is requested once more.
 
-    An answer that cannot be read is asked for once more. Raises `NoVerdict`, and what `Endpoint.complete` raises.
+    Args:
+        endpoint: settings of the section `[judge.endpoint]`.
+        key: bearer token.
+        criteria: description of each criterion.
+
+    Raises:
+        NoVerdict: the judge gave no scores.
+        EndpointAway, CallTimedOut, CallRefused: the call failed.
     """
     rubric = Rubric(
         name="once",

@@ -1,7 +1,7 @@
-"""Pairwise comparison of the runs of one task: which pairs are judged, their results, and each run's win rate.
+"""Pairwise comparison of the runs of one task: the pairs that are judged, their results, and each run's win rate.
 
-The runs that one rubric compares for one task are a contest. A run's reward is revised whenever one of its pairs was
-judged. Each change of a contest first locks its row, because the runs of one task may come through different replicas.
+The runs that one rubric compares for one task are a contest. The reward of a run is revised whenever one of its pairs
+was judged. Each change of a contest first locks its row, because different replicas may receive the runs of one task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace_schemas.text import printable
 
 
 class PairwiseComparisons:
-    """All methods run in the caller's transaction."""
+    """Contests in the database. All methods run in the caller's transaction."""
 
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
         self._jobs = jobs
@@ -36,7 +36,11 @@ class PairwiseComparisons:
         self._pairs_max = settings.pairs_per_task_max
 
     async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
-        """Pair a new run with the runs of its task that are here, and queue the pairs. Later runs pair with it."""
+        """Add a run to its contest, and queue pairs with the present runs. Later runs will be paired with it.
+
+        Raises:
+            InvalidEvent: another tenant has a trajectory with this id.
+        """
         subject = case.subject
         contest = derived_id("judge-contest", subject.rubric, subject.tenant, trajectory.purpose, trajectory.task_id)
         run = trajectory.run_id or subject.trajectory_id
@@ -46,20 +50,21 @@ class PairwiseComparisons:
         if not await upsert(tx, CONTESTANTS, key, {**row, "closed": False, "revision": 0}, update=False):
             entered = await tx.scalar(select(CONTESTANTS.c.case).where(_is(subject.rubric, subject.trajectory_id)))
             if entered is not None and Case.model_validate_json(entered).subject.tenant != subject.tenant:
-                text = f"trajectory_id: {printable(subject.trajectory_id)!r} is a trajectory of another tenant"
+                name = printable(subject.trajectory_id)
+                text = f"trajectory_id = {name!r}: another tenant has a trajectory with this id"
                 raise InvalidEvent("trajectory_taken", text)
             return
         for rival in await self._rivals(tx, now, contest, run):
             pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)
-            made = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
-            await tx.execute(insert(PAIRS).values(**made, first=rival, second=subject.trajectory_id))
+            columns = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
+            await tx.execute(insert(PAIRS).values(**columns, first=rival, second=subject.trajectory_id))
             task = PairTask(rubric=subject.rubric, pair=pair, traceparent=subject.traceparent)
             await self._jobs.enqueue(tx, pair, kind_of_tenant(VERDICT_JOB, subject.tenant), task.to_json(), now)
         deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
         await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
 
     async def runs(self, tx: AsyncConnection, task: PairTask) -> tuple[Case, Case] | None:
-        """The two runs of a pair. None: the pair was deleted."""
+        """Return the two runs of a pair; None if the pair was deleted."""
         row = await _pair(tx, task)
         if row is None:
             return None
@@ -69,51 +74,55 @@ class PairwiseComparisons:
     async def decide(
         self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
     ) -> list[Reward]:
-        """Store the judgement of a pair (that of its first run). Returns the revised rewards of both runs."""
+        """Store the judgement of a pair, as seen from its first run, and return the revised rewards of both runs."""
         row = await _pair(tx, task)
         if row is None:
             return []
         await _lock(tx, row["contest"], now)
-        noted = {"judgement": judgement.model_dump_json().encode()}
-        await tx.execute(update(PAIRS).where(PAIRS.c.pair == task.pair).values(noted))
+        columns = {"judgement": judgement.model_dump_json().encode()}
+        await tx.execute(update(PAIRS).where(PAIRS.c.pair == task.pair).values(columns))
         rewards = []
         for trajectory_id in (row["first"], row["second"]):
-            judgement_now = await _win_rate(tx, row["contest"], trajectory_id)
-            if judgement_now is not None:
-                rewards.append(await _reward(tx, now, task.rubric, trajectory_id, judgement_now, judged_by))
-        await _tidy(tx, row["contest"])
+            win_rate = await _win_rate(tx, row["contest"], trajectory_id)
+            if win_rate is not None:
+                rewards.append(await _reward(tx, now, task.rubric, trajectory_id, win_rate, judged_by))
+        await _delete_finished(tx, row["contest"])
         return rewards
 
     async def deadline(
         self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
     ) -> list[Reward]:
-        """The wait of a run is over: it abstains if it has no pair. At the end of its window it gets no more pairs."""
+        """End the wait of a run, or its window if that is over, too.
+
+        At the end of the wait a run without a pair gets an abstention. At the end of the window it gets no more pairs.
+        """
         subject = Subject.model_validate_json(job.payload)
         row = await _contestant(tx, subject.rubric, subject.trajectory_id)
         await _lock(tx, row["contest"], now)
-        leaves = from_epoch_ms(row["arrived_ms"]) + self._window
+        window_end = from_epoch_ms(row["arrived_ms"]) + self._window
         rewards = []
-        met = await _met(tx, row["contest"], subject.trajectory_id)
-        if not met and row["revision"] == 0:
-            alone = Judgement(outcome="abstained", reason=await self._why_alone(tx, row))
+        results = await _pair_results(tx, row["contest"], subject.trajectory_id)
+        if not results and row["revision"] == 0:
+            abstention = Judgement(outcome="abstained", reason=await self._reason_without_pairs(tx, row))
             name = judged_by.get(subject.rubric, subject.rubric)
-            rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, alone, name)]
-        if now < leaves:
-            await self._jobs.postpone(tx, job, leaves)
+            rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, abstention, name)]
+        if now < window_end:
+            await self._jobs.postpone(tx, job, window_end)
         else:
             await self._jobs.finish(tx, job)
             await tx.execute(update(CONTESTANTS).where(_is(subject.rubric, subject.trajectory_id)).values(closed=True))
-            await _tidy(tx, row["contest"])
+            await _delete_finished(tx, row["contest"])
         return rewards
 
-    async def _why_alone(self, tx: AsyncConnection, row: RowMapping) -> str:
-        others = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
-        if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(others).limit(1)):
+    async def _reason_without_pairs(self, tx: AsyncConnection, row: RowMapping) -> str:
+        """Return the reason why a run has no pair."""
+        other_runs = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
+        if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(other_runs).limit(1)):
             return f"its task had all its pairs already (judge.pairs.pairs_per_task_max = {self._pairs_max})"
-        return f"no other run of its task came within {self._wait.total_seconds():g} s"
+        return f"no other run of its task arrived within {self._wait.total_seconds():g} s"
 
     async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
-        """The runs that a new run is paired with, oldest first, as long as the contest may have more pairs."""
+        """Return the runs that a new run is paired with, oldest first, as far as the contest may have more pairs."""
         recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
         waiting = (
             select(CONTESTANTS.c.trajectory_id)
@@ -146,43 +155,45 @@ async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
     )
 
 
-async def _met(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
-    """The pairs of one run: its opponents, and the judgements for this run (None: not judged yet)."""
-    found: list[tuple[str, Judgement | None]] = []
+async def _pair_results(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
+    """Return the opponents of a run, with the judgement of each pair for this run. None if it was not judged yet."""
+    results: list[tuple[str, Judgement | None]] = []
     for row in await _pairs(tx, contest):
         judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
         if row["first"] == trajectory_id:
-            found.append((row["second"], judgement))
+            results.append((row["second"], judgement))
         elif row["second"] == trajectory_id:
-            found.append((row["first"], judgement and scoring.swapped(judgement)))
-    return found
+            results.append((row["first"], judgement and scoring.swapped(judgement)))
+    return results
 
 
 async def _win_rate(tx: AsyncConnection, contest: str, trajectory_id: str) -> Judgement | None:
-    met = await _met(tx, contest, trajectory_id)
-    judged = [(opponent, judgement) for opponent, judgement in met if judgement is not None]
-    return scoring.win_rate(judged, waiting=len(met) - len(judged))
+    results = await _pair_results(tx, contest, trajectory_id)
+    judged = [(opponent, judgement) for opponent, judgement in results if judgement is not None]
+    return scoring.win_rate(judged, waiting=len(results) - len(judged))
 
 
 async def _reward(
     tx: AsyncConnection, now: datetime, rubric: str, trajectory_id: str, judgement: Judgement, judged_by: str
 ) -> Reward:
+    """Return the next revision of a run's reward, and store its number."""
     row = await _contestant(tx, rubric, trajectory_id)
     await tx.execute(update(CONTESTANTS).where(_is(rubric, trajectory_id)).values(revision=row["revision"] + 1))
     subject = Case.model_validate_json(row["case"]).subject
     return subject.reward(judgement, now, judged_by, row["revision"])
 
 
-async def _tidy(tx: AsyncConnection, contest: str) -> None:
-    """Delete runs that get no more pairs and wait for no judgement, then the pairs and the contest without runs."""
+async def _delete_finished(tx: AsyncConnection, contest: str) -> None:
+    """Delete runs that get no more pairs and wait for no judgement, then pairs and the contest if they have no runs."""
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
-    here = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)
-    closed = {row["trajectory_id"]: row["closed"] for row in (await tx.execute(here)).mappings()}
-    gone = {name for name, is_closed in closed.items() if is_closed} - pending
-    left = set(closed) - gone
-    lonely = [row["pair"] for row in pairs if not {row["first"], row["second"]} & left]
-    await tx.execute(delete(CONTESTANTS).where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.trajectory_id.in_(gone)))
-    await tx.execute(delete(PAIRS).where(PAIRS.c.pair.in_(lonely)))
-    if not left:
+    query = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)
+    closed = {row["trajectory_id"]: row["closed"] for row in (await tx.execute(query)).mappings()}
+    finished = {name for name, is_closed in closed.items() if is_closed} - pending
+    remaining = set(closed) - finished
+    without_runs = [row["pair"] for row in pairs if not {row["first"], row["second"]} & remaining]
+    in_contest = CONTESTANTS.c.contest == contest
+    await tx.execute(delete(CONTESTANTS).where(in_contest, CONTESTANTS.c.trajectory_id.in_(finished)))
+    await tx.execute(delete(PAIRS).where(PAIRS.c.pair.in_(without_runs)))
+    if not remaining:
         await tx.execute(delete(CONTESTS).where(CONTESTS.c.contest == contest))

@@ -1,8 +1,8 @@
-"""Prompts, made by the jinja2 templates in `templates/`. What a run says reaches them as a value, never as template.
+"""Prompts, rendered from the jinja2 templates in `templates/`. Texts of a run are values, never template code.
 
-Each entry of a run opens with a line that bears a mark: digits of a digest of everything shown. Text that is shown
-would have to contain its own digest to forge one, so neither an end of data nor a change of role can be imitated, and
-equal runs still make equal prompts, which the cache needs.
+Each entry of a run begins with a line that contains a mark: digits of a digest of all entries. A text would have to
+    contain its own digest to forge a mark, so a run cannot imitate an end of data or a change of role. Equal runs have
+    equal prompts, which the cache requires.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ class ChatMessage(TypedDict):
 
 
 class Prompts:
-    """Messages for the endpoint. `folder` holds templates that replace shipped ones. Raises `SettingError`."""
+    """Renderer of messages for the endpoint. Raises `SettingError` for a template that cannot be loaded.
+
+    Args:
+        folder: folder with templates that replace the shipped ones.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         shipped = PackageLoader("headrace_judge")
         loader = ChoiceLoader([FileSystemLoader(folder), shipped]) if folder else shipped
-        # Plain text for a model, not HTML for a browser: nothing is to be escaped.
+        # The output is plain text for a model and not HTML, so it must not be escaped.
         self._environment = Environment(
             loader=loader,
             autoescape=False,  # noqa: S701
@@ -52,37 +56,38 @@ class Prompts:
         self.digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
     def check(self, rubric: Rubric) -> None:
-        """Render once with empty runs. Raises `SettingError` when a template uses what there is not."""
-        nothing = RunTranscript(entries=())
+        """Render all templates with empty runs. Raises `SettingError` if a template uses an undefined variable."""
+        empty = RunTranscript(entries=())
         try:
-            _ = self.single(rubric, nothing), self.pair(rubric, nothing, nothing), self.again("")
+            _ = self.single(rubric, empty), self.pair(rubric, empty, empty), self.again("")
         except TemplateError as error:
             raise SettingError("judge.templates_dir", rubric.name, str(error)) from None
 
     def judged_by(self, model: str, rubric: Rubric) -> str:
-        """Names the judge: the model, and a digest of the prompt besides the run."""
+        """Return the name of the judge: the model, and a digest of the prompt without the run."""
         digest = hashlib.sha256(f"{rubric.digest}{self.digest}".encode()).hexdigest()
         return f"{model}#{digest[:16]}"
 
     def single(self, rubric: Rubric, run: RunTranscript) -> list[ChatMessage]:
-        """Asks for scores of one run."""
+        """Return the messages that request scores of one run."""
         mark = _mark(run)
-        return [self._system(rubric, mark), self._say("user", "single.jinja", run=run, mark=mark)]
+        return [self._system(rubric, mark), self._message("user", "single.jinja", run=run, mark=mark)]
 
     def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> list[ChatMessage]:
-        """Asks which of two runs is better; `first` is shown as A."""
+        """Return the messages that request a comparison of two runs. `first` is shown as A."""
         mark = _mark(first, second)
-        user = self._say("user", "pair.jinja", first=first, second=second, mark=mark)
+        user = self._message("user", "pair.jinja", first=first, second=second, mark=mark)
         return [self._system(rubric, mark), user]
 
     def again(self, error: str) -> ChatMessage:
-        """Tells the model why its answer could not be read."""
-        return self._say("user", "again.jinja", error=error)
+        """Return the message that requests a repaired answer, with the error of the first one."""
+        return self._message("user", "again.jinja", error=error)
 
     def _system(self, rubric: Rubric, mark: str) -> ChatMessage:
-        return self._say("system", "system.jinja", rubric=rubric, mark=mark, scale_min=SCALE_MIN, scale_max=SCALE_MAX)
+        scale = {"scale_min": SCALE_MIN, "scale_max": SCALE_MAX}
+        return self._message("system", "system.jinja", rubric=rubric, mark=mark, **scale)
 
-    def _say(self, role: str, template: str, **values: object) -> ChatMessage:
+    def _message(self, role: str, template: str, **values: object) -> ChatMessage:
         return {"role": role, "content": self._environment.get_template(template).render(values).strip()}
 
 

@@ -1,7 +1,7 @@
-"""Judges stored trajectories again with the same code as the service, but with lines in place of the bus.
+"""Judgement of stored trajectories with the same code as the service, but with lines in place of the bus.
 
-Queue, retries, budget and pairwise comparisons are in a database of their own. It is emptied first, except for the
-budget and the cached verdicts: a question that any replay has asked before is not paid for again.
+Queue, retries, budget and pairwise comparisons are in a separate database. It is emptied first, except for the budget
+and the cached verdicts, so that a question that an earlier replay has paid for is not paid for again.
 
 The filter (`python -m headrace_judge.replay`) reads lines `trajectory` and writes lines `reward`. A later reward of a
 trajectory replaces earlier ones of the same source. At the end the filter writes one line `judged`.
@@ -37,14 +37,14 @@ from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_schemas.replay import JudgedLine
 
-_TAKE_MAX = 50
+_BATCH_MAX = 50
 _WAITING_MAX = 200
-"""Jobs that may wait. It is far below the bound of the queue, beyond which runs would not be judged at all."""
-_LOOK_S = 0.1
+"""Jobs that may wait. This is far below the limit of the queue, beyond which runs would not be judged at all."""
+_POLL_S = 0.1
 
 
 class RewardWriter(EventProducer):
-    """Writes rewards as lines. Nothing else leaves a judge without a bus."""
+    """Producer that writes rewards as lines. It ignores other events, because there is no bus."""
 
     def __init__(self, common: Common, blobs: BlobStore, lines: Lines) -> None:
         super().__init__(common.bus, "headrace/judge", blobs)
@@ -60,15 +60,16 @@ class RewardWriter(EventProducer):
         self._lines.flush()
 
     def judged(self) -> JudgedLine:
-        """Counts of the final outcome of each trajectory."""
-        found: dict[str, Counter[str]] = defaultdict(Counter)
+        """Return the counts of the final outcomes of all trajectories, by source."""
+        outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         for reward in self._latest.values():
-            found[reward.source][reward.outcome] += 1
-        return JudgedLine(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
+            outcomes[reward.source][reward.outcome] += 1
+        by_source = sorted(outcomes.items())
+        return JudgedLine(outcomes={source: dict(sorted(counts.items())) for source, counts in by_source})
 
 
 async def run(common: Common, settings: JudgeSettings, lines: Lines | None = None) -> None:
-    """The filter. One at a time on a data directory. Raises `SettingError`."""
+    """Run the filter. Only one may run at a time on a data directory. Raises `SettingError` for an invalid setting."""
     service = app.service(settings)
     lines, blobs = lines or Lines(), BlobStore.open(common)
     database = Database.open("judge-replay", common.model_copy(update={"database": DatabaseSettings()}))
@@ -86,16 +87,16 @@ async def run(common: Common, settings: JudgeSettings, lines: Lines | None = Non
     )
     try:
         await migrations.upgrade(database, service.package)
-        await _forget(database)
-        await _beside(service.workers(processor), _judge(service, processor, lines))
+        await _clear(database)
+        await _run_with_workers(service.workers(processor), _judge(service, processor, lines))
     finally:
         await database.close()
     lines.write("judged", producer.judged().model_dump_json().encode())
     lines.flush()
 
 
-async def _beside(workers: Sequence[Awaitable[None]], work: Coroutine[None, None, None]) -> None:
-    """Run the workers until `work` is done. Raises the first failure of any."""
+async def _run_with_workers(workers: Sequence[Awaitable[None]], work: Coroutine[None, None, None]) -> None:
+    """Run the workers until `work` is done. Raises the first exception of any of them."""
     tasks = [asyncio.ensure_future(work), *map(asyncio.ensure_future, workers)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -109,40 +110,42 @@ async def _beside(workers: Sequence[Awaitable[None]], work: Coroutine[None, None
 
 
 async def _judge(service: StreamService, processor: Processor, lines: Lines) -> None:
-    """Feed the service, never faster than it works, and wait until nothing is left to do."""
-    taken: list[Record] = []
+    """Pass all lines to the service, no faster than it judges them, and wait until no job is left."""
+    records: list[Record] = []
     offset = 0
     async for _, value in lines.read():
-        taken.append(Record(Trajectory.topic, 0, offset, None, value))
+        records.append(Record(Trajectory.topic, 0, offset, None, value))
         offset += 1
-        if len(taken) == _TAKE_MAX:
-            await processor.process(taken)
-            taken.clear()
-            await _until(processor, VERDICT_JOB, _WAITING_MAX)
-    await processor.process(taken)
-    await _until(processor, VERDICT_JOB, 0)
-    await processor.step(_no_more_runs_come)
+        if len(records) == _BATCH_MAX:
+            await processor.process(records)
+            records.clear()
+            await _wait_for_jobs(processor, VERDICT_JOB, _WAITING_MAX)
+    await processor.process(records)
+    await _wait_for_jobs(processor, VERDICT_JOB, 0)
+    await processor.step(_expire_deadlines)
     while await _waiting(processor, DEADLINE_JOB):
         for timer in service.timers:
             await processor.step(timer.step)
 
 
-async def _until(processor: Processor, kind: str, waiting_max: int) -> None:
+async def _wait_for_jobs(processor: Processor, kind: str, waiting_max: int) -> None:
+    """Wait until at most `waiting_max` jobs are left."""
     while await _waiting(processor, kind) > waiting_max:
-        await processor.clock.sleep(_LOOK_S)
+        await processor.clock.sleep(_POLL_S)
 
 
 async def _waiting(processor: Processor, kind: str) -> int:
     return await transact(processor, lambda tx, _now: Jobs(STREAM).count(tx, kind))
 
 
-async def _no_more_runs_come(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-    """No more runs come, so the deadlines of all runs are due now."""
+async def _expire_deadlines(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    """Set the deadlines of all runs to the past, because no more runs arrive."""
     await tx.execute(update(STREAM.jobs).where(STREAM.jobs.c.kind == DEADLINE_JOB).values(due_ms=0))
     return ()
 
 
-async def _forget(database: Database) -> None:
+async def _clear(database: Database) -> None:
+    """Delete all rows except the budget and the cached verdicts."""
     async with database.transaction() as tx:
         for table in (STREAM.seen, STREAM.jobs, STREAM.outbox, STREAM.positions, CONTESTANTS, CONTESTS, PAIRS):
             await tx.execute(delete(table))

@@ -1,4 +1,4 @@
-"""`python -m headrace_judge.replay`: trajectories in, rewards out, without a bus (`rejudging.py`)."""
+"""Entry point of `python -m headrace_judge.replay`, which judges stored trajectories (`rejudging.py`)."""
 
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.main import Service

@@ -1,4 +1,4 @@
-"""A rubric: what is judged, by which criteria, on which parts of a run. A TOML file, shipped or the user's own."""
+"""Rubrics: the instructions, criteria and visible parts of a run for the judge, in a TOML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Table(BaseModel):
 
 
 class Criterion(_Table):
-    """One question that the judge answers, on the scale in mode `single`, with a preference in mode `pair`."""
+    """One question for the judge. The answer is a score in mode `single`, and a preference in mode `pair`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     description: Annotated[str, Field(min_length=1, max_length=4000)]
@@ -35,21 +35,22 @@ class Criterion(_Table):
 
 
 class Rubric(_Table):
-    """The file. Its name makes the source of its rewards: `judge:<name>`."""
+    """Content of a rubric file. The source of its rewards is `judge:<name>`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
     mode: Mode = "single"
     instructions: Annotated[str, Field(min_length=1, max_length=20_000)]
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=16)
     show: tuple[Part, ...] = Field(default=("question", "tool_calls", "tool_results", "answer"), min_length=1)
-    """Parts of the run that the judge sees, always in the order in which they happened. `steps` is what the model said
-    before its last message, `instructions` are system messages, `tools` the tools that it was offered."""
+    """Parts of the run that the judge sees, in the order in which they happened. `steps` are the model's messages
+    before the last one, `instructions` are system messages, and `tools` are the tools that were offered."""
     context: tuple[str, ...] = Field(default=(), max_length=16)
-    """Keys of the trajectory's context that are shown as facts, e.g. `expected`; those that are missing are not."""
+    """Keys of the trajectory's context that are shown as facts, for example `expected`. Missing keys are ignored."""
     run_chars_max: Annotated[int, Field(ge=1000, le=1_000_000)] = 24_000
-    """Longest run, in characters: entries are left out of its middle, and a note says how many."""
+    """Longest run in characters. Entries are removed from the middle of a longer one, and a note has their number."""
     part_chars_max: Annotated[int, Field(ge=100)] = 4_000
-    """Longest entry: its middle is left out, and a note says how much. At most a quarter of `run_chars_max`."""
+    """Longest entry in characters, at most a quarter of `run_chars_max`. The middle of a longer one is removed, and a
+    note has the number of characters."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -59,26 +60,28 @@ class Rubric(_Table):
         if self.part_chars_max * 4 > self.run_chars_max:
             raise ValueError("part_chars_max is more than a quarter of run_chars_max; question and answer need room")
         if not {"answer", "steps", "reasoning", "tool_calls"} & set(self.show):
-            raise ValueError("show has nothing that the model did; add answer, steps, reasoning or tool_calls")
+            raise ValueError("show has no output of the model; add answer, steps, reasoning or tool_calls")
         return self
 
     @property
     def source(self) -> str:
+        """Name of the rubric as a source of rewards."""
         return f"judge:{self.name}"
 
     @property
     def weights(self) -> dict[str, float]:
+        """Weight of each criterion."""
         return {criterion.name: criterion.weight for criterion in self.criteria}
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything that the file says."""
+        """SHA-256 of the content."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RubricFile:
-    """An announcement: where the file is, in a folder or a package."""
+    """Entry point of a rubric: the location of its file, in a folder or a package."""
 
     path: Traversable
 
@@ -87,7 +90,7 @@ RUBRICS: Registry[RubricFile] = Registry("rubrics", RubricFile, "rubric")
 
 
 def load(reference: str) -> Rubric:
-    """The rubric that is announced by that name, or the file at that path. Raises `SettingError`."""
+    """Load the rubric that is announced with this name, or the file at this path. Raises `SettingError`."""
     try:
         path = RUBRICS.get(reference).path if reference in RUBRICS.names() else Path(reference)
         return Rubric.model_validate(parse_toml(path.read_bytes()))
@@ -98,18 +101,18 @@ def load(reference: str) -> Rubric:
         raise SettingError(_SETTING, reference, remedy) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise SettingError(_SETTING, reference, f"{where}: {first['msg']}") from None
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise SettingError(_SETTING, reference, f"{field}: {first['msg']}") from None
     except ValueError as error:
         raise SettingError(_SETTING, reference, str(error)) from None
 
 
 def load_all(references: Sequence[str]) -> dict[str, Rubric]:
-    """Rubrics by name. Raises `SettingError`, also when two have one name."""
+    """Load rubrics, and return them by name. Raises `SettingError` if one is invalid or if two have one name."""
     rubrics: dict[str, Rubric] = {}
     for reference in references:
         rubric = load(reference)
         if rubric.name in rubrics:
-            raise SettingError(_SETTING, reference, f"a rubric named {rubric.name!r} is there already; rename one")
+            raise SettingError(_SETTING, reference, f"another rubric is named {rubric.name!r}; rename one of them")
         rubrics[rubric.name] = rubric
     return rubrics

@@ -1,7 +1,7 @@
-"""The transcript of a run that the judge reads: entries in order, with separate roles and bounded length.
+"""Transcript of a run for the judge: entries in order, with separate roles and bounded length.
 
-The kind of an entry says who wrote it, so an answer that imitates a tool result is still shown as an answer. Where text
-is left out for length, the transcript says how much.
+The kind of an entry determines its author, so an answer that imitates a tool result is still shown as an answer. If
+text is removed because of its length, the transcript contains the number of removed characters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace_schemas import Message, Trajectory
 Kind = Literal[
     "context", "tool", "instructions", "question", "reasoning", "step", "tool_call", "tool_result", "answer", "note"
 ]
-_BY_THE_MODEL = frozenset({"reasoning", "step", "tool_call", "answer"})
+_MODEL_OUTPUT = frozenset({"reasoning", "step", "tool_call", "answer"})
 _PART: dict[Kind, Part] = {
     "tool": "tools",
     "instructions": "instructions",
@@ -42,7 +42,7 @@ class TranscriptEntry(BaseModel):
 
 
 class RunTranscript(BaseModel):
-    """The entries of one run. It holds no ids, because verdicts are cached by its JSON: equal runs are asked once."""
+    """Entries of one run. It has no ids, because verdicts are cached by its JSON, so equal runs are judged once."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,12 +51,12 @@ class RunTranscript(BaseModel):
 
 
 def transcript_of(trajectory: Trajectory, rubric: Rubric) -> RunTranscript | None:
-    """The parts of the run that `rubric` shows. None: nothing that the model did is among them."""
-    whole = [entry for entry in _entries(trajectory, rubric) if entry.text or entry.kind == "tool_call"]
-    if not any(entry.kind in _BY_THE_MODEL for entry in whole):
+    """Return the parts of the run that `rubric` shows. None if they contain no output of the model."""
+    all_entries = [entry for entry in _entries(trajectory, rubric) if entry.text or entry.kind == "tool_call"]
+    if not any(entry.kind in _MODEL_OUTPUT for entry in all_entries):
         return None
-    entries = _fit([_shorten(entry, rubric.part_chars_max) for entry in whole], rubric.run_chars_max)
-    shortened = entries != whole
+    entries = _fit([_shorten(entry, rubric.part_chars_max) for entry in all_entries], rubric.run_chars_max)
+    shortened = entries != all_entries
     if len(trajectory.dialogues) > 1:
         text = f"The run has {len(trajectory.dialogues)} lines of conversation; the longest one is shown."
         entries = [TranscriptEntry(kind="note", text=text), *entries]
@@ -76,13 +76,18 @@ def _entries(trajectory: Trajectory, rubric: Rubric) -> Iterator[TranscriptEntry
     called: dict[str, str] = {}
     for index, message in enumerate(trajectory.messages):
         called.update({call.id: call.function.name for call in message.tool_calls or ()})
-        for entry in _said(message, called, last=index == last):
+        for entry in _message_entries(message, called, last=index == last):
             if _PART[entry.kind] in rubric.show:
                 yield entry
 
 
-def _said(message: Message, called: dict[str, str], *, last: bool) -> Iterator[TranscriptEntry]:
-    """`called` maps the id of each call to its tool; a result only names the call."""
+def _message_entries(message: Message, called: dict[str, str], *, last: bool) -> Iterator[TranscriptEntry]:
+    """Yield the entries of one message.
+
+    Args:
+        called: tool of each call by the call's id, because a result has only the id.
+        last: whether it is the last message of the run.
+    """
     if message.role == "user":
         yield TranscriptEntry(kind="question", text=message.text)
     elif message.role == "tool":
@@ -98,7 +103,7 @@ def _said(message: Message, called: dict[str, str], *, last: bool) -> Iterator[T
 
 
 def _shorten(entry: TranscriptEntry, chars_max: int) -> TranscriptEntry:
-    """The entry with its middle replaced by the number of missing characters."""
+    """Replace the middle of a long entry by the number of removed characters."""
     if len(entry.text) <= chars_max:
         return entry
     half = chars_max // 2
@@ -107,7 +112,7 @@ def _shorten(entry: TranscriptEntry, chars_max: int) -> TranscriptEntry:
 
 
 def _fit(entries: list[TranscriptEntry], chars_max: int) -> list[TranscriptEntry]:
-    """The first and the last entries that fit (half of the bound each), and a note that counts those between."""
+    """Return the first and the last entries that fit, each in half of the bound, with a note in place of the others."""
     if sum(map(_size, entries)) <= chars_max:
         return entries
     head = _fitting(entries, chars_max // 2)
@@ -119,6 +124,7 @@ def _fit(entries: list[TranscriptEntry], chars_max: int) -> list[TranscriptEntry
 
 
 def _fitting(entries: list[TranscriptEntry], chars_max: int) -> int:
+    """Return the number of first entries that fit."""
     size = 0
     for count, entry in enumerate(entries):
         size += _size(entry)

@@ -1,7 +1,7 @@
-"""From verdicts to judgements. Pure; each value of a judgement is between 0 and 1.
+"""Combination of verdicts into judgements. Pure; each value of a judgement is between 0 and 1.
 
-Of several verdicts on one question (`samples`) the median counts; more than half of them must be readable and not
-abstain. Each pair is judged in both orders: if the winner changes with the order, it is a tie.
+If there are several verdicts on one question (`samples`), their median counts. More than half of the answers must be
+readable and not abstain. Each pair is judged in both orders. If the winner changes with the order, it is a tie.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reading = Verdict | Unreadable
 
 
 class Judgement(BaseModel):
-    """A reward before it has a trajectory. `value` exists exactly when `outcome` is `scored` (P6)."""
+    """Result of the judge for one run. `value` is set exactly if `outcome` is `scored` (P6)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,7 +32,7 @@ class Judgement(BaseModel):
 
 
 def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
-    """The weighted mean of the criteria's medians, with the scale mapped to 0..1."""
+    """Return the judgement of one run: the weighted mean of the criteria's medians, with the scale mapped to 0..1."""
     numbers, reason = _medians(readings)
     if isinstance(numbers, Judgement):
         return numbers
@@ -41,14 +41,18 @@ def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
 
 
 def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> Judgement:
-    """1 when the first run won, 0 when the second did, 0.5 for a tie. `back` was asked with the runs swapped.
+    """Return the judgement of a pair for its first run: 1 if it won, 0 if the second won, 0.5 for a tie.
 
-    A tie has the reason `order` when the two orders disagree, and `tie` when both found none better.
+    A tie has the reason `order` if the two orders disagree, and `tie` if neither order prefers a run.
+
+    Args:
+        forth: answers with the first run as A.
+        back: answers with the second run as A.
     """
     first, reason = _medians(forth)
     if isinstance(first, Judgement):
         return first
-    second, other = _medians(back)
+    second, second_reason = _medians(back)
     if isinstance(second, Judgement):
         return second
     sides = _side(_weighted(rubric.weights, first)), -_side(_weighted(rubric.weights, second))
@@ -58,40 +62,44 @@ def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> J
     elif sides[0] == 0:
         reason = "tie"
     else:
-        reason = f"{reason} / {other}"
+        reason = f"{reason} / {second_reason}"
     return Judgement(outcome="scored", value=_agreed(*sides), criteria=criteria, reason=reason)
 
 
 def equal(rubric: Rubric) -> Judgement:
-    """The judgement of two runs with equal transcripts."""
+    """Return the judgement of two runs with equal transcripts."""
     criteria = dict.fromkeys(rubric.weights, 0.5)
     return Judgement(outcome="scored", value=0.5, criteria=criteria, reason="equal")
 
 
 def swapped(judgement: Judgement) -> Judgement:
-    """The judgement of a pair for its second run."""
+    """Return the judgement of a pair for its second run."""
     if judgement.value is None:
         return judgement
     criteria = {name: 1 - value for name, value in judgement.criteria.items()}
     return judgement.model_copy(update={"value": 1 - judgement.value, "criteria": criteria})
 
 
-def win_rate(met: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
-    """The win rate over the decided pairs. `met` are the opponents, with the judgements for this run.
+def win_rate(results: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
+    """Return the win rate of a run over its decided pairs.
 
-    None while there is no result yet. If no pair could be decided, it is the most frequent outcome of the pairs.
+    None if there is no result yet. If no pair could be decided, the most frequent outcome of the pairs is returned.
+
+    Args:
+        results: opponents, with the judgement of each pair for this run.
+        waiting: number of pairs without a judgement.
     """
-    scored = [(opponent, item) for opponent, item in met if item.value is not None]
+    scored = [(opponent, item) for opponent, item in results if item.value is not None]
     if not scored:
-        if waiting or not met:
+        if waiting or not results:
             return None
-        outcome = Counter(item.outcome for _, item in met).most_common(1)[0][0]
-        example = next(item for _, item in met if item.outcome == outcome)
-        return Judgement(outcome=outcome, reason=f"none of {len(met)} pairs was decided: {example.reason}")
+        outcome = Counter(item.outcome for _, item in results).most_common(1)[0][0]
+        example = next(item for _, item in results if item.outcome == outcome)
+        return Judgement(outcome=outcome, reason=f"none of {len(results)} pairs was decided: {example.reason}")
     names = scored[0][1].criteria
     criteria = {name: statistics.fmean(item.criteria.get(name, 0.5) for _, item in scored) for name in names}
     value = statistics.fmean(item.value for _, item in scored if item.value is not None)
-    lines = [f"win rate over {len(scored)} pairs", *(_line(opponent, item) for opponent, item in met)]
+    lines = [f"win rate over {len(scored)} pairs", *(_line(opponent, item) for opponent, item in results)]
     return Judgement(outcome="scored", value=value, criteria=criteria, reason=shorten("\n".join(lines)))
 
 
@@ -102,7 +110,7 @@ def _line(opponent: str, judgement: Judgement) -> str:
 
 
 def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
-    """The median of each criterion and a reason; or the judgement that there is no score."""
+    """Return the median of each criterion with a reason, or the judgement without a score."""
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):
         names = scored[0].criteria or {}
@@ -120,7 +128,7 @@ def _weighted(weights: Mapping[str, float], values: Mapping[str, float]) -> floa
 
 
 def _side(value: float) -> int:
-    """-1, 0 or 1. Rounding errors of sums that should be zero are ignored."""
+    """Return the sign of a value: -1, 0 or 1. Rounding errors of sums that should be 0 are ignored."""
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 

@@ -1,4 +1,4 @@
-"""What this service announces under the entry points `headrace.services`."""
+"""Description of this service for the entry points `headrace.services`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `[judge]`. Without an endpoint and a model there is nothing to start, and the refusal says so."""
+"""The section `[judge]`. An endpoint and a model are required; without them the judge does not start."""
 
 from __future__ import annotations
 
@@ -38,44 +38,46 @@ def _model(text: str) -> str:
 
 
 class EndpointSettings(Section):
-    """The model that judges."""
+    """Endpoint and model of the judge."""
 
     COMMON: ClassVar = ("base_url", "model", "api_key_env")
 
     base_url: Annotated[str, AfterValidator(_address)] = Field(default="", validate_default=True)
     """Root of an OpenAI-compatible API, up to and including its `/v1`."""
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True, max_length=256)
-    """Name of the model there. A pinned version is best: the verdicts of two models are not comparable."""
+    """Name of the model at the endpoint. Use a pinned version, because verdicts of different models cannot be
+    compared."""
     api_key: SecretStr = SecretStr("")
-    """Bearer token. Better kept in the environment: see `api_key_env`."""
+    """Bearer token. It is safer in the environment: see `api_key_env`."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the bearer token, instead of `api_key`."""
+    """Name of the environment variable with the bearer token, instead of `api_key`."""
     is_gateway: bool = False
-    """Whether the endpoint is a Headrace gateway. Calls then carry `X-Headrace-Purpose: eval`, so that the
+    """Whether the endpoint is a Headrace gateway. Calls then have the header `X-Headrace-Purpose: eval`, so that the
     judge's own calls are neither trained nor judged."""
     concurrency: Count = 8
-    """Trajectories, or pairs, that are being judged at one time."""
+    """Trajectories or pairs that are judged at a time."""
     timeout_s: Positive = 60.0
-    """How long one call may take, whole."""
+    """Seconds that one call may take in total."""
     max_tokens: Count = 1024
-    """Longest verdict; a model that reasons aloud needs more."""
+    """Largest number of tokens of a verdict. A model that writes its reasoning needs more."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """Sampling temperature. 0 makes verdicts repeatable; `samples` above 1 wants more."""
+    """Sampling temperature. 0 makes verdicts repeatable; `samples` above 1 require a higher one."""
     json_mode: bool = False
-    """Ask for `response_format: json_object`. Not every endpoint knows it; verdicts are checked either way."""
+    """Whether to send `response_format: json_object`. Some endpoints do not support it; verdicts are checked in any
+    case."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request, such as `reasoning_effort` or `max_completion_tokens`."""
     omit: tuple[Literal["temperature", "max_tokens"], ...] = ()
-    """Fields that the endpoint does not take; they are not sent."""
+    """Fields that are not sent, because the endpoint does not accept them."""
     response_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
-    """Longer responses are not read."""
+    """Largest response. Longer ones are refused."""
 
     @field_validator("extra")
     @classmethod
     def _leaves_the_question_alone(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        ours = sorted({"model", "messages", "stream", "n", "temperature", "max_tokens"} & set(extra))
-        if ours:
-            raise ValueError(f"{', '.join(ours)} cannot be set here")
+        reserved = sorted({"model", "messages", "stream", "n", "temperature", "max_tokens"} & set(extra))
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)} cannot be set here")
         return extra
 
     @field_validator("api_key_env")
@@ -87,29 +89,30 @@ class EndpointSettings(Section):
 
 
 class RetrySettings(Section):
-    """What happens when the endpoint does not answer as it should. Retries survive a restart."""
+    """Retries of failed calls to the endpoint. They survive a restart."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     attempts_max: Count = 20
-    """How often a trajectory or pair is tried before its outcome is `failed`. With the other defaults it is given up
-    after some 75 minutes, so an endpoint may be away for an hour. A try that a crash ended counts as well."""
+    """Number of attempts for a trajectory or pair before its outcome is `failed`. With the other defaults they take
+    about 75 minutes, so an endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
     backoff_s: Positive = 1.0
-    """Wait after the first failure; it grows fourfold each time."""
+    """Wait after the first failure. It grows fourfold with each failure."""
     backoff_max_s: Positive = 300.0
-    """Longest wait that we choose ourselves."""
+    """Longest wait, unless the endpoint requests a longer one."""
     retry_after_max_s: Positive = 3600.0
-    """Longest wait that the endpoint may ask for by `Retry-After`."""
+    """Longest wait that the endpoint may request with `Retry-After`."""
     timeouts_max: Count = 2
-    """How often a call that timed out is made before the outcome is `timed_out`. Each may have been billed."""
+    """Number of calls that may time out before the outcome is `timed_out`. Each may have been billed."""
 
 
 class BudgetSettings(Section):
-    """What may be spent, counted in the database, so over restarts and over all replicas. Unset: no limit.
+    """Limits of calls and tokens. They are counted in the database, for all replicas together. Unset: no limit.
 
-    Hours and days are those of UTC. When a limit is reached the judge abstains and says which. A call is counted
-    before it is made with an estimate of its tokens, and corrected afterwards, so a limit is overrun by no more than
-    what calls in progress were underestimated. Tenants that were judged in a period or the one before share its limit.
+    Hours and days are those of UTC. When a limit is reached, the judge abstains, and the reason names the limit. A call
+    is counted before it is made with an estimate of its tokens, which is corrected afterwards. So a limit is exceeded
+    by at most the error of the estimates of calls in progress. Tenants that were judged in a period or the one before
+    share its limit.
     """
 
     COMMON: ClassVar = ("calls_per_day",)
@@ -120,20 +123,20 @@ class BudgetSettings(Section):
     calls_per_day: Limit = None
     """Calls to the endpoint per day, retries included."""
     tokens_per_hour: Limit = None
-    """Prompt and completion tokens as the endpoint reports them (estimated where it does not)."""
+    """Prompt and completion tokens, as the endpoint reports them, or else estimated."""
     tokens_per_day: Limit = None
-    """As above, per day."""
+    """Prompt and completion tokens per day."""
 
 
 class PairSettings(Section):
-    """How rubrics of mode `pair` bring runs of one task together."""
+    """Pairing of runs of one task, for rubrics of mode `pair`."""
 
     wait_s: Positive = 600.0
-    """How long a run waits for another of its task before it abstains. One that comes later still revises that."""
+    """Seconds that a run waits for another run of its task before it gets an abstention. A later run revises it."""
     window_s: Positive = 14_400.0
-    """How long a run stays to be compared with those that come later."""
+    """Seconds for which a run can be compared with later runs."""
     pairs_per_task_max: Count = 28
-    """Pairs that are judged per task within one window; 28 are all pairs of 8 runs. Two calls each."""
+    """Pairs that are judged per task within one window, with two calls each. 28 are all pairs of 8 runs."""
 
     @field_validator("window_s")
     @classmethod
@@ -144,7 +147,7 @@ class PairSettings(Section):
 
 
 class JudgeSettings(ServiceSettings):
-    """All of `[judge]`."""
+    """The section `[judge]`."""
 
     COMMON: ClassVar = ("rubrics", "sample_rate")
 
@@ -155,23 +158,24 @@ class JudgeSettings(ServiceSettings):
     budget: BudgetSettings = BudgetSettings()
     pairs: PairSettings = PairSettings()
     rubrics: Annotated[tuple[Rubric, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
-    """Names of rubrics that are announced, or paths of rubric files (TOML); each is a source of rewards of its own."""
+    """Names of announced rubrics, or paths of rubric files (TOML). Each is a separate source of rewards."""
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of training trajectories that are judged, chosen by a digest of their id; others get an abstention."""
+    """Share of training trajectories that are judged, selected by a digest of their id. The others get an
+    abstention."""
     judge_eval: bool = False
-    """Also judge evaluation trajectories, all of them. Otherwise they get no reward."""
+    """Whether to judge all evaluation trajectories, too. Otherwise they get no reward."""
     samples: Annotated[int, Field(ge=1, le=15)] = 1
-    """Verdicts per question; their median counts."""
+    """Number of verdicts per question. Their median counts."""
     queue_max: Count = 50_000
-    """Trajectories and pairs that may wait in the database. Beyond it the judge abstains, rather than fall behind."""
+    """Trajectories and pairs that may wait in the database. If the queue is full, the judge abstains."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
-    """How soon another judge takes over the jobs of one that died."""
+    """Seconds after the end of a judge until another one takes over its jobs."""
     cache_days: Positive = 30.0
-    """How long verdicts are kept to be used again for the same question."""
+    """Days for which verdicts are cached."""
     retry_s: Positive = 60.0
-    """How long bus or database may be away before the process gives up and is restarted."""
+    """Seconds that the bus or the database may be unavailable before the process ends and is restarted."""
 
     @field_validator("samples")
     @classmethod
@@ -180,6 +184,6 @@ class JudgeSettings(ServiceSettings):
         fixed = endpoint is not None and endpoint.temperature == 0 and "temperature" not in endpoint.omit
         if samples > 1 and fixed:
             raise ValueError(
-                "at endpoint.temperature 0 all samples are one verdict; raise the temperature or ask for 1"
+                "at endpoint.temperature 0 all samples are equal; raise the temperature, or set samples to 1"
             )
         return samples

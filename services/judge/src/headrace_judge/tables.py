@@ -1,4 +1,4 @@
-"""The judge's tables: its queue, its spending, cached verdicts, and pairwise comparisons."""
+"""Tables of the judge: queue, spending, cached verdicts, and pairwise comparisons."""
 
 from __future__ import annotations
 

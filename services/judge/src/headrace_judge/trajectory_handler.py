@@ -1,4 +1,4 @@
-"""The handler of `trajectories`: decides whether one is judged, and queues it. The model is not called here."""
+"""Handler of the topic `trajectories`, which queues the trajectories that are judged. It does not call the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ _TENANTS_MAX = 64
 
 
 class TrajectoryHandler:
-    """Queues trajectories. `judged_by` names the judge of each rubric."""
+    """Handler that queues trajectories.
+
+    Args:
+        judged_by: name of the judge of each rubric.
+    """
 
     def __init__(
         self,
@@ -43,13 +47,13 @@ class TrajectoryHandler:
         self._waiting = 0
 
     async def __call__(self, trajectory: Trajectory, handling: Handling) -> list[Reward]:
-        """Queue it once for each rubric. If it will not be judged, return an abstention at once.
+        """Queue a trajectory for each rubric. Return abstentions for rubrics by which it will not be judged.
 
-        Evaluation trajectories that are not judged get no reward at all: an abstention would count as a failure there.
-        Those of a shadow are judged as users' are, and compared with nobody: pairs are for what is trained.
+        Evaluation trajectories that are not judged get no reward, because an abstention would count as a failure there.
+        Shadow trajectories are judged like those of users, but not in pairs, which are only for training.
         """
         shadow = trajectory.shadow_of is not None
-        if self._is_our_own(trajectory) or (
+        if self._is_own_call(trajectory) or (
             trajectory.purpose == "eval" and not self._settings.judge_eval and not shadow
         ):
             return []
@@ -66,16 +70,16 @@ class TrajectoryHandler:
         return rewards
 
     async def _queue(self, trajectory: Trajectory, rubric: Rubric, handling: Handling) -> str | None:
-        """None: it is queued. Else the reason why not."""
+        """Queue a trajectory, or return the reason why it is not judged."""
         rate = self._settings.sample_rate
         if trajectory.purpose == "train" and not sampled(trajectory.trajectory_id, rate):
             return f"not in the sample (judge.sample_rate = {rate:g})"
         run = transcript_of(trajectory, rubric)
         if run is None:
-            return "the trajectory has nothing to judge: no message or call of the model is among what the rubric shows"
+            return "the trajectory has no message or call of the model among the parts that the rubric shows"
         if rubric.mode == "pair" and trajectory.task_id is None:
             return "the trajectory has no task_id, so there is nothing to compare it with"
-        if await self._full(handling.tx, trajectory.tenant):
+        if await self._is_full(handling.tx, trajectory.tenant):
             return f"the queue is full (judge.queue_max = {self._settings.queue_max})"
         SHORTENED.labels(rubric.source).inc(run.shortened)
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
@@ -89,10 +93,11 @@ class TrajectoryHandler:
             await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
         return None
 
-    async def _full(self, tx: AsyncConnection, tenant: str) -> bool:
-        """Return whether nothing more of the tenant fits. A queue full of others has room for its part all the same.
+    async def _is_full(self, tx: AsyncConnection, tenant: str) -> bool:
+        """Return whether the queue accepts no further job of the tenant.
 
-        Counts the queue once per transaction, and then adds what this transaction queues.
+        A queue that is full of other tenants' jobs still accepts the tenant's part. The queue is counted once per
+        transaction; jobs that this transaction adds are counted in memory.
         """
         queue_max = self._settings.queue_max
         if tx is not self._counted_in:
@@ -106,13 +111,13 @@ class TrajectoryHandler:
         self._waiting -= full
         return full
 
-    def _is_our_own(self, trajectory: Trajectory) -> bool:
-        """Whether the trajectory is made of the judge's own calls. Judging it would never end."""
-        ours = trajectory.session_id.startswith(OWN_SESSIONS) and trajectory.purpose == "eval"
-        return ours and self._settings.endpoint.is_gateway
+    def _is_own_call(self, trajectory: Trajectory) -> bool:
+        """Return whether the trajectory is a call of the judge itself. Judging these would never end."""
+        own_session = trajectory.session_id.startswith(OWN_SESSIONS) and trajectory.purpose == "eval"
+        return own_session and self._settings.endpoint.is_gateway
 
 
 def sampled(trajectory_id: str, rate: float) -> bool:
-    """Whether a trajectory is in the sample. It depends on the id alone, and holds for about `rate` of them."""
+    """Return whether a trajectory is in the sample, a share `rate` of all. This depends on the id alone."""
     digest = hashlib.sha256(trajectory_id.encode()).digest()[:8]
     return int.from_bytes(digest, "big") < rate * 2**64

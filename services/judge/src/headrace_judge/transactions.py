@@ -1,4 +1,4 @@
-"""Small transactions beside the stream, under its policy for what is away."""
+"""Small transactions beside the stream, with the stream's retries when the database is unavailable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def transact(processor: Processor, work: Callable[[AsyncConnection, datetime], Awaitable[T]]) -> T:
-    """What `work` returns, once its transaction is durable. It publishes nothing, and may run more than once."""
+    """Run `work` in a transaction without events, and return its result after the commit. It may run more than once."""
     results: list[T] = []
 
     async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:

@@ -1,4 +1,4 @@
-"""Reads what the model answered. Strict: an answer in any other form is unreadable (P6)."""
+"""Parser of the model's answers. It is strict: an answer in any other form is unreadable (P6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_schemas.text import printable, storable
 
 REASON_CHARS_MAX = 4_000
 _ESCAPES = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
-"""A backslash, with what completes it to an escape of JSON."""
+"""A backslash, with the rest of a JSON escape if it is one."""
 _ANSWER_CHARS_MAX = 65_536
 _OBJECTS_MAX = 64
 _AROUND = 40
@@ -24,14 +24,14 @@ _PREFERENCES: dict[str, int] = {"A": 1, "tie": 0, "B": -1}
 
 
 class Unreadable(Exception):
-    """The answer is not a verdict. The message is for the model, which may be asked to repair it. Never logged."""
+    """The answer is not a verdict. The message is sent to the model for a repair, and is never logged."""
 
 
 class Verdict(BaseModel):
-    """What one answer says: a number per criterion, or None where the model abstains.
+    """Content of one answer: a number per criterion, or None if the model abstains.
 
-    Numbers are scores on the scale in mode `single`; in mode `pair` 1 prefers the run shown as A, -1 the one shown as
-    B, 0 neither.
+    In mode `single` numbers are scores on the scale. In mode `pair` 1 prefers the run shown as A, -1 the run shown as
+    B, and 0 neither.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,17 +40,17 @@ class Verdict(BaseModel):
     reason: str
 
 
-def _whole(value: object) -> object:
-    """Return a float without a fraction as an integer: models write 4.0."""
+def _to_integer(value: object) -> object:
+    """Return a float without a fraction as an integer, because models write 4.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _preference(value: object) -> object:
-    """Return a preference in the case of the rubric."""
+    """Return a preference with the capitalization that the rubric uses."""
     return _SPELLINGS.get(value.strip().casefold(), value) if isinstance(value, str) else value
 
 
-Score = Annotated[int, BeforeValidator(_whole), Field(ge=SCALE_MIN, le=SCALE_MAX)]
+Score = Annotated[int, BeforeValidator(_to_integer), Field(ge=SCALE_MIN, le=SCALE_MAX)]
 Preference = Annotated[Literal["A", "B", "tie"], BeforeValidator(_preference)]
 V = TypeVar("V")
 
@@ -65,7 +65,7 @@ class _Answer(BaseModel, Generic[V]):
     @model_validator(mode="before")
     @classmethod
     def _without_empty_criteria(cls, data: object) -> object:
-        """An abstention may list criteria without scores: {}, or null for each."""
+        """Remove criteria without scores from an abstention: {}, or null for each."""
         if isinstance(data, dict) and data.get("abstain") is True:
             criteria = data.get("criteria")
             if isinstance(criteria, dict | list) and not any(
@@ -82,11 +82,11 @@ class _Answer(BaseModel, Generic[V]):
 
 
 Reader = Callable[[str], Verdict]
-"""Turns an answer's text into a verdict or raises `Unreadable`."""
+"""Function that parses the text of an answer into a verdict, or raises `Unreadable`."""
 
 
 def reader(rubric: Rubric) -> Reader:
-    """Reads answers to prompts of `rubric`; its criteria must all be there and no others."""
+    """Return a parser of answers to prompts of `rubric`. An answer must have exactly the rubric's criteria."""
     names = [criterion.name for criterion in rubric.criteria]
 
     def read(text: str) -> Verdict:
@@ -111,7 +111,10 @@ def _verdict(names: list[str], numbers: dict[str, int] | None, reason: str) -> V
 
 
 def shorten(reason: str) -> str:
-    """Return the reason as a database can store it, cut to a bounded length, with the number of characters cut."""
+    """Return the reason in a form that a database can store.
+
+    A long one is cut, with the number of removed characters.
+    """
     reason = storable(reason)
     surplus = len(reason) - REASON_CHARS_MAX
     return reason if surplus <= 0 else f"{reason[:REASON_CHARS_MAX]} [... {surplus} characters left out]"
@@ -127,46 +130,47 @@ def _validate(model: type[_Answer[V]], data: dict[str, object]) -> _Answer[V]:
 
 
 def _object(text: str) -> dict[str, object]:
-    """The one JSON object in `text` that looks like a verdict: bare, in a fence, or with prose around it.
+    """Return the JSON object in `text` that looks like a verdict. It may be in a fence or surrounded by prose.
 
-    Two different objects are refused, because one may be quoted from the run; so is an object with a repeated name.
+    Two different objects are refused, because one may be quoted from the run. An object with a repeated name is
+    refused.
     """
     if len(text) > _ANSWER_CHARS_MAX:
         raise Unreadable(f"the answer has {len(text)} characters; at most {_ANSWER_CHARS_MAX} are read")
-    found = [item for item in _objects(text) if {"criteria", "abstain"} & set(item)]
-    if not found:
+    candidates = [item for item in _objects(text) if {"criteria", "abstain"} & set(item)]
+    if not candidates:
         raise Unreadable(f'there is no JSON object with "criteria" or "abstain" in it{_problem(text)}')
-    if any(item != found[0] for item in found):
-        raise Unreadable(f"there are {len(found)} JSON objects that differ; give one")
-    return found[0]
+    if any(item != candidates[0] for item in candidates):
+        raise Unreadable(f"there are {len(candidates)} JSON objects that differ; give one")
+    return candidates[0]
 
 
 def _problem(text: str) -> str:
-    """Return what is wrong with the first object of an answer, and the words around the place."""
+    """Describe the error in the first object of an answer, with the text around its position."""
     start = text.find("{")
     if start < 0:
         return f": the answer is {printable(text)!r}" if text.strip() else ": the answer is empty"
     try:
         item, _ = _DECODER.raw_decode(_ESCAPES.sub(_repaired_escape, text), start)
     except json.JSONDecodeError as error:
-        place = max(0, error.pos - _AROUND)
-        return f": {error.msg} at character {error.pos}, in {printable(text[place : error.pos + _AROUND])!r}"
+        begin = max(0, error.pos - _AROUND)
+        return f": {error.msg} at character {error.pos}, in {printable(text[begin : error.pos + _AROUND])!r}"
     except (ValueError, RecursionError) as error:
         return f": {printable(str(error))}, in {printable(text[start:])!r}"
     return f": the object has {printable(', '.join(map(repr, item)))}"
 
 
 def _objects(text: str) -> list[dict[str, object]]:
-    """JSON objects that lie in `text` one after the other, outermost ones only."""
+    """Return the outermost JSON objects in `text`."""
     text = _ESCAPES.sub(_repaired_escape, text)
-    found: list[dict[str, object]] = []
+    objects: list[dict[str, object]] = []
     start = text.find("{")
     for _ in range(_OBJECTS_MAX):
         if start < 0:
-            return found
+            return objects
         try:
             item, end = _DECODER.raw_decode(text, start)
-            found.append(item)
+            objects.append(item)
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)
@@ -174,7 +178,7 @@ def _objects(text: str) -> list[dict[str, object]]:
 
 
 def _repaired_escape(match: re.Match[str]) -> str:
-    r"""Return a valid escape as it is. The backslash of another, as in `\d`, stands for itself."""
+    r"""Return a valid escape unchanged. Escape the backslash of an invalid one such as `\d`."""
     return match[0] if match[1] else f"\\{match[0]}"
 
 
@@ -190,4 +194,4 @@ def _no_constant(name: str) -> object:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, strict=False)
-"""Strings may hold raw line breaks and tabs, as models write them."""
+"""Decoder that accepts raw line breaks and tabs in strings, as models write them."""

@@ -1,7 +1,7 @@
-"""Works through the queue: leases due jobs, has them judged, and commits each reward together with the job's removal.
+"""Worker of the queue, which leases jobs, judges them, and commits each reward together with the removal of its job.
 
-A job that failed because of the endpoint goes back into the queue: while it waits it takes no slot, and it survives a
-restart. The leases of a worker that dies run out.
+A job that failed because of the endpoint returns to the queue, where it occupies no slot and survives a restart. The
+leases of a worker that dies expire.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GROWTH = 4.0
 
 
 class JudgeWorker:
-    """Judges up to `endpoint.concurrency` tasks at a time. `run` until cancelled."""
+    """Worker that judges up to `endpoint.concurrency` tasks at a time."""
 
     def __init__(
         self,
@@ -71,29 +71,29 @@ class JudgeWorker:
         self._freed = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises errors that only a restart can repair. The leases of jobs in progress then run out."""
+        """Judge tasks until cancelled. Raises errors that require a restart; the leases of running jobs then expire."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew())
             while True:
                 self._freed.clear()
-                jobs = await self._take()
+                jobs = await self._lease_jobs()
                 for job in jobs:
                     self._running.add(job)
-                    group.create_task(self._work_alone(job))
+                    group.create_task(self._work_isolated(job))
                 IN_PROGRESS.set(len(self._running))
                 if not jobs:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_POLL_S):
                             await self._freed.wait()
 
-    async def _take(self) -> list[Job]:
+    async def _lease_jobs(self) -> list[Job]:
         limit = self._settings.endpoint.concurrency - len(self._running)
         if limit < 1:
             return []
         return await transact(self._processor, lambda tx, now: self._lease_in_turn(tx, now, limit))
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime, limit: int) -> list[Job]:
-        """Lease jobs of the tenants in turn, each its part of the room, where its breaker admits any."""
+        """Lease jobs of the tenants in turn: for each a part of the free slots, as far as its breaker admits jobs."""
         leased: list[Job] = []
         tenants = await self._jobs.tenants(tx, VERDICT_JOB, self._last_tenant, _TENANTS_MAX)
         for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):
@@ -118,8 +118,8 @@ class JudgeWorker:
             if self._running:
                 await transact(self._processor, renew)
 
-    async def _work_alone(self, job: Job) -> None:
-        """`_work`, in which a step that fails is tried again when the lease runs out."""
+    async def _work_isolated(self, job: Job) -> None:
+        """Process a job. If its step fails, only log the error; the job is retried after its lease expires."""
         try:
             await self._work(job)
         except StepFailed as error:
@@ -148,7 +148,7 @@ class JudgeWorker:
                 await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job, now + result))
 
     async def _try(self, job: Job, task: Task) -> Judgement | timedelta:
-        """The judgement, or how long to wait before the next try."""
+        """Return the judgement of a task, or the time to wait before the next attempt."""
         limit = self._settings.retry.attempts_max
         if job.attempts >= limit:
             return Judgement(outcome="failed", reason=f"given up: {limit} tries ended without a result")
@@ -157,7 +157,7 @@ class JudgeWorker:
             return await self._judge(task, job.kind.partition("/")[2])
         except EndpointAway as error:
             reason, wait_s = str(error), error.wait_s
-        except Exception as error:  # one task must not stop all others; it is tried again, then failed
+        except Exception as error:  # one task must not stop all others; it is retried, and fails in the end
             if is_fatal(error):
                 raise
             reason = f"internal error: {type(error).__name__}"
@@ -172,13 +172,15 @@ class JudgeWorker:
     async def _judge(self, task: Task, tenant: str) -> Judgement:
         rubric = self._rubrics.get(task.rubric)
         if rubric is None or rubric.mode != task.kind:
-            return Judgement(outcome="abstained", reason=f"there is no rubric {task.rubric!r} of this mode any more")
+            return Judgement(
+                outcome="abstained", reason=f"the settings have no rubric {task.rubric!r} of this mode now"
+            )
         try:
             if not isinstance(task, PairTask):
                 return await self._model_judge.single(rubric, task.case.run, tenant)
             runs = await transact(self._processor, lambda tx, _now: self._pairwise.runs(tx, task))
             if runs is None:
-                return Judgement(outcome="abstained", reason="the pair is no longer there")
+                return Judgement(outcome="abstained", reason="the pair was deleted")
             return await self._model_judge.pair(rubric, runs[0].run, runs[1].run, tenant)
         except BudgetSpent as error:
             return Judgement(outcome="abstained", reason=str(error))
@@ -188,7 +190,7 @@ class JudgeWorker:
             return Judgement(outcome="failed", reason=str(error))
 
     async def _finish(self, job: Job, task: Task, judgement: Judgement) -> None:
-        """Publish, unless the lease had run out and another worker has the job."""
+        """Publish the rewards and remove the job, unless the lease had expired and another worker has the job."""
         judged_by = self._judged_by.get(task.rubric, self._settings.endpoint.model)
         rewards: list[Reward] = []
 
@@ -220,7 +222,7 @@ class JudgeWorker:
 
 
 async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequence[Event]:
-    """End a job that can have no reward, and dead-letter what it holds."""
+    """End a job that cannot have a reward, and dead-letter its payload."""
     if not await jobs.finish(tx, job):
         return ()
     record = Record("trajectories", -1, -1, None, job.payload, (("ce_id", job.job_id.encode()),))
@@ -228,6 +230,6 @@ async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequen
 
 
 def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
-    """How long to wait after `attempts` earlier tries: at least as long as the endpoint asked for."""
-    own_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), retry.backoff_max_s)
-    return max(own_s, wait_s or 0.0)
+    """Return the time to wait after `attempts` earlier attempts, at least the time that the endpoint requested."""
+    delay_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), retry.backoff_max_s)
+    return max(delay_s, wait_s or 0.0)

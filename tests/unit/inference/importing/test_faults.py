@@ -1,4 +1,4 @@
-"""Hundreds of injected faults between the blob store and a replica: each is refused by name, and nobody is served."""
+"""Hundreds of injected faults between the blob store and a replica are refused with a name, and never served."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def damages(chance: random.Random, stored: Stored) -> Iterator[tuple[BlobRef, in
             yield blob, chance.randrange(blob.size), 1 << chance.randrange(8)
 
 
-async def refused(rig: Rig, served: ServedVersion, *others: ServedVersion) -> str:
+async def refused(rig: Rig, served: ServedVersion, *other_versions: ServedVersion) -> str:
     """The reason why the replica does not serve it."""
-    rig.route(served, *others)
+    rig.route(served, *other_versions)
     await rig.until(lambda: rig.states.get(served.version) == "failed")
     reason = rig.error(served)
     with pytest.raises(UnknownVersion):
         rig.fleet.find(served.version)
     assert served.version not in rig.engine.held
-    rig.route(*others)
+    rig.route(*other_versions)
     await rig.until(lambda: served.version not in rig.states)
     return reason
 
@@ -55,26 +55,28 @@ async def test_flipped_bytes_in_the_store(rig: Rig, models: Models) -> None:
     rig.route(models.second.served)
     await rig.settled(second="ready")
     for stored in (models.first, models.adapter):
-        others = () if stored is models.first else (models.first.served,)
-        rig.route(models.second.served, *others)
-        await rig.until(lambda others=others: all(rig.states.get(o.version) == "ready" for o in others))  # type: ignore[misc]
+        base_versions = () if stored is models.first else (models.first.served,)
+        rig.route(models.second.served, *base_versions)
+        await rig.until(
+            lambda base=base_versions: all(rig.states.get(o.version) == "ready" for o in base)  # type: ignore[misc]
+        )
         faults = damages(chance, stored)
         for _ in range(FLIPS // 2):
-            blob, place, bit = next(faults)
-            with damaged(models.blobs, blob, place, bit):
-                reason = await refused(rig, stored.served, models.second.served, *others)
+            blob, offset, bit = next(faults)
+            with damaged(models.blobs, blob, offset, bit):
+                reason = await refused(rig, stored.served, models.second.served, *base_versions)
             assert blob.sha256 in reason, reason
     assert rig.states[models.second.version] == "ready", "nobody else noticed"
 
 
 @contextmanager
-def damaged(blobs: BlobStore, blob: BlobRef, place: int, bit: int) -> Iterator[None]:
+def damaged(blobs: BlobStore, blob: BlobRef, offset: int, bit: int) -> Iterator[None]:
     """One bit of a blob is another one inside."""
     path = Path(blobs._path(blob.sha256))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+    content = path.read_bytes()
+    path.write_bytes(content[:offset] + bytes([content[offset] ^ bit]) + content[offset + 1 :])
     yield
-    path.write_bytes(whole)
+    path.write_bytes(content)
 
 
 def changed(models: Models, stored: Stored, **fields: object) -> ServedVersion:
@@ -85,7 +87,7 @@ def changed(models: Models, stored: Stored, **fields: object) -> ServedVersion:
 
 @pytest.mark.parametrize("number", range(20))
 async def test_a_version_with_anothers_tokens_is_not_served_beside_it(rig: Rig, models: Models, number: int) -> None:
-    """Of one model there is one tokenizer and one template."""
+    """One model has one tokenizer and one template."""
     other = f"{number:02x}" * 32
     field = ("tokenizer_sha256", "template_sha256")[number % 2]
     rig.route(models.second.served)

@@ -1,4 +1,4 @@
-"""What a folder has to be before it is a version: all else is refused by name, and nothing is stored."""
+"""A folder that cannot be a version is refused with the reason, and nothing of it is stored."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def manifest(models: Models, stored: StoredLine) -> Manifest:
 
 def test_a_folder_becomes_a_version(importer: Importer, models: Models) -> None:
     stored = take(importer, models.first.folder)
-    found = manifest(models, stored)
-    assert found.version == stored.version
-    assert (found.name, found.lineage, found.parent) == ("opponent", "registered", None)
-    assert {file.path: file.blob.sha256 for file in found.files} == {
+    stored_manifest = manifest(models, stored)
+    assert stored_manifest.version == stored.version
+    assert (stored_manifest.name, stored_manifest.lineage, stored_manifest.parent) == ("opponent", "registered", None)
+    assert {file.path: file.blob.sha256 for file in stored_manifest.files} == {
         file.path: file.blob.sha256 for file in models.first.manifest.files
     }
-    answered = tiny_model.answers(models.first.folder, found.fingerprint)
-    assert found.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
+    answered = tiny_model.answers(models.first.folder, stored_manifest.fingerprint)
+    assert stored_manifest.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
     assert take(importer, models.first.folder).version == stored.version, "the same files are the same version"
 
 
 def test_an_adapter_becomes_a_version_of_its_base(importer: Importer, models: Models) -> None:
     base = models.first
     stored = take(importer, models.adapter.folder, base=base.served.manifest)
-    found = manifest(models, stored)
-    assert (found.kind, found.base) == ("lora", base.version)
-    assert found.tokenizer_sha256 == base.manifest.tokenizer_sha256
-    answered = tiny_model.answers(models.adapter.folder, found.fingerprint, base=base.folder)
-    assert found.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
+    stored_manifest = manifest(models, stored)
+    assert (stored_manifest.kind, stored_manifest.base) == ("lora", base.version)
+    assert stored_manifest.tokenizer_sha256 == base.manifest.tokenizer_sha256
+    answered = tiny_model.answers(models.adapter.folder, stored_manifest.fingerprint, base=base.folder)
+    assert stored_manifest.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
 
 
 def _config(**changes: object) -> Change:
@@ -77,9 +77,9 @@ def _json(name: str, **changes: object) -> Change:
 def _weights(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
     def change(folder: Path) -> None:
         (path,) = folder.glob("*.safetensors")
-        held = load_file(path)
-        made = new(held.pop(name))
-        save_file(held if made is None else held | {name: made}, path, metadata={"format": "pt"})
+        tensors = load_file(path)
+        tensor = new(tensors.pop(name))
+        save_file(tensors if tensor is None else tensors | {name: tensor}, path, metadata={"format": "pt"})
 
     return change
 
@@ -100,11 +100,11 @@ def _template(text: str) -> Change:
 
 def _larger_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer.json"
-    found = json.loads(path.read_text())
-    last = max(found["model"]["vocab"].values())
-    found["added_tokens"].append({**found["added_tokens"][0], "id": last + 500, "content": "<|foreign|>"})
-    found["model"]["vocab"]["zzzz"] = last + 499
-    path.write_text(json.dumps(found))
+    config = json.loads(path.read_text())
+    last = max(config["model"]["vocab"].values())
+    config["added_tokens"].append({**config["added_tokens"][0], "id": last + 500, "content": "<|foreign|>"})
+    config["model"]["vocab"]["zzzz"] = last + 499
+    path.write_text(json.dumps(config))
 
 
 FAULTS: dict[str, tuple[Change, str]] = {
@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "a foreign tokenizer": (_larger_tokenizer, "has no row in the embedding"),
     "a missing tensor": (_weights("model.norm.weight", lambda _: None), "missing_keys"),
     "a reshaped tensor": (_weights("model.norm.weight", lambda w: w[:4].clone()), ""),
-    "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "holds NaN or infinity"),
+    "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "contains NaN or infinity"),
     "an unknown architecture": (_config(model_type="no_such_model"), "no_such_model"),
     "sliding attention": (
         _config(layer_types=["full_attention", "sliding_attention"], sliding_window=16),
@@ -171,7 +171,7 @@ ADAPTER_FAULTS: dict[str, tuple[Change, str]] = {
                 if "lora_B" in name
             ]
         ),
-        "changes nothing",
+        "does not change the logprobs",
     ),
     "another kind": (_json("adapter_config.json", peft_type="IA3", task_type="CAUSAL_LM"), ""),
     "half a config": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read"),
@@ -206,7 +206,7 @@ def test_an_adapter_needs_a_base(importer: Importer, models: Models) -> None:
 
 
 def exported(models: Models, folder: Path) -> Path:
-    """As `headrace models export` leaves it."""
+    """Write a folder as `headrace models export` does."""
     versions.unpack(models.blobs, models.first.manifest, folder)
     (folder / MANIFEST_FILE).write_bytes(models.first.manifest.canonical_json())
     return folder
@@ -217,8 +217,8 @@ def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, t
     elsewhere = BlobStore((tmp_path / "blobs").as_uri())
     stored = Importer(elsewhere, InferenceSettings()).import_folder(FolderLine(folder=str(folder)))
     assert stored.version == models.first.version
-    found = versions.read_manifest(elsewhere, stored.manifest)
-    assert versions.unpack(elsewhere, found, tmp_path / "again").joinpath("model.safetensors").exists()
+    stored_manifest = versions.read_manifest(elsewhere, stored.manifest)
+    assert versions.unpack(elsewhere, stored_manifest, tmp_path / "again").joinpath("model.safetensors").exists()
 
 
 def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Path, int, int]]:
@@ -236,12 +236,12 @@ def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models,
     folder = exported(models, tmp_path / "exported")
     elsewhere = BlobStore((tmp_path / "blobs").as_uri())
     importer = Importer(elsewhere, InferenceSettings())
-    for path, place, bit in flips(folder, random.Random(seed), 300):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+    for path, offset, bit in flips(folder, random.Random(seed), 300):
+        content = path.read_bytes()
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ bit]) + content[offset + 1 :])
         with pytest.raises(VersionUnusable, match=f"{path.name} is not the file that was exported"):
             importer.import_folder(FolderLine(folder=str(folder)))
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert list(elsewhere.digests()) == [], "nothing of them is stored"
 
 
@@ -284,5 +284,5 @@ def test_what_is_exported_is_loaded_by_transformers_and_peft(models: Models, tmp
     tokens = models.adapter.manifest.fingerprint
     with torch.no_grad():
         logits = model.eval()(torch.tensor([tokens.token_ids])).logits[0, :-1].log_softmax(-1)
-    found = logits.gather(1, torch.tensor(tokens.token_ids)[1:, None])[:, 0]
-    assert found.tolist() == pytest.approx(tokens.logprobs, abs=1e-4)
+    logprobs = logits.gather(1, torch.tensor(tokens.token_ids)[1:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(tokens.logprobs, abs=1e-4)

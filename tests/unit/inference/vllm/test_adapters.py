@@ -1,4 +1,4 @@
-"""Which adapter folders vLLM is asked to load: what it would leave out without a word is refused by name."""
+"""Adapter folders that vLLM would load only in part are refused with the reason."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_a_plain_adapter_is_taken(models: Models) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"r": 5}, "its rank is 5, inference.vllm.adapter_rank_max allows 4"),
+        ({"r": 5}, "the adapter has rank 5, inference.vllm.adapter_rank_max allows 4"),
         ({"peft_type": "IA3"}, "adapters of type IA3"),
-        ({"use_dora": True}, "sets use_dora = true, which vLLM does not compute"),
+        ({"use_dora": True}, "sets use_dora = true, which vLLM does not support"),
         ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 8}}, "its rank is 8"),
+        ({"rank_pattern": {"q_proj": 8}}, "the adapter has rank 8"),
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"r": None, "rank_pattern": {"q_proj": 2}}, "cannot be read: TypeError"),

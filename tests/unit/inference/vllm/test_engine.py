@@ -40,11 +40,11 @@ class Rig:
             await self.engine.load(stored.folder, stored.manifest)
 
     async def sample(self, version: str, **how: Any) -> Tokens:
-        found = Tokens(0)
+        collected = Tokens(0)
         sampling = Sampling(**{"max_tokens": 6, **how})
         async for tokens in self.engine.generate(prompt_of(9), sampling, version, [Start()], stream=True):
-            found.add(tokens)
-        return found
+            collected.add(tokens)
+        return collected
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -54,9 +54,9 @@ class Rig:
 
 @pytest.fixture
 async def rig(models: Models) -> AsyncIterator[Rig]:
-    made = Rig(models)
-    yield made
-    await made.engine.stop()
+    created = Rig(models)
+    yield created
+    await created.engine.stop()
 
 
 async def test_a_core_stays_as_long_as_an_adapter_needs_it(rig: Rig, models: Models) -> None:
@@ -90,12 +90,12 @@ async def test_adapters_have_a_number_that_was_never_used(rig: Rig, models: Mode
 
 async def test_a_core_that_does_not_start_is_a_version_that_fails(rig: Rig, models: Models) -> None:
     await rig.load("first")
-    with pytest.raises(VersionUnusable, match=f"{models.second.version}: vLLM does not start with it: OSError"):
+    with pytest.raises(VersionUnusable, match=f"{models.second.version}: vLLM cannot start with this version: OSError"):
         await rig.engine.load(models.second.folder / "nowhere", models.second.manifest)
     assert len((await rig.sample(models.first.version)).token_ids) == 6
     await rig.load("second")
     third = models.second.manifest.model_copy(update={"step": 7})
-    with pytest.raises(NoRoom, match=r"cores_max allows 2 full versions at a time, and .* and .* are here"):
+    with pytest.raises(NoRoom, match=r"cores_max allows 2 full versions at a time, and .* and .* are loaded"):
         await rig.engine.load(models.second.folder, third)
 
 
@@ -117,9 +117,11 @@ async def test_an_adapter_that_vllm_refuses_leaves_nothing_behind(
 
 
 async def test_a_dead_core_fails_its_streams_and_ends_the_process(rig: Rig, models: Models) -> None:
-    """`app` polls `check`; what it raises ends the process, and the supervisor starts it again."""
+    """`app` polls `check`, whose error ends the process, and the supervisor starts it again."""
     await rig.load("first", "second")
-    streams = [asyncio.create_task(rig.sample(one.version, max_tokens=200)) for one in (models.first, models.second)]
+    streams = [
+        asyncio.create_task(rig.sample(version.version, max_tokens=200)) for version in (models.first, models.second)
+    ]
     await rig.until(lambda: bool(rig.library.started[0].running and rig.library.started[1].running))
     rig.library.started[1].die()
     assert not rig.engine.alive
@@ -135,7 +137,7 @@ async def test_a_dead_core_fails_its_streams_and_ends_the_process(rig: Rig, mode
 
 async def test_a_request_that_breaks_is_alone(rig: Rig, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.load("first")
-    kept = asyncio.create_task(rig.sample(models.first.version, max_tokens=60))
+    surviving = asyncio.create_task(rig.sample(models.first.version, max_tokens=60))
     await rig.until(lambda: bool(rig.library.started[0].running))
     failures = metrics.ENGINE_FAILURES._value.get()
 
@@ -146,7 +148,7 @@ async def test_a_request_that_breaks_is_alone(rig: Rig, models: Models, monkeypa
         patch.setattr(StandInLLM, "_prefix", broken)
         with pytest.raises(EngineFailed, match="while computing"):
             await rig.sample(models.first.version)
-    assert len((await kept).token_ids) == 60
+    assert len((await surviving).token_ids) == 60
     assert metrics.ENGINE_FAILURES._value.get() == failures + 1
 
 
@@ -166,8 +168,8 @@ async def test_whoever_leaves_is_aborted_in_vllm(rig: Rig, models: Models) -> No
     )
     assert [tokens.finish async for tokens in stopped] == ["stop"]
     await rig.until(lambda: not core.running)
-    gone = rig.engine.generate(prompt_of(9), Sampling(), models.adapter.version, [Start()], stream=True)
-    await anext(aiter(gone))
+    abandoned = rig.engine.generate(prompt_of(9), Sampling(), models.adapter.version, [Start()], stream=True)
+    await anext(aiter(abandoned))
     await rig.engine.unload(models.adapter.version)
     await rig.until(lambda: not core.running)
     assert rig.engine._tasks == {}
@@ -205,12 +207,12 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
     left.close()
     await rig.until(lambda: metrics.RUNNING.labels(models.first.version)._value.get() == 0)
     await rig.engine.unload(models.first.version)
-    samples = [one for metric in metrics.RUNNING.collect() for one in metric.samples]
-    assert models.first.version not in {one.labels["version"] for one in samples}
+    samples = [sample for metric in metrics.RUNNING.collect() for sample in metric.samples]
+    assert models.first.version not in {sample.labels["version"] for sample in samples}
 
 
 async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
-    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/step_separation.py`)."""
+    """vLLM returns only sampled tokens to such requests in the step of a probe (`vllm_engine/step_separation.py`)."""
     await rig.load("first")
     ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
     plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))
@@ -243,27 +245,27 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("wanted", "slots"), [(1, 1), (4, 8), (8, 8), (33, 64), (512, 512)])
-def test_a_rank_is_rounded_up_to_one_that_vllm_takes(models: Models, wanted: int, slots: int) -> None:
-    asked = VllmSettings(adapter_rank_max=wanted)
-    assert library.arguments(asked, models.first.folder, cpu=False)["max_lora_rank"] == slots
+def test_a_rank_is_rounded_up_to_one_that_vllm_takes(models: Models, rank: int, slots: int) -> None:
+    settings = VllmSettings(adapter_rank_max=rank)
+    assert library.arguments(settings, models.first.folder, cpu=False)["max_lora_rank"] == slots
 
 
 def test_what_vllm_is_started_with(models: Models) -> None:
-    asked = VllmSettings(context_tokens_max=100_000, adapters_max=0)
-    given = library.arguments(asked, models.first.folder, cpu=True)
-    assert given["max_model_len"] == 2048, "what the model allows"
-    asked = VllmSettings(context_tokens_max=100_000, adapters_max=0, batch_tokens_max=64)
-    unsplit = library.arguments(asked, models.first.folder, cpu=True)
+    settings = VllmSettings(context_tokens_max=100_000, adapters_max=0)
+    engine_arguments = library.arguments(settings, models.first.folder, cpu=True)
+    assert engine_arguments["max_model_len"] == 2048, "what the model allows"
+    settings = VllmSettings(context_tokens_max=100_000, adapters_max=0, batch_tokens_max=64)
+    unsplit = library.arguments(settings, models.first.folder, cpu=True)
     assert (unsplit["enable_chunked_prefill"], unsplit["max_num_batched_tokens"]) == (False, 2048)
-    assert library.arguments(asked, models.first.folder, cpu=False)["max_num_batched_tokens"] == 64
-    assert (given["dtype"], given["enforce_eager"]) == ("float32", True)
-    assert "enable_lora" not in given
-    assert "gpu_memory_utilization" not in given
-    assert given["logprobs_mode"] == "processed_logprobs"
-    assert given["generation_config"] == "vllm"
-    on_gpu = library.arguments(asked, models.first.folder, cpu=False)
+    assert library.arguments(settings, models.first.folder, cpu=False)["max_num_batched_tokens"] == 64
+    assert (engine_arguments["dtype"], engine_arguments["enforce_eager"]) == ("float32", True)
+    assert "enable_lora" not in engine_arguments
+    assert "gpu_memory_utilization" not in engine_arguments
+    assert engine_arguments["logprobs_mode"] == "processed_logprobs"
+    assert engine_arguments["generation_config"] == "vllm"
+    on_gpu = library.arguments(settings, models.first.folder, cpu=False)
     assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["gpu_memory_utilization"]) == ("auto", False, 0.4)
-    assert given["seed"] != on_gpu["seed"], "a restarted core does not draw again what it drew before"
+    assert engine_arguments["seed"] != on_gpu["seed"], "a restarted core does not draw again what it drew before"
 
 
 def test_the_environment_of_a_core() -> None:
@@ -285,6 +287,6 @@ def test_neither_its_announcement_nor_its_modules_import_the_package(tmp_path: P
         "import headrace_inference.vllm_engine.engine, headrace_inference.vllm_engine.library;"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.split("\n")[:2] == ["[]", "[]"], done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert process.stdout.split("\n")[:2] == ["[]", "[]"], process.stderr
     assert find_spec("headrace_inference.vllm_engine") is not None

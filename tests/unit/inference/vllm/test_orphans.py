@@ -1,4 +1,4 @@
-"""An engine core whose service was killed ends by itself."""
+"""An engine core ends by itself if its service is killed."""
 
 from __future__ import annotations
 
@@ -54,5 +54,7 @@ def test_the_service_itself_watches_nobody() -> None:
 
 
 def test_vllm_is_told_of_it() -> None:
-    (plugin,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "headrace"]
+    (plugin,) = [
+        entry_point for entry_point in entry_points(group="vllm.general_plugins") if entry_point.name == "headrace"
+    ]
     assert plugin.load() is orphans.end_with_the_service

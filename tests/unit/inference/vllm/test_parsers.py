@@ -32,7 +32,7 @@ SEARCH = Tool.model_validate({"type": "function", "function": {"name": "search",
 
 @dataclass
 class Told:
-    """As `vllm`'s `DeltaMessage` and `ExtractedToolCallInformation`."""
+    """Stand-in for vLLM's `DeltaMessage` and `ExtractedToolCallInformation`."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -51,7 +51,7 @@ class Called:
 
 
 class TagTools:
-    """A tool parser with vLLM's interface: content up to the tag, calls behind it. It remembers what it was fed."""
+    """A tool parser with vLLM's interface, which returns content, then calls after a tag, and records its input."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -92,7 +92,7 @@ class TagReasoning:
         return Told(reasoning=delta.replace("<think>", ""))
 
 
-def made(tools: list[TagTools] | None = None) -> Parsers:
+def parsers_of(tools: list[TagTools] | None = None) -> Parsers:
     def reader(_context: ParserContext) -> VllmTools:
         def make() -> TagTools:
             parser = TagTools()
@@ -104,7 +104,7 @@ def made(tools: list[TagTools] | None = None) -> Parsers:
 
     return Parsers(
         ToolParser(of_tokens=reader),
-        ReasoningParser(of_tokens=lambda asked: VllmReasoning(TagReasoning(asked.tokenizer))),
+        ReasoningParser(of_tokens=lambda context: VllmReasoning(TagReasoning(context.tokenizer))),
     )
 
 
@@ -117,7 +117,7 @@ def answered(tokenizer: ChatTokenizer, how: Reading, ids: Sequence[int], portion
     return answer.message, content
 
 
-def told(message: Message) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+def meaning_of(message: Message) -> tuple[str | None, str | None, list[tuple[str, str]]]:
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     return message.reasoning_content, message.text, calls
 
@@ -125,10 +125,10 @@ def told(message: Message) -> tuple[str | None, str | None, list[tuple[str, str]
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, portion: int) -> None:
     seen: list[TagTools] = []
-    how = Reading.of("", made(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    how = Reading.of("", parsers_of(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     ids = [*tokenizer.encode(TEXT), tokenizer.eos_id or 0]
     message, content = answered(tokenizer, how, ids, portion)
-    assert told(message) == ("\nlook\n", "\n\nI shall search. ", [("search", '{"query": "a"}')])
+    assert meaning_of(message) == ("\nlook\n", "\n\nI shall search. ", [("search", '{"query": "a"}')])
     assert content == "\n\nI shall search. ", "streamed before the call was read"
     assert sum(map(len, (ids for _, ids in seen[0].fed))) > 10
     assert all(len(delta_ids) >= 1 for _, delta_ids in seen[0].fed), "no text without its tokens"
@@ -137,7 +137,7 @@ def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, porti
 def test_special_tokens_are_text_for_them_and_the_end_is_not(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
     how = Reading.of(
-        "", replace(made(seen), reasoning=Parsers().reasoning), tools=True, context=ParserContext(tokenizer.outer)
+        "", replace(parsers_of(seen), reasoning=Parsers().reasoning), tools=True, context=ParserContext(tokenizer.outer)
     )
     answered(tokenizer, how, [*tokenizer.encode(CALL), tokenizer.eos_id or 0], 1)
     fed = "".join(text for text, _ in seen[0].fed)
@@ -150,18 +150,18 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
             raise IndexError(text)
 
     how = replace(
-        Reading.of("", made(), tools=True, context=ParserContext(tokenizer.outer)),
+        Reading.of("", parsers_of(), tools=True, context=ParserContext(tokenizer.outer)),
         tools=ToolParser(of_tokens=lambda _context: VllmTools(Stumbles, None)),
         reasoning=Parsers().reasoning,
     )
     message, content = answered(tokenizer, how, tokenizer.encode(f"Well. {CALL}"), 1)
     assert content == "Well. "
-    assert told(message) == (None, f"Well. {CALL}", []), "what was held back is text"
+    assert meaning_of(message) == (None, f"Well. {CALL}", []), "what was held back is text"
 
 
 def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
-    parsers_ = replace(made(seen), reasoning=Parsers().reasoning)
+    parsers_ = replace(parsers_of(seen), reasoning=Parsers().reasoning)
     how = Reading.of("", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.outer))
     ids = tokenizer.encode("I shall search. Then searching more")
     message, _ = answered(tokenizer, how, ids, 1)
@@ -170,12 +170,12 @@ def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokeniz
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) -> None:
-    """The client sends the call back with other whitespace; what the parser makes of both is the same."""
-    kept = replace(made(), reasoning=Parsers().reasoning)
-    prompts = ExactPrompts(10_000, kept)
+    """The client sends the call back with other whitespace, and the parser reads both as equal."""
+    tag_parsers = replace(parsers_of(), reasoning=Parsers().reasoning)
+    prompts = ExactPrompts(10_000, tag_parsers)
     question = Message(role="user", content="What is new?")
     prompt = prompts.build(tokenizer, [question], [SEARCH], {})
-    how = Reading.of(prompt.text, kept, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    how = Reading.of(prompt.text, tag_parsers, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     sampled = [
         *tokenizer.encode('<tool_call>\n{"name": "search", "arguments": {"query":  "a"}}\n</tool_call>'),
         tokenizer.eos_id or 0,

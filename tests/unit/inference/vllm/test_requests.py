@@ -1,4 +1,4 @@
-"""What a choice becomes in vLLM, what its answers become, and what is refused because vLLM would not keep it."""
+"""Choices are converted to vLLM's requests, its outputs to tokens, and unsupported parameters are refused."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_every_field_of_a_sampling_is_passed_on() -> None:
         stop_ids=frozenset({7, 3}),
         top_logprobs=4,
     )
-    asked = request_of(sampling, Start(), 50, stream=True)
-    assert (asked.max_tokens, asked.temperature, asked.top_p, asked.top_k) == (50, 0.7, 0.9, 40)
-    assert (asked.presence_penalty, asked.frequency_penalty, asked.logprobs) == (0.5, 0.25, 4)
-    assert asked.stop_token_ids == (3, 7)
-    assert asked.seed is None
-    assert asked.logit_bias == {}
+    request = request_of(sampling, Start(), 50, stream=True)
+    assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (50, 0.7, 0.9, 40)
+    assert (request.presence_penalty, request.frequency_penalty, request.logprobs) == (0.5, 0.25, 4)
+    assert request.stop_token_ids == (3, 7)
+    assert request.seed is None
+    assert request.logit_bias == {}
 
 
 def test_no_limit_of_the_best_is_zero_for_vllm() -> None:
@@ -76,14 +76,14 @@ def test_tokens_are_asked_for_as_they_come_where_somebody_watches(start: Start, 
 
 def test_a_frequency_penalty_counts_what_was_sampled_elsewhere() -> None:
     """vLLM takes resumed tokens for prompt and counts none: 0.5 for each of three 9s and one 4 is a bias."""
-    asked = request_of(Sampling(frequency_penalty=0.5), Start(resumed=[9, 4, 9, 9]), 5, stream=True)
-    assert asked.logit_bias == {9: -1.5, 4: -0.5}
+    request = request_of(Sampling(frequency_penalty=0.5), Start(resumed=[9, 4, 9, 9]), 5, stream=True)
+    assert request.logit_bias == {9: -1.5, 4: -0.5}
 
 
 def test_seeds_are_of_a_choice_and_of_a_place() -> None:
-    found = {seed_of(seed, choice, resumed) for seed in (1, 2) for choice in (0, 1) for resumed in (0, 5)}
-    assert len(found) == 8
-    assert all(0 <= seed < 2**63 for seed in found), "as torch takes them"
+    seeds = {seed_of(seed, choice, resumed) for seed in (1, 2) for choice in (0, 1) for resumed in (0, 5)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds), "as torch takes them"
     assert seed_of(-(2**70), 3, 0) == seed_of(-(2**70), 3, 0)
 
 
@@ -93,7 +93,7 @@ def test_temperatures_that_vllm_samples_at(temperature: float) -> None:
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:
-    """It samples at 0.01 then, and the logprobs would be of another distribution than was asked for."""
+    """vLLM would sample at 0.01, so the logprobs would be of another distribution than the requested one."""
     with pytest.raises(Refused, match=r"at 0 \(greedy\) or at 0.01 and above") as refused:
         refuse_unsupported(Sampling(temperature=0.009), [Start()])
     assert (refused.value.status, refused.value.param) == (400, "temperature")
@@ -110,10 +110,10 @@ def test_a_presence_penalty_on_a_resumed_choice_is_refused_alone() -> None:
 
 def test_an_output_becomes_tokens() -> None:
     entries = [{5: Entry(-0.5, 1), 6: Entry(-1.0, 2)}, {7: Entry(-3.0, 9), 5: Entry(-0.1, 1), 6: Entry(-0.2, 2)}]
-    found = tokens_of(Given([Piece([5, 7], entries, "length")], 30), 2, 20, 2)
-    assert (found.choice, found.token_ids, found.logprobs, found.finish) == (2, [5, 7], [-0.5, -3.0], "length")
-    assert found.top == [[(5, -0.5), (6, -1.0)], [(5, -0.1), (6, -0.2)]], "the sampled one is no more than sampled"
-    assert found.cached_tokens == 20, "of the prompt; what was resumed is none of it"
+    tokens = tokens_of(Given([Piece([5, 7], entries, "length")], 30), 2, 20, 2)
+    assert (tokens.choice, tokens.token_ids, tokens.logprobs, tokens.finish) == (2, [5, 7], [-0.5, -3.0], "length")
+    assert tokens.top == [[(5, -0.5), (6, -1.0)], [(5, -0.1), (6, -0.2)]], "the sampled one is no more than sampled"
+    assert tokens.cached_tokens == 20, "of the prompt; what was resumed is none of it"
 
 
 def test_nobody_asked_for_the_best() -> None:
@@ -124,7 +124,7 @@ def test_nobody_asked_for_the_best() -> None:
     ("piece", "reason"),
     [
         (Piece([5], None), "0 logprobs for 1 tokens"),
-        (Piece([5], [{5: Entry(float("nan"))}]), "no numbers"),
+        (Piece([5], [{5: Entry(float("nan"))}]), "the logits are NaN"),
         (Piece([], [], "abort"), "ended a request with 'abort'"),
         (Piece([], [], "error"), "ended a request with 'error'"),
     ],
@@ -142,15 +142,15 @@ def piece(ids: Sequence[int], finish: str | None = None) -> Tokens:
 
 def test_what_was_sampled_behind_a_stop_string_was_never_asked_for() -> None:
     watch = Watch(6)
-    found = until_stopped(piece([5, 6, 7, 8]), Start(until=watch))
-    assert (found.token_ids, found.finish, found.cached_tokens) == ([5, 6], "stop", 3)
-    assert len(found.logprobs) == len(found.top) == 2
+    tokens = until_stopped(piece([5, 6, 7, 8]), Start(until=watch))
+    assert (tokens.token_ids, tokens.finish, tokens.cached_tokens) == ([5, 6], "stop", 3)
+    assert len(tokens.logprobs) == len(tokens.top) == 2
     assert watch.seen == [5, 6]
 
 
 def test_a_stop_token_is_no_text_to_look_at() -> None:
     watch = Watch(6)
-    found = until_stopped(piece([5, 6], "stop"), Start(until=watch))
-    assert (found.token_ids, found.finish) == ([5, 6], "stop")
+    tokens = until_stopped(piece([5, 6], "stop"), Start(until=watch))
+    assert (tokens.token_ids, tokens.finish) == ([5, 6], "stop")
     assert watch.seen == [5]
     assert until_stopped(piece([5, 6]), Start()).finish is None, "nobody watches"

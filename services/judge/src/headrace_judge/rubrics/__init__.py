@@ -1,4 +1,4 @@
-"""Our rubrics, as the entry points `headrace.rubrics` announce them. Another package announces its own likewise."""
+"""Shipped rubrics, announced under the entry points `headrace.rubrics`. Other packages can announce further ones."""
 
 from __future__ import annotations
 
