@@ -130,9 +130,7 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
     """Rank and number of adapters, and the number of full versions: each is refused with its setting."""
     engine, of = ground.engine, ground.versions.other
     wide = renamed(of, step=400)
-    with pytest.raises(
-        VersionUnusable, match=f"has rank {2 * RANK_MAX}, inference.vllm.adapter_rank_max allows"
-    ):
+    with pytest.raises(VersionUnusable, match=f"has rank {2 * RANK_MAX}, inference.vllm.adapter_rank_max allows"):
         await engine.load(beyond(of, folder / "wide"), wide.manifest)
     more = [renamed(of, step=500 + number) for number in range(3)]
     for generation in more[:2]:
