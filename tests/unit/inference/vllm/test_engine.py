@@ -244,7 +244,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
         ENGINES.get("vllm").make(VllmSettings())
 
 
-@pytest.mark.parametrize(("wanted", "slots"), [(1, 1), (4, 8), (8, 8), (33, 64), (512, 512)])
+@pytest.mark.parametrize(("rank", "slots"), [(1, 1), (4, 8), (8, 8), (33, 64), (512, 512)])
 def test_a_rank_is_rounded_up_to_one_that_vllm_takes(models: Models, rank: int, slots: int) -> None:
     settings = VllmSettings(adapter_rank_max=rank)
     assert library.arguments(settings, models.first.folder, cpu=False)["max_lora_rank"] == slots
