@@ -30,7 +30,7 @@ async def judged(llm: FakeLLM, data_dir: Path, *runs: Trajectory, **changes: Any
 async def test_every_trajectory_is_judged_and_asked_about_once(
     llm: FakeLLM, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejudging, "_TAKE_MAX", 10)
+    monkeypatch.setattr(rejudging, "_BATCH_MAX", 10)
     monkeypatch.setattr(rejudging, "_WAITING_MAX", 4)
     runs = [trajectory(f"run-{number}", f"answer {number}") for number in range(24)]
     rewards, report = await judged(llm, data_dir, *runs)

@@ -88,7 +88,7 @@ def test_the_shipped_rubric_is_good() -> None:
         (f'name = "r"\ninstructions = "J"\nmood = "x"\n{CRITERION}', "mood: Extra inputs"),
         (f'name = "r"\ninstructions = "J"\n{CRITERION}{CRITERION}', "two criteria have one name"),
         (f'name = "r"\ninstructions = "J"\n{CRITERION}weight = 0\n', "criteria.0.weight"),
-        (f'name = "r"\ninstructions = "J"\nshow = ["question"]\n{CRITERION}', "nothing that the model did"),
+        (f'name = "r"\ninstructions = "J"\nshow = ["question"]\n{CRITERION}', "no output of the model"),
         (f'name = "r"\ninstructions = "J"\nshow = ["answers"]\n{CRITERION}', "show.0"),
         (f'name = "r"\ninstructions = "J"\nrun_chars_max = 5000\n{CRITERION}', "a quarter of run_chars_max"),
         (f'name = "r"\nmode = "both"\ninstructions = "J"\n{CRITERION}', "mode"),
@@ -105,7 +105,7 @@ def test_a_bad_rubric_is_refused(tmp_path: Path, text: str, message: str) -> Non
 def test_a_missing_rubric_lists_the_shipped_ones_and_two_of_one_name_are_refused() -> None:
     with pytest.raises(SettingError, match="one of: helpfulness"):
         load("helpfullness")
-    with pytest.raises(SettingError, match="named 'helpfulness' is there already"):
+    with pytest.raises(SettingError, match="another rubric is named 'helpfulness'"):
         load_all(["helpfulness", "helpfulness"])
 
 
