@@ -240,7 +240,7 @@ async def test_a_probe_that_is_given_up_lets_others_pass(rig: Rig, models: Model
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda _name: None)
-    with pytest.raises(SettingError, match=r"setting inference.engine = 'vllm': .*vllm.*not installed.*install-vllm"):
+    with pytest.raises(SettingError, match=r"setting inference.engine = 'vllm': .*not installed.*install GROUP=vllm"):
         ENGINES.get("vllm").make(VllmSettings())
 
 
