@@ -1,7 +1,7 @@
 """One contract for engines: `torch`, `vllm` over the package itself where it is installed, and `vllm` over the stand-in
 that the other tests use.
 
-`make test-vllm` runs this in an environment with the package. There, a promise's figures are in the report.
+`make check NAME=vllm` runs this in an environment with the package. There, a promise's figures are in the report.
 """
 
 from __future__ import annotations

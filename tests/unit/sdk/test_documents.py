@@ -1,4 +1,4 @@
-"""Programs of `make parity` that need no services: signatures, records, conversions and refusals."""
+"""Programs of `make check NAME=parity` that need no services: signatures, records, conversions and refusals."""
 
 from __future__ import annotations
 

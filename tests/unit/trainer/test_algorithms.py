@@ -1,4 +1,4 @@
-"""Algorithms by name: the needs of each, refusals at the start, and `make test-algorithms` with one seed."""
+"""Algorithms by name: the needs of each, refusals at the start, and `make check NAME=algorithms` with one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures with special code are supported as docs/models.md claims; `make test-architectures` checks all of
+"""Architectures with special code are supported as docs/models.md claims; `make check NAME=architectures` checks all of
 them."""
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
     ],
 )
 def test_a_correction_undoes_what_it_says(base: Path, full_rows: int, first: int, second: int, before: int) -> None:
-    """With AdamW and its default settings; `make test-learning` measures larger batches."""
+    """With AdamW and its default settings; `make check NAME=learning` measures larger batches."""
     remainder = rest(base, Case(full_rows, first, second, before, seed=7))
     print(remainder)
     assert remainder.worst < 0.25

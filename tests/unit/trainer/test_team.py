@@ -1,5 +1,5 @@
 """A step that several members share moves the weights as one process does. Here the members are threads;
-`make test-ray` shows the same of processes."""
+`make check NAME=ray` shows the same of processes."""
 
 from __future__ import annotations
 
