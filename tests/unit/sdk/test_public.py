@@ -44,7 +44,7 @@ def test_one_error_tree() -> None:
 
 
 HEAVY = {"aiokafka", "asyncio", "fsspec", "http", "httpx2", "numpy", "pydantic", "rich", "ssl", "typer"}
-"""Modules with long import times. A program imports them only where it uses them; `make bench NAME="state gateway_overhead"` measures the
+"""Modules with long import times. A program imports them only where it uses them; a benchmark measures the
 seconds."""
 MODULES_MAX = 120
 """Limit on modules of the standard library and of Headrace; about 75 today, which depends on the Python version."""

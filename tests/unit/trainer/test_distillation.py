@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from headrace_trainer.torch_learner.model import head as heads
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
-from headrace_trainer.torch_learner.model.head import Head, Tail
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.head_tail import Tail
 
 TOKENS, HIDDEN, WORDS = 23, 6, 11
 PLACES = (0, 3, 4, 5, 11, 12, 22)

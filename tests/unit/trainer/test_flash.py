@@ -1,7 +1,7 @@
 """Attention of a whole row by GPU kernels: their arguments, and equality with the model's mask.
 
-The kernels themselves run only on a GPU (`make bench NAME=gpu` compares them with float64). Here an oracle that computes the
-same function takes their place.
+The kernels themselves run only on a GPU (`make bench NAME=gpu` compares them with float64). Here an oracle that
+computes the same function takes their place.
 """
 
 from __future__ import annotations

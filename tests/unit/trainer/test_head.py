@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model import forward, head, head_compiled
-from headrace_trainer.torch_learner.model.head import Head, Tail
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.head_tail import Tail
 from headrace_trainer.torch_learner.model.policy import Policy
 from tests.architectures.catalog import CATALOG
 from tests.unit.trainer.test_forward import open_policy, rows

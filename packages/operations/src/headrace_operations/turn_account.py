@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from headrace_operations.turn_states import ExperienceState, SaveReport, TrajectoryFacts, TurnKey, TurnState
 from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
     DeadLetter,
@@ -64,74 +65,17 @@ class TurnAccount:
         return not self.problems_total
 
 
-@dataclass(slots=True)
-class _Turn:
-    """State of one turn, collected from all topics."""
-
-    model: str = ""
-    session_key: str = ""
-    captured: bool = False
-    eval: bool = False
-    trajectory: str | None = None
-    left_out: str | None = None
-    untrained: str | None = None
-    """Why no version is trained on the turn, although it is not an evaluation."""
-    experiences: list[str] = field(default_factory=list)
-
-
-_TurnKey = tuple[str, str]
-"""Tenant and turn id: turn ids of different tenants are unrelated."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Trajectory:
-    """The parts of a trajectory that the account needs, kept until it is known whether the trajectory was refused."""
-
-    event_id: str
-    tenant: str
-    session_key: str
-    model: str
-    turn_ids: tuple[str, ...]
-    left_out: Mapping[str, str]
-    untrained: str | None
-    eval: bool
-    ingested: bool
-
-
-@dataclass(slots=True)
-class _Experience:
-    """A branch on its way to training: its newest revision and the event id of each revision."""
-
-    model: str
-    tenant: str
-    trajectory: str
-    turn_ids: frozenset[str]
-    revision: int
-    event_ids: dict[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The part of a lineage's report about one save that the account needs."""
-
-    lineage: str
-    account: int
-    verdicts: tuple[TrainingOutcome, ...]
-    undone: tuple[Undone, ...]
-    restored: tuple[Restored, ...]
-
-
 class TurnAccountBuilder:
     """Builder of a `TurnAccount`. `add` every event of `TOPICS` at least once, in any order, then call `close`."""
 
     def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
         self._chosen_lineages = dict(lineages or {})
         self._complete = True
-        self._turns: dict[_TurnKey, _Turn] = defaultdict(_Turn)
+        self._turns: dict[TurnKey, TurnState] = defaultdict(TurnState)
         self._trajectories: dict[str, str] = {}
-        self._published_trajectories: dict[str, _Trajectory] = {}
-        self._experiences: dict[str, _Experience] = {}
-        self._reports: dict[str, _Report] = {}
+        self._published_trajectories: dict[str, TrajectoryFacts] = {}
+        self._experiences: dict[str, ExperienceState] = {}
+        self._reports: dict[str, SaveReport] = {}
         self._verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
         self._undone: dict[tuple[str, str], dict[int, bool]] = defaultdict(dict)
         """Revision to whether it is queued for training again."""
@@ -170,7 +114,7 @@ class TurnAccountBuilder:
         both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
         if both:
             self._add_problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
-        self._published_trajectories[event.trajectory_id] = _Trajectory(
+        self._published_trajectories[event.trajectory_id] = TrajectoryFacts(
             event.event_id,
             event.tenant,
             event.session_key,
@@ -210,7 +154,7 @@ class TurnAccountBuilder:
         experience = self._experiences.get(event.experience_id)
         if experience is None:
             turn_ids = frozenset(event.turn_ids)
-            experience = _Experience(event.model, event.tenant, event.trajectory_id, turn_ids, event.revision, {})
+            experience = ExperienceState(event.model, event.tenant, event.trajectory_id, turn_ids, event.revision, {})
             self._experiences[event.experience_id] = experience
             for turn_id in experience.turn_ids:
                 self._turns[event.tenant, turn_id].experiences.append(event.experience_id)
@@ -220,7 +164,7 @@ class TurnAccountBuilder:
         experience.event_ids[event.revision] = event.event_id
 
     def _add_report(self, event: TrainingMetrics) -> None:
-        report = _Report(event.lineage, event.account, event.verdicts, event.undone, event.restored)
+        report = SaveReport(event.lineage, event.account, event.verdicts, event.undone, event.restored)
         if event.event_id in self._reports:
             if self._reports[event.event_id] != report:
                 self._add_problem(f"lineage {event.lineage} reported its save {event.account} twice, differently")
@@ -311,7 +255,7 @@ class TurnAccountBuilder:
             ),
         )
 
-    def _turn_state(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:
+    def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> tuple[str, str]:
         """Return the state of a turn and its detail: the latest step that any event shows."""
         in_training = [
             self._experience_state(name, lineages.get(self._experiences[name].model))

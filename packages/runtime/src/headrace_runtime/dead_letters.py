@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from headrace_runtime import whole_file
@@ -25,6 +28,20 @@ _HEADER_LENGTH_MAX = 65_536
 _VALUE_BYTES_MAX = 1_572_864
 """Maximum number of bytes of a value in a letter. The bus accepts only smaller records."""
 _SENT_MAX = 10_000
+
+
+@dataclass(frozen=True)
+class RefusedRecord:
+    """A record to be dead-lettered."""
+
+    record: Record
+    tenant: str
+    write: Callable[[], DeadLetter]
+
+    @cached_property
+    def letter(self) -> DeadLetter:
+        """The dead letter, which is counted and logged once."""
+        return self.write()
 
 
 def dead_letter(

@@ -40,6 +40,14 @@ class HeldRecord:
     record: Record
 
 
+@dataclass(frozen=True, slots=True)
+class RecordToHold:
+    """A record to be held, because too many records of its tenant were refused."""
+
+    record: Record
+    tenant: str
+
+
 class HeldRecords:
     """Held records of one service. Methods with `tx` run in the caller's transaction."""
 

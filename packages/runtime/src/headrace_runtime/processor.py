@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -19,11 +19,11 @@ from headrace_runtime import delivery, tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
-from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.dead_letters import RefusedRecord, dead_letter
 from headrace_runtime.delivery import position
 from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.held_records import HeldRecords
+from headrace_runtime.held_records import HeldRecords, RecordToHold
 from headrace_runtime.isolation import is_fatal, isolate, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES, STEPS_FAILED
@@ -44,35 +44,13 @@ from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.sweeping import delete_batch
 from headrace_runtime.upsert import upsert
 from headrace_runtime.wire import BatchDecoder, Outgoing, Received, Record, tenant_of
-from headrace_schemas import DeadLetter, Event
+from headrace_schemas import Event
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """A record to be dead-lettered."""
-
-    record: Record
-    tenant: str
-    write: Callable[[], DeadLetter]
-
-    @cached_property
-    def letter(self) -> DeadLetter:
-        """The dead letter, which is counted and logged once."""
-        return self.write()
-
-
-@dataclass(frozen=True, slots=True)
-class _ToHold:
-    """A record to be held, because too many records of its tenant were refused."""
-
-    record: Record
-    tenant: str
-
-
-_Item = Received | _Refused | _ToHold
+_Item = Received | RefusedRecord | RecordToHold
 
 
 @dataclass(slots=True)
@@ -227,7 +205,7 @@ class Processor:
         """Handle records. Return those from the first one on that can be neither dead-lettered nor held."""
         decoder = BatchDecoder(self.clock)
         items = [await self._decode(record, decoder) for record in records]
-        if self._limits.admit_all(item.tenant for item in items if isinstance(item, _Refused)):
+        if self._limits.admit_all(item.tenant for item in items if isinstance(item, RefusedRecord)):
             try:
                 await self._commit_batch(items)
                 return []
@@ -252,9 +230,9 @@ class Processor:
                 self._held_records.count(row.tenant, row.record)
         self._held_records.advance(page)
 
-    async def _handle_alone(self, item: Received | _Refused, held_row: str | None = None) -> bool:
+    async def _handle_alone(self, item: Received | RefusedRecord, held_row: str | None = None) -> bool:
         """Handle one item, and return whether that was possible. `held_row` is the row id of a held record."""
-        if isinstance(item, _Refused):
+        if isinstance(item, RefusedRecord):
             return await self._refuse(item, held_row)
         reason, text, attempt = "handler_error", "", 0
         while attempt < self.limits.attempts:
@@ -272,7 +250,7 @@ class Processor:
                 text = reason_of(error)
         return await self._refuse(self._refused(item.record, reason, text, item, attempt), held_row)
 
-    async def _refuse(self, item: _Refused, held_row: str | None) -> bool:
+    async def _refuse(self, item: RefusedRecord, held_row: str | None) -> bool:
         """Dead-letter the item, or hold it if its tenant is beyond its limits. Return whether either was possible."""
         if self._limits.admits(item.tenant):
             await self._commit_batch([item], held_row)
@@ -285,7 +263,7 @@ class Processor:
         if held_row is not None:
             self._held_records.count(item.tenant, item.record)
         elif self._held_records.has_capacity(item.tenant, item.record):
-            await self._commit_batch([_ToHold(item.record, item.tenant)])
+            await self._commit_batch([RecordToHold(item.record, item.tenant)])
         elif self.paused is None:
             await self._commit_batch([item])
         else:
@@ -295,12 +273,12 @@ class Processor:
 
     def _refused(
         self, record: Record, reason: str, error: str, received: Received | None = None, attempts: int = 1
-    ) -> _Refused:
+    ) -> RefusedRecord:
         event_id = None if received is None else received.envelope.id
         letter = partial(dead_letter, self.service, record, reason, error, attempts, event_id)
-        return _Refused(record, tenant_of(received or record), letter)
+        return RefusedRecord(record, tenant_of(received or record), letter)
 
-    async def _decode(self, record: Record, decoder: BatchDecoder) -> Received | _Refused:
+    async def _decode(self, record: Record, decoder: BatchDecoder) -> Received | RefusedRecord:
         try:
             return await decoder.decode(record, self.blobs)
         except InvalidEvent as error:
@@ -345,14 +323,14 @@ class Processor:
             async with self.database.transaction() as tx:
                 if isolated:
                     await isolate(tx, self.outbox.encode)
-                letters = [item.letter for item in items if isinstance(item, _Refused)]
+                letters = [item.letter for item in items if isinstance(item, RefusedRecord)]
                 outgoing = await self.outbox.encode(await delivery.select_new_letters(tx, self.tables, letters, now))
                 for new in await delivery.select_new_events(tx, self.tables, received, now):
                     with tracing.span(new.envelope.traceparent):
                         handler = self.handlers[new.event.topic]
                         outgoing += await self.outbox.encode(await handler(new.event, Handling(tx, now, new, ends)))
                 for item in items:
-                    if isinstance(item, _ToHold):
+                    if isinstance(item, RecordToHold):
                         await self._held_records.hold(tx, item.tenant, item.record, now)
                 if held_row is None:
                     await delivery.store_positions(tx, self.tables, [item.record for item in items])
@@ -374,7 +352,7 @@ class Processor:
                 self._limits.note(tenant_of(item), refused=False)
                 age_s = (now - item.event.time).total_seconds()
                 EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, age_s))
-            elif isinstance(item, _Refused):
+            elif isinstance(item, RefusedRecord):
                 self._limits.note(item.tenant, refused=True)
                 EVENTS_HANDLED.labels(item.record.topic, "refused").inc()
             else:

@@ -26,13 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from headrace_runtime import liveness
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
+from headrace_trainer.torch_learner.model.head_tail import NO_TAIL, Tail, find_tail, planted_logits
 from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk's logits in float32. About three times as much is in memory at once."""
-_PLANTED_MAX = 100.0
-_HUGE = 1e6
-_ROUNDING = 1e-5
 _SAME = 1e-2
 
 
@@ -41,36 +39,11 @@ Slope = Callable[[Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True)
-class Tail:
-    """The operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
-    (Gemma)."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, raw: Tensor) -> Tensor:
-        scaled = raw if self.scale == 1.0 else raw * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
-
-    def onto(self, raw: Tensor) -> Tensor:
-        """Apply the operation in place."""
-        if self.scale != 1.0:
-            raw.mul_(self.scale)
-        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
-
-    def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
-        """Return the gradient of the input, in place, from that of the output. A cap needs the output `answer`."""
-        if self.cap is not None and answer is not None:
-            gradient.mul_(answer.div_(self.cap).square_().neg_().add_(1.0))
-        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
-
-
-@dataclass(frozen=True)
 class Head:
     """A model's output head, and the way in which it is computed."""
 
     module: Any
-    tail: Tail = Tail()
+    tail: Tail = NO_TAIL
     unchunked_reason: str | None = None
     """The reason why the logits of all loss tokens are computed at once, or None where they are not."""
     compiled: bool = False
@@ -89,14 +62,14 @@ class Head:
         original = module.forward
 
         def plant(hidden: Tensor) -> Tensor:
-            planted.append(_planted(original(hidden)))
+            planted.append(planted_logits(original(hidden)))
             return planted[-1]
 
         with intercept(module, plant) as head_inputs:
             logits_1TV = model(**inputs).logits
         if len(head_inputs) != 1 or head_inputs[0].shape[:2] != (1, len(token_ids)):
             return cls(module, unchunked_reason="its code does not call its output head once for each position")
-        tail = _tail(planted[0], logits_1TV)
+        tail = find_tail(planted[0], logits_1TV)
         if tail is None:
             return cls(module, unchunked_reason="its code changes the head's output by more than a scale or a soft cap")
         try:
@@ -399,19 +372,3 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _planted(raw: Tensor) -> Tensor:
-    """Return logits of many sizes and both signs, shaped like `raw`; the first two reveal the scale and the cap."""
-    spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
-    spread[0], spread[1] = 1.0, _HUGE
-    return spread.reshape(raw.shape)
-
-
-def _tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """Return the operation that turns `planted` into `answer`, or None where it is another one."""
-    if answer.shape != planted.shape:
-        return None
-    small, huge = (float(value) for value in answer.flatten()[:2])
-    tail = Tail(cap=huge) if 0 < huge < _HUGE * abs(small) / 2 else Tail(scale=small)
-    return tail if torch.allclose(tail(planted), answer.float(), rtol=_ROUNDING, atol=_ROUNDING) else None

@@ -1,0 +1,57 @@
+"""Operation after a model's head (a scale or a soft cap), and how planted logits reveal it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PLANTED_MAX = 100.0
+_HUGE = 1e6
+_ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
+    (Gemma)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        scaled = raw if self.scale == 1.0 else raw * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+    def onto(self, raw: Tensor) -> Tensor:
+        """Apply the operation in place."""
+        if self.scale != 1.0:
+            raw.mul_(self.scale)
+        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
+
+    def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
+        """Return the gradient of the input, in place, from that of the output. A cap needs the output `answer`."""
+        if self.cap is not None and answer is not None:
+            gradient.mul_(answer.div_(self.cap).square_().neg_().add_(1.0))
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+NO_TAIL = Tail()
+"""The identity: the head's product is the logits."""
+
+
+def planted_logits(raw: Tensor) -> Tensor:
+    """Return logits of many sizes and both signs, shaped like `raw`; the first two reveal the scale and the cap."""
+    spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
+    spread[0], spread[1] = 1.0, _HUGE
+    return spread.reshape(raw.shape)
+
+
+def find_tail(planted: Tensor, answer: Tensor) -> Tail | None:
+    """Return the operation that turns `planted` into `answer`, or None where it is another one."""
+    if answer.shape != planted.shape:
+        return None
+    small, huge = (float(value) for value in answer.flatten()[:2])
+    tail = Tail(cap=huge) if 0 < huge < _HUGE * abs(small) / 2 else Tail(scale=small)
+    return tail if torch.allclose(tail(planted), answer.float(), rtol=_ROUNDING, atol=_ROUNDING) else None
