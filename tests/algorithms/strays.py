@@ -23,12 +23,12 @@ from headrace_runtime.settings import complete
 from headrace_schemas import Experience, RewardPart
 from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.algorithms.baselines import Decay
-from headrace_trainer.algorithms.settings import AdvantageSettings
+from headrace_trainer.algorithms.settings import AdvantageSettings, CriticSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.settings import CriticSettings, MemorySettings
+from headrace_trainer.settings import MemorySettings
 from headrace_trainer.torch_learner.critic import Critic
 from tests.unit.trainer.test_history import chain, name
 from tests.unit.trainer.world import START, experience

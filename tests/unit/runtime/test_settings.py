@@ -9,7 +9,8 @@ import pytest
 from pydantic import AfterValidator, SecretStr
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load, secrets_of
+from headrace_runtime.main import secrets_of
+from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load
 from tests.support import plugins
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import load
+from headrace_trainer.algorithms.catalog import hindsight
+from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
 from headrace_trainer.algorithms.needs import OFFERED
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.settings import TrainerSettings
@@ -15,6 +17,7 @@ from headrace_trainer.torch_learner.backend import TORCH
 from tests.algorithms import losses, stream
 from tests.algorithms.planted import BOUND, FAULTS, Fault, caught
 from tests.algorithms.program import DIVERGENCES, of_advantages, of_weights
+from tests.unit.trainer.conftest import Make
 
 TEACHER = '[trainer.teacher]\nmodel = "http://127.0.0.1:1"'
 NEEDS = {
@@ -136,3 +139,14 @@ def test_what_is_liked_gains_and_what_is_withdrawn_is_taken_back(base: Path) -> 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_caught(fault: Fault, base: Path) -> None:
     assert caught(fault, base)
+
+
+def test_the_preset_of_hindsight_has_its_own_section(make: Make) -> None:
+    settings = make(algorithm="hindsight")
+    assert settings.needs.hindsight
+    assert settings.needs_base
+    assert hindsight.hindsight_of(settings.advantage).runs_min == 4
+    with pytest.raises(ValueError, match=r"contradicted_max is not below accepted_min = 0\.75"):
+        HindsightSettings(contradicted_max=0.75)
+    with pytest.raises(ValueError, match=r"runs_min is above runs_max = 3"):
+        HindsightSettings(runs_max=3)

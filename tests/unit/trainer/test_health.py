@@ -13,12 +13,11 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_trainer.algorithms.loss import left_out
 from headrace_trainer.learner import NotFinite, StepResult
-from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
+from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health, TrainingStopped
 from headrace_trainer.settings import HealthSettings
 from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner.measures import effective_sample_size
 from headrace_trainer.torch_learner.step import train
-from headrace_trainer.trainer import TrainingStopped
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Idle, World, experience
 

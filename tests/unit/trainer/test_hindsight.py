@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from headrace_schemas import Experience
-from headrace_trainer.algorithms.catalog import hindsight
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
 from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row
@@ -27,13 +26,13 @@ from headrace_trainer.batches.cutting import decay
 from headrace_trainer.batches.prepare import PreparedBatch, prepare
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import StepRefused
+from headrace_trainer.lineage.health import TrainingStopped
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.trainer import TrainingStopped
 from tests.support.hindsight_world import (
     ASKED,
     LETTERS,
@@ -396,14 +395,3 @@ def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: 
             )
         )
     return events
-
-
-def test_the_preset_is_announced_with_its_own_section(make: Make) -> None:
-    settings = make(algorithm="hindsight")
-    assert settings.needs.hindsight
-    assert settings.needs_base
-    assert hindsight.hindsight_of(settings.advantage).runs_min == 4
-    with pytest.raises(ValueError, match=r"contradicted_max is not below accepted_min = 0\.75"):
-        HindsightSettings(contradicted_max=0.75)
-    with pytest.raises(ValueError, match=r"runs_min is above runs_max = 3"):
-        HindsightSettings(runs_max=3)

@@ -17,7 +17,8 @@ from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.history import History, PublishedVersion
-from headrace_trainer.experiences.state import LineageState, Unreported
+from headrace_trainer.experiences.reports import Unreported
+from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
 from tests.support.seeds import draw_seed

@@ -16,10 +16,11 @@ from headrace_schemas import Experience
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, StepDecision
 from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
 from headrace_trainer.batches.cutting import END_OF_TIME, Cutter
+from headrace_trainer.lineage.health import TrainingStopped
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.learner import TorchLearner
-from headrace_trainer.trainer import Trainer, TrainingStopped
+from headrace_trainer.trainer import Trainer
 from tests.support.hindsight_world import conversations, encoder
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_cutting import named, waiting

@@ -20,7 +20,8 @@ from headrace_schemas.envelope import Envelope
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.model_event import Decision
 from headrace_schemas.ids import session_key
-from headrace_trainer.experiences.state import LineageState, Offsets
+from headrace_trainer.experiences.reports import Offsets
+from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer

@@ -18,19 +18,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BaseModel, SecretStr
 
 from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.private_files import private_folder
 from headrace_runtime.registries import PluginError
-from headrace_runtime.settings import (
-    Common,
-    ServiceSettings,
-    complete,
-    load,
-    secrets_of,
-    secrets_of_url,
-)
+from headrace_runtime.settings import Common, ServiceSettings, complete, load
 from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_schemas.redaction import is_secret
 
@@ -159,3 +155,27 @@ async def _until_stopped(run: Run[S], common: Common, settings: S, pipe: int | N
         loop.add_signal_handler(number, task.cancel)
     async with liveness.send_heartbeats(pipe):
         await task
+
+
+def secrets_of(*sections: BaseModel) -> set[str]:
+    """Return the values of all `SecretStr` fields, at every depth. A URL is replaced by its password."""
+    secrets: set[str] = set()
+    for section in sections:
+        for value in (getattr(section, name) for name in type(section).model_fields):
+            if isinstance(value, BaseModel):
+                secrets |= secrets_of(value)
+            elif isinstance(value, tuple):
+                secrets |= secrets_of(*(item for item in value if isinstance(item, BaseModel)))
+            elif isinstance(value, SecretStr):
+                text = value.get_secret_value()
+                secrets |= secrets_of_url(text) if "://" in text else {text}
+    return secrets - {"", "sqlite"}
+
+
+def secrets_of_url(url: str) -> set[str]:
+    """Return the password in a URL, raw and decoded."""
+    try:
+        password = urlsplit(url).password
+    except ValueError:
+        return set()
+    return {password, unquote(password)} if password else set()

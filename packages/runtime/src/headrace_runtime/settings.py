@@ -19,7 +19,6 @@ from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
-from urllib.parse import unquote, urlsplit
 
 from pydantic import (
     BaseModel,
@@ -322,30 +321,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def secrets_of(*sections: BaseModel) -> set[str]:
-    """Return the values of all `SecretStr` fields, at every depth. A URL is replaced by its password."""
-    secrets: set[str] = set()
-    for section in sections:
-        for value in (getattr(section, name) for name in type(section).model_fields):
-            if isinstance(value, BaseModel):
-                secrets |= secrets_of(value)
-            elif isinstance(value, tuple):
-                secrets |= secrets_of(*(item for item in value if isinstance(item, BaseModel)))
-            elif isinstance(value, SecretStr):
-                text = value.get_secret_value()
-                secrets |= secrets_of_url(text) if "://" in text else {text}
-    return secrets - {"", "sqlite"}
-
-
-def secrets_of_url(url: str) -> set[str]:
-    """Return the password in a URL, raw and decoded."""
-    try:
-        password = urlsplit(url).password
-    except ValueError:
-        return set()
-    return {password, unquote(password)} if password else set()
 
 
 def _validate(model: type[M], table: object, prefix: str) -> M:

@@ -14,14 +14,20 @@ from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
 from headrace_trainer.algorithms.needs import OFFERED, Needs
 from headrace_trainer.algorithms.presets import ALGORITHMS
-from headrace_trainer.algorithms.settings import AdvantageSettings, Count, LossSettings, NotNegative, Positive
+from headrace_trainer.algorithms.settings import (
+    AdvantageSettings,
+    Count,
+    CriticSettings,
+    LossSettings,
+    NotNegative,
+    Positive,
+)
 from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.service import INFO
 
 _RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 1e-4, 10
-"""The factor gives 1.5e-6 at 7 billion parameters, as in recipes for models of that size. Small models were measured:
-at 0.4 million, 2e-4 learns faster from a true reward, but is ruined by a random one (docs/controls.md), and corrections
-of its very first batch leave more than the allowed rest (docs/algorithms.md)."""
+"""The factor gives 1.5e-6 at 7 billion parameters, as in recipes for models of that size. At 0.4 million, 2e-4 learns
+faster from a true reward, but a random one ruins it (docs/controls.md), and its first corrections leave too much."""
 
 
 class OptimizerSettings(Section):
@@ -116,18 +122,6 @@ class NativeSettings(Section):
     difference_max: Positive = 1e-3
     """Largest difference in nats that counts as rounding. With experts it applies to nine of ten tokens; with frozen
     weights in bfloat16 the mean may be 100 times as large."""
-
-
-class CriticSettings(Section):
-    """The critic of `ppo`, and the advantages that are computed with it."""
-
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward per token."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """How far advantages look beyond the next token: 1 compares a token's value with the run's reward, 0 with the next
-    token's value alone."""
-    learning_rate: Positive = 1e-3
-    """Learning rate of the critic's own AdamW."""
 
 
 class TeacherSettings(Section):

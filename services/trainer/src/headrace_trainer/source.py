@@ -14,7 +14,8 @@ from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
-from headrace_trainer.experiences.state import Offsets
+from headrace_schemas import Event
+from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.metrics import EXPIRED
 
 log = get_logger(__name__)
@@ -155,3 +156,9 @@ class KafkaSource:
             added = (reader.partitions_for_topic(topic) or known_partitions) - known_partitions
             if added:
                 raise Unavailable(f"{topic} has new partitions {sorted(added)}; starting again to read them too")
+
+
+class Sink(Protocol):
+    """Destination of announcements; `headrace_runtime.producer.EventProducer`."""
+
+    async def send(self, event: Event) -> None: ...

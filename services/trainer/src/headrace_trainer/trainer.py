@@ -12,12 +12,12 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
-from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.pausing import DeadLetterLimiter
@@ -28,6 +28,7 @@ from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.lineage.culprits import StepFailed
+from headrace_trainer.lineage.health import TrainingStopped
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import check_start, open_lineage
@@ -37,21 +38,11 @@ from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
 from headrace_trainer.report import Reporter, report_decision
 from headrace_trainer.room import DiskRoom
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.source import Source
+from headrace_trainer.source import Sink, Source
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 T = TypeVar("T")
-
-
-class TrainingStopped(HeadraceError):
-    """A limit of `[trainer.health]` was passed in a run that nobody can resume."""
-
-
-class Sink(Protocol):
-    """Destination of announcements; `headrace_runtime.producer.EventProducer`."""
-
-    async def send(self, event: Event) -> None: ...
 
 
 class Trainer:
@@ -202,11 +193,7 @@ class Trainer:
         log.info("finished", steps=lineage.state.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Train the experiences that still wait, as far as they make batches, and report all outcomes.
-
-        Raises:
-            TrainingStopped: Training has stopped, and nobody is there to resume it.
-        """
+        """Train the waiting experiences that make batches, and report all outcomes. Raises `TrainingStopped`."""
         while await self._step(lineage, reporter, lineage.next_batch(over=True)):
             if lineage.is_save_due(0.0):
                 await self._save(lineage, reporter, publish=lineage.is_version_due)
@@ -238,10 +225,7 @@ class Trainer:
         return True
 
     async def _revert_to_last_version(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
-        """Undo the steps that no version holds, as after a refusal, and report the stop.
-
-        The result is saved at once: after a crash before that, the same steps are taken again.
-        """
+        """Undo the steps that no version holds, as after a refusal, save at once and report the stop."""
         await self._finish_save(lineage, reporter)
         await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
@@ -265,10 +249,7 @@ class Trainer:
             await self._save(lineage, reporter, publish=lineage.is_version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
-        """Make the state durable, then announce it; the next save waits until the bus has the announcement.
-
-        With `save_beside` steps go on as soon as the weights are copied.
-        """
+        """Make the state durable, then announce it. With `save_beside` steps go on once the weights are copied."""
         await self._finish_save(lineage, reporter)
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         save = await self._in_thread(partial(lineage.begin_save, publish=publish))
@@ -375,14 +356,7 @@ class Trainer:
         return experience
 
     async def _read_again(self, names_by_position: Mapping[tuple[int, int], str]) -> dict[str, Experience]:
-        """Read experiences again from the bus.
-
-        Args:
-            places: The name of the experience at each partition and offset.
-
-        Returns:
-            The experiences by name, without those that the bus no longer has.
-        """
+        """Return the experiences at these bus positions by name, without those that the bus no longer has."""
         records = await self._retry(lambda: self._source.fetch(tuple(names_by_position)))
         experiences: dict[str, Experience] = {}
         for position, record in records.items():

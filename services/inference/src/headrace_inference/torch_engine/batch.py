@@ -47,10 +47,7 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Batch of one version.
-
-    Only the worker's thread uses it. After an exception in `step`, call `recover` or `reset`.
-    """
+    """Batch of one version, for the worker's thread alone. After an exception in `step`, call `recover` or `reset`."""
 
     def __init__(self, model: Model, limits: BatchLimits) -> None:
         self.model = model
@@ -108,11 +105,8 @@ class DecodeBatch:
     def recover(self, error: Exception) -> list[Delivery]:
         """Continue after a step that raised `error` although the model can compute (`probe.compute_control`).
 
-        The sequences of the step are retried in groups, from their tokens. Only the sequence that fails alone ends with
-        `EngineFailed`.
-
-        Returns:
-            The deliveries of the step, and the failure if its cause was found.
+        The step's sequences are retried in groups. Only one that fails alone ends with `EngineFailed`. Return the
+        deliveries.
         """
         deliveries = self._deliveries
         suspects = [sequence for sequence in self.running if not sequence.ended]
@@ -310,11 +304,8 @@ class DecodeBatch:
             self._remove(row)
 
     def _reserve_kv(self) -> int:
-        """Grow the KV for the longest row. If memory is insufficient, preempt the latest sequences until it fits.
-
-        Returns:
-            Number of rows that decode.
-        """
+        """Grow the KV for the longest row, preempting the latest sequences if memory is short. Return the number of
+        decoding rows."""
         while self._decoding:
             needed = int(self._rows.position[: self._decoding].max()) + 1
             if needed <= self._kv.length:

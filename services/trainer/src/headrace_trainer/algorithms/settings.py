@@ -128,3 +128,15 @@ class LossSettings(Section):
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
         return {name: loss.settings for name, loss in LOSSES.all().items() if loss.settings is not None}
+
+
+class CriticSettings(Section):
+    """The critic of `ppo`, and the advantages that are computed with it."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """How far advantages look beyond the next token: 1 compares a token's value with the run's reward, 0 with the next
+    token's value alone."""
+    learning_rate: Positive = 1e-3
+    """Learning rate of the critic's own AdamW."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
-from headrace_schemas.base import Model
 from headrace_schemas.events.checkpoint import LISTED_MAX, DropReason
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.admission import (
@@ -30,35 +29,14 @@ from headrace_trainer.experiences.admission import (
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import PendingUpdate
+from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported
 from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
 
-Offsets = dict[str, dict[int, int]]
-"""Topic to partition to the offset of the next record to read."""
-
-
 _DETAIL_LENGTH_MAX = 200
-
-
-class SaveReport(NamedTuple):
-    """The part of a save that is published: outcomes, reversals and batches since the previous save."""
-
-    outcomes: tuple[TrainingOutcome, ...] = ()
-    undone: tuple[Undone, ...] = ()
-    restored: tuple[Restored, ...] = ()
-    batches: tuple[BatchRecord, ...] = ()
-    read: tuple[Read, ...] = ()
-
-
-class Unreported(Model):
-    """Outcomes that the next report must contain, because the last one was full."""
-
-    outcomes: tuple[TrainingOutcome, ...] = ()
-    undone: tuple[Undone, ...] = ()
-    restored: tuple[Restored, ...] = ()
 
 
 class LineageState:
@@ -184,10 +162,8 @@ class LineageState:
         return self.baselines.ranges.bound(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
-        """Return the answers of a waiting experience that can only be trained with their counterpart.
-
-        An answer that was trained before needs no counterpart: it is corrected.
-        """
+        """Return the answers of a waiting experience that need their counterpart. An answer that was trained before
+        needs none."""
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:

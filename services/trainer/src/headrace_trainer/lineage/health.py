@@ -13,6 +13,7 @@ from statistics import median
 
 from pydantic import Field
 
+from headrace_runtime.errors import HeadraceError
 from headrace_schemas.base import Finite, Model
 from headrace_trainer.settings import HealthSettings
 
@@ -29,6 +30,10 @@ _MEASURES = {
     "gradient_spike": "gradient_spike_max",
 }
 """Maps each measure to the setting that bounds it: from below (`_min`) or from above (`_max`)."""
+
+
+class TrainingStopped(HeadraceError):
+    """A limit of `[trainer.health]` was passed in a run that nobody can resume."""
 
 
 class Stop(Model):

@@ -13,7 +13,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
-from headrace_trainer.experiences.state import Offsets, Unreported
+from headrace_trainer.experiences.reports import Offsets, Unreported
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health

@@ -23,7 +23,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.experiences.history import History, PublishedVersion
-from headrace_trainer.experiences.state import SaveReport
+from headrace_trainer.experiences.reports import SaveReport
 from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.assembly import share_weights

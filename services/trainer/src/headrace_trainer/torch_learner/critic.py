@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headrace_trainer.algorithms.settings import CriticSettings
 from headrace_trainer.learner import Abandoned
-from headrace_trainer.settings import CriticSettings
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 

@@ -1,0 +1,29 @@
+"""Reports of a save: the published part of the lineage's state, and the outcomes that wait for the next one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace_schemas import BatchRecord, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas.base import Model
+
+Offsets = dict[str, dict[int, int]]
+"""Topic to partition to the offset of the next record to read."""
+
+
+class SaveReport(NamedTuple):
+    """The part of a save that is published: outcomes, reversals and batches since the previous save."""
+
+    outcomes: tuple[TrainingOutcome, ...] = ()
+    undone: tuple[Undone, ...] = ()
+    restored: tuple[Restored, ...] = ()
+    batches: tuple[BatchRecord, ...] = ()
+    read: tuple[Read, ...] = ()
+
+
+class Unreported(Model):
+    """Outcomes that the next report must contain, because the last one was full."""
+
+    outcomes: tuple[TrainingOutcome, ...] = ()
+    undone: tuple[Undone, ...] = ()
+    restored: tuple[Restored, ...] = ()
