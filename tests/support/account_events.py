@@ -1,4 +1,4 @@
-"""Hand-made events of one session: what became of its turns, in a line each."""
+"""Hand-made events of one session, with one line about the outcome of each turn."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Call:
 
     @property
     def prompt(self) -> str:
-        """Everything that the model would read."""
+        """All text that the model would read."""
         return "\n\n".join(message["content"] for message in self.body["messages"])
 
     @property
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server does with a call: answers `status` and `body`, or keeps it waiting, or hangs up on it."""
+    """Reaction to a call: an answer with `status` and `body`, a delay, or a dropped connection."""
 
     body: object = None
     status: int = 200
@@ -67,7 +67,7 @@ def say(text: str | None, **options: Any) -> Behaviour:
 
 
 def answer(function: Callable[[Call], str]) -> Behaviour:
-    """Says what `function` makes of the call."""
+    """Answer with the result of `function` for the call."""
     return lambda call: Reply(completion(function(call)))
 
 
@@ -165,7 +165,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def close_connections(self) -> None:
-        """End kept-alive connections, whose threads `server_close` would wait for."""
+        """End kept-alive connections, because `server_close` would wait for their threads."""
         for request in list(self._open):
             try:
                 request.shutdown(socket.SHUT_RDWR)
@@ -173,7 +173,7 @@ class _Server(ThreadingHTTPServer):
                 continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gives up is what many tests want."""
+        """Ignore clients that give up, which many tests require."""
 
 
 def _handler(llm: FakeLLM) -> type[BaseHTTPRequestHandler]:

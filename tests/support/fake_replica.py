@@ -31,7 +31,7 @@ LENGTH = 6
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with one request."""
+    """Fault of one request."""
 
     status: int = 200
     """Answer with this status and an OpenAI-shaped error."""
@@ -41,13 +41,13 @@ class Fault:
     abort_after: int | None = None
     """End every choice with `finish_reason: "abort"` after so many tokens."""
     stall_after: int | None = None
-    """Send so many tokens, then nothing until `FakeReplica.go_on` is set."""
+    """Send this number of tokens, then pause until `FakeReplica.go_on` is set."""
     lose_logprobs: int = 0
     """Leave out so many logprobs at the end."""
     usage_off_by: int = 0
     no_usage: bool = False
     model: str | None = None
-    """Report this version instead of the one that was asked for."""
+    """Report this version instead of the requested one."""
     altered: Callable[[dict[str, Any]], bytes] | None = None
     """Send these bytes in place of a JSON object: an error, a whole answer or a chunk."""
 
@@ -80,7 +80,7 @@ class FakeReplica:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     script: list[Said] = field(default_factory=list)
-    """What it says to one request after the other, in place of words made up; a fault has its own."""
+    """Answers to successive requests instead of generated words; a fault has its own."""
     token_delay_s: float = 0.0
     prompt_tail: tuple[int, ...] = ()
     """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
@@ -89,9 +89,9 @@ class FakeReplica:
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     moves: asyncio.Event = field(default_factory=asyncio.Event)
-    """While it is clear the replica hangs, as a stopped process does: connections are taken, nothing is ever said."""
+    """While this is clear the replica hangs like a stopped process: it accepts connections and sends no bytes."""
     asked: int = 0
-    """How often it was asked whether it lives."""
+    """Number of health checks that arrived."""
     cancelled: int = 0
     """Requests whose connection the gateway closed before their end."""
 
@@ -219,7 +219,7 @@ class FakeReplica:
 
 @dataclass
 class Generation:
-    """What one request asks for and gets."""
+    """One request and its answer."""
 
     body: dict[str, Any]
     model: str

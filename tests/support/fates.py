@@ -1,4 +1,4 @@
-"""What became of each revision of each experience, by a lineage's reports alone."""
+"""Training status of each revision of each experience, from a lineage's reports alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ Key = tuple[str, int]
 
 
 def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str]]:
-    """`trained`, `queued` again, `undone`, or the reason it was dropped for; and what contradicts what. Each report
-    once.
+    """Return each revision's status (`trained`, `queued` again, `undone`, or the reason of a drop), and contradictions.
+    Each
+    report counts once.
     """
     fates: dict[Key, str] = {}
     wrong: list[str] = []

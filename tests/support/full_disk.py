@@ -1,4 +1,4 @@
-"""A disk without room: for this process by refusing what takes room, or for real as a small filesystem of its own."""
+"""A full disk: for this process by refusing allocations, or for real as a small filesystem of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 @contextlib.contextmanager
 def full_error(*, in_place: bool = True) -> Iterator[None]:
-    """Nothing more can be allocated in this process; with `in_place=False` not even what was allocated be written."""
+    """Refuse every allocation in this process; with `in_place=False` also writes to allocated space."""
 
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -49,7 +49,7 @@ class SmallDisk:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
     def fill(self) -> None:
-        """Again is fine: it takes what others have freed meanwhile."""
+        """Fill the disk. A repeated call takes space that was freed meanwhile."""
         with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             for size in (1 << 20, 1 << 12, 1):
                 with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def small_disk(path: Path, size_mb: int) -> Iterator[SmallDisk]:
 
 
 class MeasuredDisk:
-    """A disk whose free bytes a test sets: what `statvfs` reports of it. Its size is 1 GB."""
+    """A disk of 1 GB whose free bytes, as `statvfs` reports them, a test sets."""
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes

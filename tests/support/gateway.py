@@ -44,7 +44,8 @@ PARTITIONS = 4
 
 @dataclass
 class ListBus:
-    """What reached the bus, in order. While `back` is clear it neither answers nor fails, as a producer sees it."""
+    """Records that reached the bus, in order. While `back` is clear the bus neither answers nor fails, as a producer
+    sees it."""
 
     records: list[Outgoing] = field(default_factory=list)
     back: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,7 +88,7 @@ class ListProducer(EventProducer):
 
 @dataclass
 class Gateway:
-    """One that serves, and what the test may turn."""
+    """A serving gateway, and its adjustable parts."""
 
     url: str
     bus: ListBus

@@ -1,4 +1,4 @@
-"""The gateway as its own process on a real bus, and what a test sees of that bus."""
+"""The gateway as its own process on a real bus, and a view of that bus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GatewayProcess:
     """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
 
     def __init__(self, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object) -> None:
-        """`environ`: what it has besides its settings, for example `wrong_clock.environ`."""
+        """`environ`: variables in addition to its settings, for example `wrong_clock.environ`."""
         self._command = [sys.executable, "-m", "headrace_gateway"]
         self._environ = environ or {}
         self.port = free_port()

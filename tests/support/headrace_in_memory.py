@@ -1,4 +1,4 @@
-"""What an agent of the examples talks to, without a server: a model's answers, and feedback that is kept."""
+"""Headrace in memory for the agents of the examples: a model's answers, and a list of their feedback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Headrace:
         self.heard = asyncio.Event()
         self.refusal: int | None = None
         self.pairs_per_version: int | None = None
-        """After so many preferences the model's name means another version; None: there are no versions."""
+        """Number of preferences after which the model's name means another version; None: there are no versions."""
         self._model = model
 
     @property

@@ -20,7 +20,7 @@ _STOP_S = 60.0
 
 
 def run_of(folder: Path) -> RunState | None:
-    """What runs on the data directory `folder`, None when nothing does."""
+    """State of the stack on the data directory `folder`, None when it does not run."""
     try:
         return read(folder)
     except NotRunning:
@@ -48,7 +48,7 @@ class HeadraceUp:
 
     @property
     def log(self) -> str:
-        """What the command has printed."""
+        """Output of the command."""
         return self._log.read_text(encoding="utf-8")
 
     def start(self) -> RunState:
@@ -87,5 +87,5 @@ class HeadraceUp:
 
 
 def as_setting(value: object) -> str:
-    """As `--set` and the environment take it: a string stands as it is, the rest is TOML."""
+    """Return a value as `--set` and the environment take it: a string unchanged, other values as TOML."""
     return value if isinstance(value, str) else toml(value)

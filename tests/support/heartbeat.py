@@ -1,7 +1,7 @@
-"""In a log, a line every ten seconds says how far the tests are and what runs.
+"""A line in the log every ten seconds with the progress of the tests and the running ones.
 
-pytest itself writes a line when it is full of dots, which takes tests that play for minutes an hour. In a terminal the
-dots are seen one by one, and there are no such lines.
+pytest itself writes a line when it is full of dots, which takes tests that play for minutes an hour. A terminal shows
+single dots, so there are no such lines.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from headrace_cli.progress import ProgressDisplay
 
 
 def begin(config: pytest.Config) -> None:
-    """Only where workers test and this process reports (`--numprocesses`, as `make` does): what a process prints while
-    it tests itself belongs to the test."""
+    """Report where workers test and this process collects (`--numprocesses`, as in `make`): output of a process that
+    tests
+    by itself would belong to the test.
+    """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not reporter.isatty and config.getoption("numprocesses", None):
         config.pluginmanager.register(Heartbeat(reporter), "heartbeat")
 
 
 class Heartbeat:
-    """Follows what the workers begin and end."""
+    """Record the starts and ends of the workers' tests."""
 
     def __init__(self, reporter: pytest.TerminalReporter) -> None:
         self._running: dict[str, None] = {}

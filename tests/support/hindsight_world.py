@@ -85,8 +85,10 @@ def conversation(
     calls: Sequence[str] = (),
     **fields: Any,
 ) -> Experience:
-    """`first` is answered, the user says `reply`, and `second` is answered. `reward` is that of the first answer;
-    `calls` came before it, each answered by a tool."""
+    """Return a conversation with the answer `first`, the user's `reply`, and the answer `second`. `reward` belongs to
+    the
+    first answer; `calls` came before it, each answered by a tool.
+    """
     plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
     prompts = [ASKED, *("\n" + said(tool_says(call)) for call in calls), "\n" + said(reply)]
     tokens: tuple[int, ...] = ()
@@ -104,8 +106,9 @@ def conversation(
 def conversations(
     encode: Any, version: str, count: int, *, seed: int = 0, shuffled: bool = False, accepted: int = 0, calls: int = 0
 ) -> list[Experience]:
-    """`count` that a user contradicted, with the letter that the model then answered; `shuffled`: the replies are those
-    of others. `accepted` more that were accepted. `calls` come before what was contradicted.
+    """Return `count` conversations with a contradicted answer and the letter that the model then answered; with
+    `shuffled`,
+    replies of other conversations. `accepted` more were accepted. `calls` come before the contradicted answer.
     """
     draw = random.Random(seed)
     letters = [draw.choice(LETTERS) for _ in range(count)]
@@ -133,7 +136,7 @@ def conversations(
 
 
 def of_version(events: Sequence[Experience], made_by: str) -> Callable[[str], list[Experience]]:
-    """The same events as if another version than `made_by` had answered."""
+    """Return the same events with another answering version than `made_by`."""
     return lambda version: [
         Experience.model_validate_json(event.to_json().replace(made_by.encode(), version.encode())) for event in events
     ]

@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 def compiled(folder: Path) -> Path:
-    """The example's classes in `folder`. Raises `AssertionError` with what the compiler says."""
+    """Compile the example's classes into `folder`. Raises `AssertionError` with the compiler's output."""
     sources = sorted(str(path) for path in (EXAMPLE / "src").rglob("*.java"))
     command = ["javac", "-Xlint:all", "-Werror", "-d", str(folder), "-cp", f"{JARS}/*", *sources]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ class JavaAgent:
         self._command = ["java", *_QUICK, *_QUIET, "-cp", f"{classes}:{JARS}/*", "headrace.examples.OrderAgent", *words]
         self._lines: queue.Queue[str] = queue.Queue()
         self.errors: list[str] = []
-        """What it logged."""
+        """Return the log of the agent."""
 
     def line(self, kind: str, timeout_s: float) -> str:
         """Its next line, which has to be of this kind. Raises `AssertionError` with its log."""

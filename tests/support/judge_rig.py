@@ -60,7 +60,7 @@ def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
 
 
 class Rig:
-    """One judge. `restart` is what a crash and a new process are to the database."""
+    """One judge. `restart` is a crash and a new process from the database's view."""
 
     def __init__(self, service_bench: Bench, service: StreamService, settings: JudgeSettings) -> None:
         self.bench = service_bench
@@ -89,7 +89,7 @@ class Rig:
         self.start()
 
     async def until(self, condition: Callable[[], object], description: str = "condition") -> None:
-        """Wait in real time; the clock of the judge stands still meanwhile. Raises what the worker raised."""
+        """Wait in real time; the clock of the judge stands still meanwhile. Raises the worker's exception."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert self._work is not None
@@ -104,7 +104,7 @@ class Rig:
         return self.rewards
 
     async def idle(self) -> None:
-        """Wait until nothing is being judged."""
+        """Wait until no trajectory is being judged."""
         await asyncio.sleep(0.015)  # more than one look at the queue
         await self.until(lambda: REGISTRY.get_sample_value("headrace_judge_in_progress") == 0, "an idle worker")
 

@@ -125,7 +125,7 @@ group.initial.rebalance.delay.ms=0
 
 
 def _login(password: str, listeners: Sequence[str]) -> str:
-    """Return the settings by which listeners ask for a login, the node's own connections included."""
+    """Return the settings by which listeners require a login, also for the node's own connections."""
     module = "org.apache.kafka.common.security.plain.PlainLoginModule required"
     jaas = f'{module} username="headrace" password="{password}" user_headrace="{password}";'
     lines = ["sasl.enabled.mechanisms=PLAIN", "sasl.mechanism.inter.broker.protocol=PLAIN"]

@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing(pom: Path, folder: Path, description: str, *programs: str) -> str | None:
-    """Why what the pom names, and what that needs, cannot be had in `folder`; None when it is there. Fetches it on the
-    first call, and after a change of the pom."""
+    """Return the reason why the pom's dependencies cannot be had in `folder`; None when they are there. Fetches them on
+    the
+    first call, and after a change of the pom.
+    """
     for program in ("java", "mvn", *programs):
         if shutil.which(program) is None:
             return f"{program} is not installed"

@@ -10,7 +10,7 @@ from headrace_runtime import migrations
 from headrace_runtime.database import Database
 
 _pictures: dict[str, bytes] = {}
-"""Package to the file that its migrations leave when they begin with nothing."""
+"""File that the migrations of each package leave when they start without a database."""
 
 
 async def make_tables(database: Database, package: str) -> None:

@@ -1,4 +1,4 @@
-"""Buses whose topics are nobody else's: a mirror refuses one in use, and what is known of models bounds strangers."""
+"""Buses whose topics belong to one test: a mirror refuses topics in use, and known models restrict foreign records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.wiping import wipe
 
 @pytest.fixture(scope="package")
 def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Whoever uses it leaves it without topics."""
+    """Bus that each user must leave without topics."""
     presence.need("kafka")
     node = KafkaNode(tmp_path_factory.mktemp("own-kafka"), brief=True)
     node.start()

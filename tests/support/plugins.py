@@ -1,4 +1,4 @@
-"""A package of somebody else's, as an installer would have left it: modules, and what it announces."""
+"""A third party's package as an installer leaves it: modules and entry points."""
 
 from __future__ import annotations
 

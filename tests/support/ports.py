@@ -11,12 +11,12 @@ import time
 _RANGE = (15_000, 32_000)
 """Below those that the system gives to outgoing connections, so that a port is still free when it is needed."""
 _chance = random.SystemRandom()
-"""Its own: who builds a model seeds Python's generator, and would give everybody the same ports."""
+"""Generator of this module: a test that seeds Python's generator would make all workers choose the same ports."""
 _assigned: set[int] = set()
 
 
 def free_port() -> int:
-    """One that nothing listens on, that was not given before, and that no other worker of this run of pytest gives."""
+    """Return a port without a listener that no call in any worker of this pytest run has returned before."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def wait_open(port: int, timeout_s: float) -> None:
-    """Raises `TimeoutError` when nobody listens on `port` in time."""
+    """Wait for a listener on `port`. Raises `TimeoutError`."""
     deadline = time.monotonic() + timeout_s
     while not is_open(port):
         if time.monotonic() > deadline:

@@ -43,15 +43,15 @@ def _user() -> pwd.struct_passwd | None:
 
 
 def _owner() -> int | None:
-    """The user (and group of the same number) to run as, None to stay who we are."""
+    """Return the user (and group of the same number) to run as, None to stay the present user."""
     user = _user() if os.geteuid() == 0 else None
     return user.pw_uid if user else None
 
 
 class PostgresNode:
-    """One server on loopback, trust authentication. The folder is the caller's.
+    """One server on loopback with trust authentication. The folder belongs to the caller.
 
-    Not `durable`: it waits for no disk. Its processes may be killed all the same, only the machine must not go down.
+    Without `durable` it waits for no disk: its processes may be killed, but the machine must not go down.
     """
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
@@ -82,7 +82,7 @@ class PostgresNode:
         wait_until(self._accepts, 30, "PostgreSQL takes connections: it listens before it does")
 
     def _accepts(self) -> bool:
-        """The last line of the file with its process id tells the state (`PM_STATUS_READY`)."""
+        """Read the state from the last line of the process id file (`PM_STATUS_READY`)."""
         status = self._data / "postmaster.pid"
         return status.exists() and status.read_text(encoding="utf-8").rstrip().endswith("ready")
 

@@ -1,4 +1,4 @@
-"""Which real servers and programs tests could use here, and which tests did not run for want of one."""
+"""Real servers and programs that tests could use here, and the tests that did not run without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split("
 
 
 CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
-"""The environment of what others build agents with; see the group `clients` in pyproject.toml."""
+"""Environment with other projects' agents; see the group `clients` in pyproject.toml."""
 
 
 HELM = Path(__file__).parents[2] / ".venv-helm"

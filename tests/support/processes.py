@@ -10,8 +10,9 @@ from pathlib import Path
 
 
 def must_run(command: Sequence[str], *, user: int | None = None) -> None:
-    """Raises `AssertionError` with what `command` printed when it does not end with 0. `user`: who runs it, and their
-    group."""
+    """Run `command`. Raises `AssertionError` with its output unless it ends with 0. `user`: id of the user and group to
+    run as.
+    """
     process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, user=user, group=user
     )
@@ -28,7 +29,7 @@ def alive(pid: int) -> bool:
 
 
 def naming(text: str) -> dict[int, str]:
-    """Command lines, by process id, of everybody else whose command line or environment holds `text`."""
+    """Return the command lines, by process id, of other processes whose command line or environment holds `text`."""
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,6 +1,7 @@
-"""Which statements a piece of work runs, and whether the database has to read whole tables for them.
+"""Statements of a piece of work, and whether the database reads whole tables for them.
 
-SQLite says so itself. PostgreSQL is asked how many rows it did read: an index may be read from end to end, too.
+SQLite's query plan shows it. PostgreSQL's counters show the read rows, because an index may be read from end to end,
+too.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.database import Database
 
 WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
-"""Tables that hold what waits, not what is remembered: reading all of them is reading what there is to do."""
+"""Tables of waiting work, not of history: reading all of them is reading all work."""
 _SCAN = re.compile(r"^SCAN (?P<table>\w+)(?: USING (?:COVERING )?INDEX (?P<index>\w+))?")
 
 
 @dataclass
 class Statements:
-    """What was run: SQL to one set of its parameters."""
+    """Executed SQL with one set of its parameters."""
 
     found: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def recorded(database: Database) -> Iterator[Statements]:
-    """Notes every statement that runs on `database` meanwhile; what only inserts values reads nothing."""
+    """Record every statement on `database` during the block; pure inserts of values read no rows."""
     statements = Statements()
     engine = database.engine.sync_engine
 

@@ -22,7 +22,7 @@ _started: list[int] = []
 
 
 def start() -> None:
-    """Once per process; again does nothing. Call it before anything is started."""
+    """Start the reaper once per process; later calls have no effect. Call it before any other process is started."""
     if _started or sys.platform != "linux":
         return
     mark = f"{_MARK}={uuid.uuid4().hex}"
@@ -58,7 +58,7 @@ def _main(pipe: int, mark: str) -> None:
 
 
 def _left(mark: bytes) -> set[int]:
-    """Who has the mark, and their descendants: a server may write its title over its environment."""
+    """Return the marked processes and their descendants: a server may write its title over its environment."""
     parents: dict[int, int] = {}
     pids: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):

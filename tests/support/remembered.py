@@ -1,6 +1,6 @@
-"""Fills a service's database with what it remembers after weeks, by statements that make rows from rows.
+"""Database of a service after weeks of history, filled by statements that generate rows from rows.
 
-The same on SQLite and PostgreSQL. Keys are scattered as real ones are, so that forgetting touches pages all over.
+The same on SQLite and PostgreSQL. Keys are scattered like real ones, so that deletions touch pages all over.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _SERIES = "WITH RECURSIVE n(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM n W
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """When the rows are from. Of the first `old` of every hundred thousand, timers have something to forget."""
+    """Time of the rows. Timers delete the first `old` of every hundred thousand."""
 
     now_ms: int
     remember_s: float
     old: int
-    """Of the turns, how many are older than `remember_s`."""
+    """Number of turns that are older than `remember_s`."""
     kept: int
-    """How many of the rest still have content that is to go."""
+    """Number of the other turns whose content is to be deleted."""
     open: int
-    """How many of the last are open."""
+    """Number of the last turns that are open."""
 
 
 async def fill_collector(database: Database, turns: int, ages: Ages, progress: Callable[[int, int], None]) -> None:

@@ -59,7 +59,7 @@ class ReplicaProcess:
         self._process.wait()
 
     def terminate(self) -> None:
-        """Ask for a clean stop and return at once."""
+        """Request a clean stop and return at once."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
 

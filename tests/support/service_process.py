@@ -17,7 +17,7 @@ from tests.support.processes import wait_until
 
 
 class LoggedProcess:
-    """A module of Python that runs beside the test, with a port and one log for all its lives."""
+    """A Python module as a process, with a port and one log for all its lives."""
 
     def __init__(self, name: str, module: str, log: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -36,7 +36,8 @@ class LoggedProcess:
         return self._log.read_text(encoding="utf-8")
 
     def set(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
-        """What it has whenever it is started. `environ`: besides its settings, for example `wrong_clock.environ`."""
+        """Its environment at each start. `environ`: variables in addition to its settings, for example
+        `wrong_clock.environ`."""
         named = {f"HEADRACE_{key}": as_setting(value) for key, value in settings.items()}
         self._environ = {**os.environ, **(environ or {}), **named}
 

@@ -1,6 +1,6 @@
-"""A stream service without Kafka and Faust: its processor on a real database, a bus in memory, a clock that we move.
+"""A stream service without Kafka and Faust: its processor on a real database, a bus in memory, a manual clock.
 
-`Bench.deliver` is one batch from the bus; `Bench.sent` is what the service has published.
+`Bench.deliver` is one batch from the bus; `Bench.sent` is the service's output.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ManualClock:
 
 
 class MemoryProducer(EventProducer):
-    """Keeps what it is given. `fail(n)` makes the next n sends fail, the bus being away."""
+    """Sink that stores its events. `fail(n)` makes the next n sends fail, as with an absent bus."""
 
     def __init__(self, blobs: BlobStore) -> None:
         super().__init__(Common().bus, "test", blobs)
@@ -82,7 +82,8 @@ class MemoryProducer(EventProducer):
 
 @dataclass
 class Service:
-    """What `headrace_runtime.stream_service.StreamService` has, for tests. No `package`: the tables are just made."""
+    """Parts of `headrace_runtime.stream_service.StreamService` for tests. Without `package` the tables are just
+    created."""
 
     tables: StreamTables
     handlers: Mapping[str, Handler]
@@ -100,7 +101,7 @@ def producer_of(event: Event) -> str:
 
 @dataclass
 class Bench:
-    """One running service. `log` is the bus: what has been produced, per topic and partition, also undelivered."""
+    """One running service. `log` is the bus: produced records per topic and partition, also undelivered ones."""
 
     processor: Processor
     producer: MemoryProducer
@@ -108,7 +109,7 @@ class Bench:
     log: dict[str, dict[int, list[Record]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
     def produce(self, *events: Event, partition: int = 0) -> list[Record]:
-        """Append to the bus and deliver nothing yet."""
+        """Append to the bus without delivery."""
         return [self.append(event.topic, event.to_json(), event, partition=partition) for event in events]
 
     def append(
@@ -120,7 +121,7 @@ class Bench:
         partition: int = 0,
         producer: str | None = None,
     ) -> Record:
-        """Append raw bytes; `event`, when given, supplies key and headers, and `producer` who sent it."""
+        """Append raw bytes. `event` supplies key and headers if present, and `producer` names the sender."""
         records = self.log[topic][partition]
         dataref = None
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
@@ -140,7 +141,7 @@ class Bench:
         await self.processor.step(work)
 
     def sent(self, event: type[E]) -> list[E]:
-        """What the service published on the event's topic, in order."""
+        """Return the published events of a topic, in order."""
         return [event.from_json(self._value(record)) for record in self.producer.records if record.topic == event.topic]
 
     def _value(self, record: Outgoing) -> bytes:

@@ -96,13 +96,13 @@ def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
 
 
 def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
-    """What the weights in `folder` answer, computed by transformers itself; `base` when they are an adapter."""
+    """Return the logprobs of the weights in `folder`, as transformers computes them; `base` when they are an adapter."""
     tokens = tuple((7 * index + 3) % 256 + len(SPECIAL) for index in range(length))
     return Fingerprint(token_ids=tokens, logprobs=tuple(_logprobs(folder, tokens, base)))
 
 
 def answers(folder: Path, expected: Fingerprint, *, base: Path | None = None) -> list[float]:
-    """What the weights in `folder` answer where `expected` says what they should."""
+    """Return those logprobs at the positions of `expected`."""
     return _logprobs(folder, expected.token_ids, base)
 
 

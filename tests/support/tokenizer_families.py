@@ -1,7 +1,7 @@
-"""Small tokenizers of each family that `tokenizer.json` files come in, trained on the spot.
+"""Small tokenizers of each family of `tokenizer.json` files, trained on the spot.
 
-The pipelines are those that transformers 4 and 5 and the conversion from GGUF write: what differs between them is who
-spells a space, who spells a byte that has no piece, and which decoder undoes it.
+The pipelines are those of transformers 4 and 5 and of the conversion from GGUF. They differ in the spelling of spaces
+and of bytes without a piece, and in the decoder.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _byte_level(**changes: Any) -> dict[str, Any]:
 
 
 def _gguf() -> dict[str, Any]:
-    """As transformers converts a byte-level vocabulary from GGUF."""
+    """Tokenizer that transformers converts from a byte-level vocabulary of a GGUF file."""
     content = _byte_level(decoder=_sequence(_FALLBACK, _FUSE, _SPACED, _BYTE_LEVEL))
     content["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<|endoftext|>"}
     return content
@@ -108,7 +108,7 @@ def _plain_tags() -> dict[str, Any]:
 
 
 def _sentencepiece(**changes: Any) -> dict[str, Any]:
-    """A BPE of pieces with `▁`, and bytes for what no piece spells."""
+    """A BPE of pieces with `▁`, and bytes for text without a piece."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -125,7 +125,7 @@ def _metaspace(scheme: str) -> dict[str, Any]:
 
 
 def _gemma() -> dict[str, Any]:
-    """Spaces are replaced, none is put before a text, and nothing is stripped."""
+    """Spaces are replaced, no space is put before a text, and no text is stripped."""
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     return _sentencepiece(normalizer=spaces, decoder=_sequence(_SPACED, _FALLBACK, _FUSE))
 

@@ -1,4 +1,4 @@
-"""What tests look at of a lineage whose weights are in this process."""
+"""Views of a lineage whose weights are in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_trainer.torch_learner.optimizer import Optimizer
 
 
 def torch_learner(lineage: Lineage | None) -> TorchLearner:
-    """Of a lineage that is open, with the back end `torch`."""
+    """Return the learner of an open lineage with the back end `torch`."""
     assert lineage is not None
     assert isinstance(lineage.learner, TorchLearner)
     return lineage.learner
@@ -21,5 +21,5 @@ def policy_of(lineage: Lineage | None) -> Policy:
 
 
 def optimizer_of(lineage: Lineage | None) -> Optimizer:
-    """What moves it."""
+    """Return its optimizer."""
     return torch_learner(lineage).optimizer

@@ -1,4 +1,4 @@
-"""Which runs were trained, read from the bus by task and run."""
+"""Trained runs, read from the bus by task and run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A made-up history of training: sessions, experiences with revisions, saves, refusals and second thoughts.
+"""A made-up history of training: sessions, experiences with revisions, saves, refusals and reversals.
 
-What each version holds is noted when it is published, so nothing here folds reports as the commands do.
+The content of each version is recorded at its publication, independent of the reports that the commands fold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class History:
     sessions: dict[str, list[Name]] = field(default_factory=dict)
     experiences: dict[Name, Experience] = field(default_factory=dict)
     contents: dict[str, dict[Name, int]] = field(default_factory=dict)
-    """Version to what it holds, each with the last save before it that trained that."""
+    """Content of each version: its experiences, each with the last save before it that trained it."""
     parents: dict[str, str | None] = field(default_factory=dict)
     published: dict[str, int] = field(default_factory=dict)
     held: dict[Name, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class History:
         self._save([], [], [], publish=True)
 
     def session(self, number: int) -> None:
-        """One session with its runs, and the revisions of what came of them."""
+        """One session with its runs, and the revisions of their experiences."""
         name = f"session-{number}"
         key = session_key("default", name)
         self.sessions[name] = []
@@ -94,7 +94,7 @@ class History:
                 self.waiting.append(name)
 
     def save(self) -> None:
-        """Train some of what waits, drop some, and now and then go back or forward to another version."""
+        """Train some waiting experiences, drop some, and now and then go back or forward to another version."""
         count = min(len(self.waiting), self.chance.randint(0, 60))
         batch_names, self.waiting = self.waiting[:count], self.waiting[count:]
         trained = [name for name in batch_names if self.chance.random() < 0.8]
@@ -178,7 +178,7 @@ class History:
 
 
 def fate(history: History, name: Name) -> tuple[str, str | None] | None:
-    """What became of a revision in the end, and the first version that holds it."""
+    """Return the final status of a revision, and the first version that holds it."""
     if name in history.held:
         account = history.held[name]
         holders = [

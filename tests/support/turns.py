@@ -1,7 +1,7 @@
-"""Turns as an agent makes them, on a chat template of one token per character.
+"""Turns of an agent, on a chat template of one token per character.
 
-`ask` renders the messages, so the history of a conversation is an exact token prefix of what follows from it, as long
-as the answers are sent back as they were.
+`ask` renders the messages, so the history of a conversation is an exact token prefix of its continuation, as long as
+answers are sent back unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def text_ids(text: str) -> list[int]:
 
 
 def render(messages: Sequence[Message]) -> tuple[int, ...]:
-    """The prompt: each message with its role before and a stop behind it, then the role of who answers."""
+    """Return the prompt: each message with its role before and a stop behind it, then the role of the answer."""
     tokens = [token for message in messages for token in (ROLES[message.role], *text_ids(message.text), EOS)]
     return (*tokens, ROLES["assistant"])
 
@@ -95,7 +95,7 @@ def _choice(index: int, text: str, stop: bool) -> Choice:
 
 
 def after(turn: Turn, *messages: Message, choice: int = 0) -> list[Message]:
-    """What a client sends next: the conversation, the answer that it chose, and something new."""
+    """Return a client's next messages: the conversation, the chosen answer, and a new message."""
     return [*turn.messages, turn.choices[choice].message, *messages]
 
 

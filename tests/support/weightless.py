@@ -1,4 +1,4 @@
-"""Versions whose weights nobody looks at."""
+"""Versions whose weights no test reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def version(
 
 
 def checkpoint(manifest: Manifest, ref: BlobRef, time: datetime) -> Checkpoint:
-    """What a trainer says of it."""
+    """Return the trainer's checkpoint event for it."""
     return Checkpoint(
         time=time,
         model=manifest.name,

@@ -1,4 +1,4 @@
-"""A client that sends exactly what a test says, in the versions of the embedded broker; Kafka knows them too."""
+"""A client that sends exact bytes in the versions of the embedded broker, which Kafka knows too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WireClient:
         return await self.receive(answer)
 
     async def ask_ready(self, request: NamedTuple, answer: type[M]) -> M:
-        """The same, again while a Kafka that has just started says that it loads (`error_code` of the answer)."""
+        """Repeat the request while a freshly started Kafka answers that it loads (`error_code` of the answer)."""
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
                 response = await self.ask(request, answer)
@@ -91,7 +91,7 @@ class WireClient:
                 await asyncio.sleep(0.05)
 
     async def fetch(self, topic: str, offset: int = 0, *, isolation: int = 0, partition: int = 0) -> tuple[int, bytes]:
-        """Error code and records of what is there now."""
+        """Return the error code and the available records."""
         topics = (FetchTopic(topic, (FetchPartition(partition, -1, offset, -1, 1_000_000),)),)
         request = FetchRequest(-1, 0, 0, 10_000_000, isolation, 0, -1, topics, (), "")
         response = await self.ask(request, FetchResponse)

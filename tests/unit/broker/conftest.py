@@ -73,7 +73,7 @@ async def live(run: Run) -> AsyncIterator[Live]:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Harness]:
-    """What writes and reads the file, without a server."""
+    """Writer and reader of the file, without a server."""
     harness = Harness(tmp_path)
     yield harness
     harness.close()
@@ -81,5 +81,5 @@ def broker(tmp_path: Path) -> Iterator[Harness]:
 
 @pytest.fixture
 def clients() -> Clients:
-    """Of a group in memory."""
+    """Member of a group in memory."""
     return Clients(Group("g"))

@@ -97,7 +97,7 @@ class Harness:
         ]
 
     def rows(self, partition_id: int, offset: int = 0, *, committed: bool = False) -> list[Row]:
-        """What a client makes of everything from `offset` on."""
+        """Return the records from `offset` on, as a client decodes them."""
         got = self.fetch(partition_id, offset, committed=committed)
         return [row for row in client_view(got, committed=committed) if row.offset >= offset]
 

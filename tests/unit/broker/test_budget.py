@@ -1,4 +1,4 @@
-"""Shared memory: never more than there is, first come first served, nothing lost by cancellation."""
+"""Shared memory: bounded use, first come first served, no loss by cancellation."""
 
 from __future__ import annotations
 

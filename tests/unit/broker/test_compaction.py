@@ -1,4 +1,4 @@
-"""Compaction: what may go, what must stay, what it costs. The model test has any order; here the cases have names."""
+"""Compaction: removable and protected records, and its cost. The model test has any order; these cases have names."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_no_batch_is_left_out_between_two_steps(broker: Harness, partition: int)
 
 
 def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> None:
-    """What retention deleted between reading and writing is not written again."""
+    """Records that retention deletes between reading and writing are not written again."""
     for number in range(4):
         broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
     broker.put(partition, (b"z", b""))

@@ -1,4 +1,4 @@
-"""Clients that are slow, rude, too many or gone: the others notice nothing, and nothing is left behind."""
+"""Slow, faulty, too many or vanished clients: the others are served, and no resources stay behind."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ async def test_a_bug_in_a_handler_costs_one_connection(live: Live, monkeypatch: 
 
 
 async def test_unacknowledged_and_refused_ends_the_connection(live: Live) -> None:
-    """The only way to tell a producer that does not want to be told."""
+    """A closed connection is the only signal to a producer that requests no acknowledgement."""
     async with live.client() as client:
         topics = (ProduceTopic("missing", (ProducePartition(0, batch()),)),)
         client.send(ProduceRequest(None, 0, 1_000, topics))

@@ -1,4 +1,4 @@
-"""Damaged files: one flipped byte is put right, more is taken out and named, and what is left is served."""
+"""Damaged files: one flipped byte is repaired, larger damage is removed and named, and the rest is served."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_flipped_byte_anywhere_is_put_right(written: tuple[Harness, int], tmp_
 
 
 def _frames(folder: Path) -> int:
-    """Committed frames, as SQLite's index of the log says."""
+    """Return the committed frames according to SQLite's index of the log."""
     return int.from_bytes((folder / "broker.sqlite-shm").read_bytes()[16:20], "little")
 
 
@@ -216,7 +216,7 @@ def test_a_file_of_an_older_broker_is_taken_in(written: tuple[Harness, int]) -> 
 
 
 def _rows(folder: Path, partition: int) -> list[tuple[int, bytes]]:
-    """What a broker that starts on the folder has."""
+    """Return the content of a broker that starts on the folder."""
     if folder.name == "origin":  # it is open
         with sqlite3.connect(folder / "broker.sqlite") as db:
             return db.execute("SELECT position, payload FROM batches ORDER BY position").fetchall()

@@ -19,7 +19,7 @@ from tests.unit.broker.group_clients import BOTH, RANGE, Clients
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """Any order of requests: nobody waits for ever, and a stable group agrees with itself."""
+    """Any order of requests: every request is answered, and a stable group agrees with itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Members of a group that keep their place over a restart of theirs (KIP-345)."""
+"""Static members of a group, which keep their assignment over a restart (KIP-345)."""
 
 from __future__ import annotations
 

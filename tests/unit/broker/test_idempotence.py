@@ -1,4 +1,4 @@
-"""What a partition remembers of a producer, against a plain list of what was accepted."""
+"""Producer state of a partition, compared with a plain list of accepted batches."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_a_producer_that_was_not_seen_for_long_is_forgotten(broker: Harness) -> 
 
 
 def test_a_producer_that_comes_back_in_the_commit_that_forgets_it_is_remembered(broker: Harness) -> None:
-    """The writer puts what clients send and what maintenance does into one commit."""
+    """The writer commits clients' records and maintenance together."""
     (partition,) = broker.topic()
     producer, epoch = broker.run(lambda: broker.transactions.begin_session("tx", 1000, 0))
     raw = batch(producer_id=producer, epoch=epoch, sequence=0)

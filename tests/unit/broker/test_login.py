@@ -1,4 +1,4 @@
-"""A broker with a password answers nobody who has not sent it, and every client that has."""
+"""A broker with a password answers clients that have sent it, and no others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain(message: bytes, version: int = 1) -> bytes:
 
 
 async def answers(broker: BrokerProcess, *frames: bytes) -> list[bytes]:
-    """Return what the broker answers until it closes the connection, or says nothing for a second."""
+    """Return the broker's answers until it closes the connection or is silent for a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
     responses: list[bytes] = []
     try:

@@ -1,4 +1,4 @@
-"""Retention and compaction on a live broker: off the event loop, restartable, and nothing is lost by them."""
+"""Retention and compaction on a live broker: off the event loop, restartable, without loss."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_clean_table_is_not_worked_on_again(live: Live, monkeypatch: pyt
 
 
 async def test_clients_go_on_during_compaction(live: Live) -> None:
-    """The longest stretch in which the event loop does nothing stays short while a large table is compacted."""
+    """The event loop is never blocked for long while a large table is compacted."""
     await live.create("table", cleanup_policy="compact", max_message_bytes=1_000_000)
     await live.create("t")
     async with live.client() as client, _maintenance(live) as maintenance:
@@ -132,7 +132,7 @@ async def test_compaction_that_is_interrupted_begins_again(live: Live) -> None:
 
 
 async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
-    """A record that an open transaction may yet take back supersedes nothing, nor does what lies behind it."""
+    """A record of an open transaction supersedes no earlier record, and neither do the records behind it."""
     await live.create("table", cleanup_policy="compact")
     async with live.client() as client, _maintenance(live) as maintenance:
         session = await client.ask(InitProducerIdRequest("tx", 60_000), InitProducerIdResponse)

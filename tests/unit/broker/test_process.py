@@ -20,7 +20,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.ports import free_port
 
 START_CPU_RATIO_MAX = 4.0
-"""Of what importing the event contracts alone costs here and now: machines differ, and so do their hours."""
+"""Cost relative to an import of the event contracts here and now, because machines and their load differ."""
 _IMPORTS = "import headrace_schemas.by_topic, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
 
 

@@ -1,4 +1,4 @@
-"""What a restart keeps, and what a full disk does."""
+"""State after a restart, and after a full disk."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_a_full_disk_refuses_and_keeps(run: Run) -> None:
 
 
 async def test_a_commit_that_fails_leaves_nothing_in_memory(live: Live) -> None:
-    """What the writer keeps in memory is a cache of the file: after a rollback it is read again."""
+    """The writer's memory is a cache of the file: a rollback reloads it."""
     await live.create("t")
     log, view = live.broker.log, live.broker.view("t", 0)
     once = parse_produced(batch(producer_id=7, epoch=0, sequence=0))

@@ -13,7 +13,7 @@ from tests.unit.broker.harness import Harness
 
 
 def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int) -> int:
-    """Cut until there is nothing to cut; how often it took."""
+    """Remove records until none is removable. Return the number of rounds."""
     times = 0
     while True:
         partition = broker.log.partition(partition_id)

@@ -1,4 +1,4 @@
-"""A disk that becomes short: records are refused before it is full, everything else goes on, nothing is lost."""
+"""A disk that becomes short: records are refused before it is full, all other requests go on, no record is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_records_are_refused_while_the_disk_is_short_and_taken_afterwards(
 
 
 async def test_a_burst_between_two_looks_stays_above_the_bound(run: Run, tmp_path: Path) -> None:
-    """What was taken since the last look counts as written, so a fast producer does not outrun the guard."""
+    """Records accepted since the last check count as written, so a fast producer does not outrun the guard."""
     disk = MeasuredDisk(_BOUND + 400_000)
     async with run(_guards(tmp_path)) as live, live.client() as client:
         await live.create("t")

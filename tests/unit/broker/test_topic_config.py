@@ -1,4 +1,4 @@
-"""Settings of topics: what is honoured, and that nothing else is taken."""
+"""Settings of topics: honoured ones, and refusals of all others."""
 
 from __future__ import annotations
 

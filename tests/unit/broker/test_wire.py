@@ -1,4 +1,4 @@
-"""The codec: against aiokafka's own message classes, by round trip, and on bytes that mean nothing."""
+"""The codec: compared with aiokafka's own message classes, by round trip, and on meaningless bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gateways make of a routing's split: by the registry's own rule, with exact propensities."""
+"""Assignment of units to the arms of a routing's split, by the registry's own rule, with exact propensities."""
 
 from __future__ import annotations
 

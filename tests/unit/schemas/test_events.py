@@ -1,4 +1,4 @@
-"""What an event promises is enforced where it is built and where it is read."""
+"""Rules of an event are enforced where it is built and where it is read."""
 
 from __future__ import annotations
 

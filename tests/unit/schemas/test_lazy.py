@@ -1,4 +1,4 @@
-"""Events are imported when they are asked for: the names stay, and asking for one does not import the others."""
+"""Events are imported on first use: the names stay, and one import does not load the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes become names: UTF-8 where it is valid, else Latin-1, percent forms once, and nothing is folded."""
+"""Names from bytes: UTF-8 where it is valid, else Latin-1, percent forms decoded once, without folding."""
 
 from __future__ import annotations
 

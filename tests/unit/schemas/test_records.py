@@ -1,4 +1,4 @@
-"""What a record carries: an event, or where it lies."""
+"""Content of a record: an event, or a reference to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be said is not said, and what is no secret stays readable."""
+"""Secrets are removed from text, and text without secrets stays readable."""
 
 from __future__ import annotations
 

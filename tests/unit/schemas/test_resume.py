@@ -1,4 +1,4 @@
-"""What a replica is told when it takes over a generation."""
+"""Request to a replica that takes over a generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody but its owner can give rewards in the name of a judge, a reward function or a reward model."""
+"""Only its owner can give rewards in the name of a judge, a reward function or a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack's token is found by whom it belongs to, used for the stack's own addresses, and for no others."""
+"""A stack's token is found by its owner's address, and used for the stack's own addresses only."""
 
 from __future__ import annotations
 

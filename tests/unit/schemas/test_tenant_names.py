@@ -1,4 +1,4 @@
-"""Names of tenants beside names of theirs: no two pairs share a result."""
+"""Names of tenants joined with their own names: no two pairs share a result."""
 
 from __future__ import annotations
 
