@@ -96,7 +96,7 @@ def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
 
 
 def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
-    """Return the logprobs of the weights in `folder`, as transformers computes them; `base` when they are an adapter."""
+    """Return the logprobs of the weights in `folder` by transformers; `base` when they are an adapter."""
     tokens = tuple((7 * index + 3) % 256 + len(SPECIAL) for index in range(length))
     return Fingerprint(token_ids=tokens, logprobs=tuple(_logprobs(folder, tokens, base)))
 

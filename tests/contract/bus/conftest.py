@@ -1,4 +1,4 @@
-"""One suite for the embedded broker and Apache Kafka: every test runs on both unless it says why not."""
+"""One suite for the embedded broker and Apache Kafka: every test runs on both, except with a stated reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kafka's own Java client (the jars of the test node): what agents on the JVM produce with."""
+"""Kafka's own Java client (the jars of the test node), which agents on the JVM use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 under load, on the embedded broker as a process: nothing acknowledged is lost, doubled or out of order.
+"""kill -9 under load, on the embedded broker as a process: no acknowledged record is lost, doubled or out of order.
 
 (Apache Kafka acknowledges from memory and relies on replicas; one node of it does not promise this.)
 """
@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("KILLS", "6"))
 
 
 class Load:
-    """Sends numbered records to one partition, a few in flight, and keeps what was acknowledged, with its offset."""
+    """Sends numbered records to one partition, a few in flight, and stores the acknowledged ones with their offsets."""
 
     def __init__(self, partition: int) -> None:
         self.partition = partition

@@ -1,4 +1,4 @@
-"""What a producer may send, and what it is told when it may not."""
+"""Records that a producer may send, and the refusals of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the promises of an engine are tried on: an engine that holds two full versions and two adapters of the first."""
+"""Ground of the engine's promises: an engine that serves two full versions and two adapters of the first."""
 
 from __future__ import annotations
 

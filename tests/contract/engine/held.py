@@ -43,7 +43,7 @@ async def sampled(ground: Ground, begun: Sequence[int] = (), **how: Any) -> tupl
 
 
 async def answers_keep_to_their_grammar(ground: Ground, _: Path) -> None:
-    """Plain and streamed, and the logprobs are those of what the grammar leaves."""
+    """Plain and streamed answers are equal, and the logprobs are those under the grammar's mask."""
     assert ground.engine.grammars
     for how in ({"seed": 5}, {"seed": 5, "stream": True}, {"temperature": 0.0}):
         text, tokens = await sampled(ground, **how)

@@ -124,7 +124,7 @@ def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is unloaded goes on."""
+    """Streams of an unloaded version continue."""
 
     async def unload(engine: VllmEngine, version: str) -> None:
         engine._loaded.pop(version, None)
@@ -206,4 +206,4 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
     ("grammars begin anew", patched(engine, "refuse_unsupported", nothing), held.a_held_answer_goes_on_or_is_refused),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
 )
-"""What is broken, and the promise that finds it."""
+"""Faults, and the promise that finds each."""

@@ -1,4 +1,4 @@
-"""What `headrace_inference.engine.Engine` promises, each as a function that fails where an engine does not keep it."""
+"""Promises of `headrace_inference.engine.Engine`, each as a function that fails for an engine that breaks it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WAIT_S = 60.0
 
 
 async def logprobs_are_the_trainers(ground: Ground, _: Path) -> Figures:
-    """Of every version, whoever else is sampled at the same time; and another adapter's are not."""
+    """Logprobs of every version are its own, whatever else is sampled at the same time."""
     prompts = [prompt_of(length, salt) for salt, length in enumerate((3, 33))]
     each = max(4, ground.tokens // (len(ground.versions.all) * len(prompts) * (len(TEMPERATURES) + 1)))
     cases = [(of, p, t) for of in ground.versions.all for p in prompts for t in (*TEMPERATURES, 0.0)]
@@ -202,7 +202,7 @@ async def a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved(ground: Groun
 
 
 async def a_penalty_is_counted_or_refused(ground: Ground, _: Path) -> None:
-    """On a resumed choice: what was sampled elsewhere counts, too."""
+    """On a resumed choice, tokens sampled elsewhere count, too."""
     how: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 1.5, "max_tokens": 24}
     complete = await ground.sample(prompt_of(25), ground.versions.first, **how)
     assert len(set(complete.token_ids)) > 1
@@ -316,7 +316,7 @@ async def an_unloaded_version_fails_what_it_had_begun_and_nothing_else(ground: G
 
 
 async def versions_come_and_go_beside_streams(ground: Ground, _: Path) -> Figures:
-    """Nobody's stream breaks, and each keeps its version's logprobs."""
+    """No stream breaks, and each has the logprobs of its version."""
     engine, stop, sampled = ground.engine, asyncio.Event(), []
 
     async def client(number: int) -> None:
@@ -374,7 +374,7 @@ PROMISES: tuple[Promise, ...] = (
 
 
 def renamed(of: Stored, **changes: object) -> Stored:
-    """The same files under another name."""
+    """Return the same files under another name."""
     return Stored(of.manifest.model_copy(update=changes), of.folder, of.base)
 
 
@@ -392,6 +392,6 @@ def _configured(of: Stored, folder: Path, **changes: object) -> Path:
 
 
 def beyond(of: Stored, folder: Path) -> Path:
-    """An adapter of the same base whose rank is above `RANK_MAX`."""
+    """Return an adapter of the same base whose rank is above `RANK_MAX`."""
     assert of.base is not None
     return tiny_model.adapter(of.base, folder, seed=9, rank=2 * RANK_MAX)

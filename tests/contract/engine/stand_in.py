@@ -29,7 +29,7 @@ from headrace_inference.vllm_engine.settings import VllmSettings
 BLOCK = 16
 """Tokens of a prompt that are cached together."""
 PORTION = 2
-"""Tokens that come at a time: whoever is slow to ask gets several."""
+"""Tokens per delivery: a slow reader gets several at once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Adapter:
 
 
 class CoreDied(Exception):
-    """As `vllm.v1.engine.exceptions.EngineDeadError`."""
+    """Counterpart of `vllm.v1.engine.exceptions.EngineDeadError`."""
 
 
 class StandIn:
@@ -97,7 +97,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Matched:
-    """As `vllm.v1.structured_output.backend_guidance.GuidanceGrammar`."""
+    """Counterpart of `vllm.v1.structured_output.backend_guidance.GuidanceGrammar`."""
 
     matcher: Any
 
@@ -108,7 +108,7 @@ class Matched:
 
 
 def guide_of(grammar: str, folder: Path, vocabulary: int) -> Matched:
-    """What vLLM's back end `guidance` makes of a request: the tokenizer of the model's folder, the library's limits."""
+    """Grammar of a request as vLLM's back end `guidance` builds it: the model's tokenizer, the library's limits."""
     words = from_tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary)
     matcher = LLMatcher(words, grammar_from("grammar", grammar))
     assert not matcher.is_error(), matcher.get_error()
@@ -126,12 +126,12 @@ class StandInLLM:
         self._cached: set[tuple[str, int, tuple[int, ...]]] = set()
         self.running: set[str] = set()
         self._scoring = 0
-        """Requests with `logprob_token_ids`, which leave the others in a step nothing but their sampled tokens."""
+        """Requests with `logprob_token_ids`: other requests of the step get only their sampled tokens."""
         self.shut = False
         self.errored = False
 
     def die(self) -> None:
-        """As when its process is killed."""
+        """Die, as after a kill of the process."""
         self.errored = True
 
     async def generate(
@@ -216,11 +216,11 @@ class StandInLLM:
         return truncated_logits_V
 
     def logprobs(self, logits_V: Tensor, _request: Request) -> Tensor:
-        """Of what was sampled from: `processed_logprobs`."""
+        """Return the logprobs of the sampled distribution: `processed_logprobs`."""
         return logits_V.log_softmax(0)
 
     def _prefix(self, salt: str, number: int, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt were there, in blocks; now all whole ones are."""
+        """Return the number of cached prompt tokens, in blocks, and cache all complete blocks."""
         ends = range(BLOCK, len(ids), BLOCK)
         keys = [(self.salt(salt), self.separated(number), tuple(ids[:end])) for end in ends]
         hits = 0

@@ -1,4 +1,4 @@
-"""What we use of the package itself, without starting an engine: its parsers, parameters and arguments."""
+"""Parts of the package vLLM that we use, without a started engine: its parsers, parameters and arguments."""
 
 from __future__ import annotations
 

@@ -57,21 +57,21 @@ class AlwaysMoves(RememberingLearner):
 
 
 class Deaf(RememberingLearner):
-    """Goes on when it is told to stop."""
+    """Ignore a stop request."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(batch, threading.Event(), from_base=from_base)
 
 
 class PassesOverCorrections(RememberingLearner):
-    """Trains what is new alone."""
+    """Train new rows only."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(Batch(batch.first or batch.rows, batch.full_rows), stop, from_base=from_base)
 
 
 class Unmeasured(RememberingLearner):
-    """Does not say what the gradient of a token was multiplied with."""
+    """Leave out the factor of a token's gradient."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         outcome = super().step(batch, stop, from_base=from_base)
@@ -87,7 +87,7 @@ class Random(RememberingLearner):
 
 
 class AnswersAsTheBase(RememberingLearner):
-    """What an engine compares says nothing about the files."""
+    """Compute a fingerprint that is independent of the files."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         super().write(folder, base)
@@ -95,7 +95,7 @@ class AnswersAsTheBase(RememberingLearner):
 
 
 class WritesMore(RememberingLearner):
-    """A configuration of its own beside the weights: it would stand in place of the base's."""
+    """Write a configuration beside the weights, which would replace the base's."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         (folder / "config.json").write_text("{}")
@@ -103,7 +103,7 @@ class WritesMore(RememberingLearner):
 
 
 class Grows(RememberingLearner):
-    """What it can be given depends on when it is asked."""
+    """Depend on the time of the call."""
 
     @property
     def abilities(self) -> Abilities:
@@ -130,7 +130,7 @@ class Stays(RememberingLearner):
 
 
 class CopiesLate(RememberingLearner):
-    """What a copy holds is what there is when it is written."""
+    """Read the state when the copy is written, not when it is taken."""
 
     def copy(self, base: str | None) -> WholeCopy:
         learner, copied = self, super().copy(base)
@@ -168,4 +168,4 @@ FAULTS: tuple[tuple[type[RememberingLearner], Promise], ...] = (
     (AnswersAsTheBase, promises.the_base_answers_as_the_base),
     (ClosesOnce, promises.it_may_be_closed_twice),
 )
-"""What is broken, and the promise that finds it."""
+"""Faults, and the promise that finds each."""

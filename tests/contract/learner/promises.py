@@ -1,4 +1,4 @@
-"""What `headrace_trainer.learner.Learner` promises, each as a function that fails where a learner does not keep it."""
+"""Promises of `headrace_trainer.learner.Learner`, each as a function that fails for a learner that breaks it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Opener:
         return self.open(lineage)
 
     def version(self, written: Path, folder: Path) -> Path:
-        """The whole version: what was written, and of all weights the base's other files."""
+        """Return a complete version: the written files, and the base's other files."""
         shutil.copytree(written, folder)
         if not (folder / "adapter_config.json").exists():
             for path in self.base.iterdir():
@@ -44,7 +44,7 @@ class Opener:
 Promise = Callable[[Opener, Path], None]
 VERSION = "m@0123456789abcdef"
 GOING_ON = threading.Event()
-"""Nobody sets it."""
+"""Stop flag that is never set."""
 
 
 def row(number: int, advantage: float, token_weight: float | None = None) -> Row:
@@ -73,7 +73,7 @@ def new(folder: Path, name: str) -> Path:
 
 
 def frozen(learner: Learner) -> Frozen:
-    """All that it would save."""
+    """Return everything that it would save."""
     with tempfile.TemporaryDirectory() as name:
         _written(learner.copy(None), Path(name))
         return Frozen((Path(name) / WEIGHTS).read_bytes(), (Path(name) / OPTIMIZER).read_bytes())
@@ -87,7 +87,7 @@ def thaw(learner: Learner, then: Frozen, *, with_random: bool) -> None:
 
 
 def write(learner: Learner, folder: Path, base: str) -> Fingerprint:
-    """The present weights' files; what they answer."""
+    """Return the present weights' files and their answers."""
     with tempfile.TemporaryDirectory() as name:
         copy = learner.copy(base)
         _written(copy, Path(name))
@@ -127,7 +127,7 @@ def a_step_changes_the_weights_and_is_measured(open_one: Opener, _: Path) -> Non
 
 
 def corrections_are_trained(open_one: Opener, _: Path) -> None:
-    """Alone, and beside others."""
+    """Train alone and together with other rows."""
     alone, beside, without = open_one("main"), open_one("main"), open_one("main")
     before = frozen(alone)
     alone.step(Batch((row(7, 0.5, 0.01),)), GOING_ON)

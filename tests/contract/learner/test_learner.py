@@ -1,4 +1,4 @@
-"""One contract for whoever holds weights and optimizer: the back end `torch`, and the simulation's learner."""
+"""One contract for every owner of weights and optimizer: the back end `torch`, and the simulation's learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Folder = Callable[[], Path]
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The tiny model's folder, made when somebody asks for it."""
+    """The tiny model's folder, built on first use."""
     folders: list[Path] = []
 
     def create() -> Path:

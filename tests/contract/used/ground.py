@@ -35,7 +35,7 @@ class Ground(Protocol):
         """A topic that is empty; returns its name."""
 
     def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Run something as a process of its own would, beside the scenario."""
+        """Run a coroutine as a process of its own would, concurrently with the scenario."""
 
 
 Scenario = Callable[[Ground], Coroutine[Any, Any, None]]
@@ -54,7 +54,7 @@ async def producing(ground: Ground) -> AsyncIterator[AIOKafkaProducer]:
 
 @contextlib.asynccontextmanager
 async def consuming(ground: Ground, **options: object) -> AsyncIterator[AIOKafkaConsumer]:
-    """A consumer with our defaults, started, with nothing assigned."""
+    """Start a consumer with our defaults and no assignment."""
     reader = consumer(ground.bus, "used", **options)
     await reader.start()
     try:
@@ -84,7 +84,7 @@ async def take(reader: AIOKafkaConsumer, count: int) -> list[Record]:
 
 
 async def everything(ground: Ground, topic: str) -> list[list[Record]]:
-    """All that is on a topic now, by partition."""
+    """Return all records of a topic, by partition."""
     async with consuming(ground) as reader:
         partitions = await assign_all(reader, topic)
         ends = await reader.end_offsets(partitions)

@@ -47,12 +47,12 @@ class RealGround:
 
 
 class SimulatedGround:
-    """A `World` with a bus and nothing else; no fault is ordered, but chance deals with everything that it may."""
+    """A `World` with only a bus; no fault is ordered, but chance plays every permitted behaviour."""
 
     request_timeout_s = 3.0
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """`bus` is what services are told; the bus itself is what the simulated clients find in their world."""
+        """`bus` is the services' setting; the simulated clients find the bus itself in their world."""
         self.folder = folder
         self.draw = random.Random(seed)
         self.bus = BusSettings(address="simulated:9092", request_timeout_s=self.request_timeout_s)
@@ -84,12 +84,12 @@ class _World:
 
 
 def play_for_real(scenario: Scenario, address: str, folder: Path, seed: int) -> None:
-    """Raises what the scenario raises."""
+    """Run the scenario. Raises its exception."""
     asyncio.run(scenario(RealGround(address, folder, seed)))
 
 
 def play_simulated(scenario: Scenario, seed: int) -> None:
-    """The same in the simulated world, where no time passes outside. Raises what the scenario raises."""
+    """Run the scenario in the simulated world, where no time passes outside. Raises its exception."""
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder, _installed():
         ground = SimulatedGround(Path(folder), seed)
         loop = VirtualLoop(lambda: ground.world.bus.draw.random() * 1e-3, alive)
@@ -107,7 +107,7 @@ def play_simulated(scenario: Scenario, seed: int) -> None:
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """What the simulation puts in place of Kafka's clients, and nothing else of it."""
+    """Replace Kafka's clients by the simulation's, and no other name."""
     with contextlib.ExitStack() as stack:
         for name, substitute in {**kafka.STANDS_FOR, "asyncio.TaskGroup": TaskGroup}.items():
             stack.enter_context(mock.patch(name, substitute))

@@ -21,11 +21,11 @@ from headrace_runtime.wire import Record
 from tests.contract.used.ground import Ground, Scenario, consuming, eventually, everything, producing, send
 
 _COMMITS_WITHIN_S = 2.5
-"""Some commit intervals of the host: whoever wanted to commit has done so."""
+"""Some commit intervals of the host, after which every pending commit has been made."""
 
 
 class Handler:
-    """In place of a `Processor`: notes what comes; while it is `closed`, nothing is finished."""
+    """Handler in place of a `Processor`: it records its input; while it is `closed`, no record finishes."""
 
     ends: Any = None
 
@@ -49,7 +49,7 @@ class Handler:
             self.handled.append(record)
 
     async def prune(self) -> None:
-        """There is nothing to forget."""
+        """Forget no state, because there is none."""
 
 
 class Member:
@@ -70,19 +70,19 @@ class Member:
         self._task = self._ground.spawn(self._run)
 
     async def stop(self) -> None:
-        """As SIGTERM does."""
+        """Stop the host as SIGTERM does."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def ended(self) -> BaseException | None:
-        """Wait until it ends by itself; what it ended by."""
+        """Wait until the host ends by itself. Return the exception."""
         assert self._task is not None
         await asyncio.wait([self._task], timeout=60)
         return self._task.exception()
 
     def waiting(self) -> list[TopicPartition]:
-        """Where the records come from that it was given and has not begun to handle."""
+        """Return the positions of the records that were delivered and not begun."""
         if self._host is None:
             return []
         queued = [event.message for event in cast(Any, self._host._queue)._queue]
@@ -117,7 +117,7 @@ def _group(ground: Ground) -> str:
 
 
 async def _starts(ground: Ground, group: str, *topics: str) -> Mapping[tuple[str, int], int]:
-    """What the host itself asks before it starts."""
+    """Requests of the host itself before it starts."""
     offset_reader = Offsets(ground.bus, group)
     await offset_reader.start()
     try:
@@ -143,7 +143,7 @@ def _offsets_of(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
 
 
 async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
-    """Two topics with one agent. What was acknowledged before a stop is not handled again, all else is, in order."""
+    """Two topics with one agent. Records acknowledged before a stop are not handled again, all others are, in order."""
     topics = [await ground.create(2), await ground.create(2)]
     group = _group(ground)
     async with producing(ground) as producer:
@@ -175,7 +175,7 @@ async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
 
 
 async def committed_is_seen_by_others(ground: Ground) -> None:
-    """By a consumer that only asks, and by one that is assigned by hand under the same group; by no other group."""
+    """Committed offsets are visible to a consumer of the same group by hand, and to no other group."""
     topic, group = await ground.create(1), _group(ground)
     partition = TopicPartition(topic, 0)
     member = Member(ground, group, topic)
@@ -199,9 +199,9 @@ async def committed_is_seen_by_others(ground: Ground) -> None:
 
 
 async def members_share_and_survivors_take_over(ground: Ground) -> None:
-    """And the late acknowledgement of a former owner changes nothing: the new owner handles the record, too.
+    """A late acknowledgement of a former owner has no effect: the new owner handles the record, too.
 
-    Whose partitions are dealt out anew may be given again what it has not committed, so not all comes once.
+    A revoked partition may deliver uncommitted records again, so not every record comes once.
     """
     topic, group = await ground.create(4), _group(ground)
     old, new = (Member(ground, group, topic, batch_max=50) for _ in range(2))
@@ -240,7 +240,7 @@ async def _send_to_each(producer: AIOKafkaProducer, topic: str, value: bytes) ->
 
 
 def _assigned_partitions(member: Member) -> set[int]:
-    """Partitions of what it was given up to now."""
+    """Return the partitions of the records delivered up to now."""
     return {partition.partition for partition in member.waiting()} | {
         record.partition for record in member.handler.seen
     }

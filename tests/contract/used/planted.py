@@ -1,4 +1,4 @@
-"""Faults of a bus, planted in the simulated one: the suite is worth what it finds of these."""
+"""Faults of a bus, planted in the simulated one: the suite has to find them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _APPEND, _COMMIT, _FETCH, _ENDS = Bus.append, Group.commit, Consumer._fetch, Con
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """What is replaced, by what, and a scenario that must fail then."""
+    """Replaced name, its replacement, and a scenario that must fail."""
 
     name: str
     substitute: object
@@ -66,7 +66,7 @@ def _commit_too_little(group: Group, member: Member, partition: TopicPartition, 
 
 
 def _without_fences(app: App, event: Event) -> None:
-    """Whoever acknowledges is believed."""
+    """Accept acknowledgements of former owners."""
     app._group.committed[event.topic_partition] = event.message.offset + 1
 
 
@@ -79,7 +79,7 @@ def _without_bound(consumer: Consumer, partitions: Any, _records_max: int) -> An
 
 
 async def _late_ends(consumer: Consumer, partitions: Any) -> dict[TopicPartition, int]:
-    """What was acknowledged last is not there yet."""
+    """Hide the last acknowledged record."""
     return {partition: max(0, end - 1) for partition, end in (await _ENDS(consumer, partitions)).items()}
 
 
@@ -93,7 +93,7 @@ async def acknowledge_backwards(host: FaustHost) -> None:
 
 
 async def a_full_batch(ground: Ground) -> None:
-    """A host that gets several records of one partition at once; raises what it ended by."""
+    """A host that gets several records of one partition at once. Raises its exception."""
     topic = await ground.create(1)
     member = hosting.Member(ground, "group", topic, batch_max=20)
     member.handler.open.clear()

@@ -1,4 +1,4 @@
-"""What our readers without a group rely on: tables, the trainer's source, the registry's reader, offsets."""
+"""Behaviour that our readers without a group rely on: tables, the trainer's source, the registry's reader, offsets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.contract.used.ground import (
 
 
 async def _filled(ground: Ground, *counts: int) -> str:
-    """A topic with so many records in each partition; each says its partition and offset."""
+    """Create a topic with that many records in each partition; each holds its partition and offset."""
     topic = await ground.create(len(counts))
     async with producing(ground) as producer:
         for partition, count in enumerate(counts):
@@ -75,7 +75,7 @@ async def seek_anywhere(ground: Ground) -> None:
 
 
 async def behind_the_end_starts_over(ground: Ground) -> None:
-    """A bus that was replaced ends before the position: we have told our readers to read from the oldest record."""
+    """A replaced bus ends before the position: our readers start at the oldest record."""
     topic = await _filled(ground, 4)
     partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
@@ -85,7 +85,7 @@ async def behind_the_end_starts_over(ground: Ground) -> None:
 
 
 async def some_at_a_time(ground: Ground) -> None:
-    """Never more than `max_records`, only from the places that were asked for, and in the end each record once."""
+    """A fetch returns at most `max_records`, from the requested partitions, and in the end each record once."""
     topic = await _filled(ground, 30, 30, 30)
     records: list[Record] = []
     async with consuming(ground) as reader:
@@ -105,7 +105,7 @@ async def some_at_a_time(ground: Ground) -> None:
 
 
 async def paused_places_wait(ground: Ground) -> None:
-    """Also with what was fetched before the pause; where they wait does not move, and resuming loses nothing."""
+    """A pause holds fetched records back too; positions do not move, and resuming loses no record."""
     topic = await _filled(ground, 20, 20)
     async with consuming(ground) as reader:
         paused, open_ = await assign_all(reader, topic)
@@ -174,7 +174,7 @@ async def what_is_not_ours_is_refused(ground: Ground) -> None:
 
 
 async def readers_do_not_meet(ground: Ground) -> None:
-    """Without a group everybody reads everything, and a reader that waits hears of new records."""
+    """Without a group every reader reads all records, and a waiting reader receives new ones."""
     topic = await _filled(ground, 6)
     partition = TopicPartition(topic, 0)
     async with consuming(ground) as first_reader, consuming(ground) as other, producing(ground) as producer:

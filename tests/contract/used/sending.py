@@ -1,4 +1,4 @@
-"""What our producers rely on."""
+"""Behaviour that our producers rely on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _HASHES = {
 
 
 async def keys_choose_partitions(ground: Ground) -> None:
-    """The same on every bus, also beside Kafka's own clients: a session's events meet in one partition."""
+    """The partition of a key is equal on every bus and for Kafka's own clients: a session's events meet in one
+    partition."""
     topic = await ground.create(_TOPIC_PARTITIONS)
     random_keys = [ground.draw.randbytes(ground.draw.randint(0, 40)) for _ in range(40)]
     async with producing(ground) as producer:
@@ -52,7 +53,7 @@ async def keys_choose_partitions(ground: Ground) -> None:
 
 
 async def order_within_a_partition(ground: Ground) -> None:
-    """Also of what was sent before anything was acknowledged. Offsets are dense and begin at 0."""
+    """Order holds also for records sent before any acknowledgement. Offsets are dense and begin at 0."""
     topic = await ground.create(3)
     sent: list[list[bytes | None]] = [[], [], []]
     async with producing(ground) as producer:
@@ -72,7 +73,7 @@ async def order_within_a_partition(ground: Ground) -> None:
 
 
 async def acknowledged_is_readable(ground: Ground) -> None:
-    """Whoever asks for the end after an acknowledgement is told of the record."""
+    """An end offset that is requested after an acknowledgement includes the record."""
     topic = await ground.create(1)
     partition = TopicPartition(topic, 0)
     async with producing(ground) as producer, consuming(ground) as reader:
@@ -110,7 +111,7 @@ async def headers_come_back(ground: Ground) -> None:
 
 
 async def too_large_is_refused_alone(ground: Ground) -> None:
-    """At once and by name, and what is sent beside it arrives."""
+    """An oversized record fails at once and by name, and records sent with it arrive."""
     topic = await ground.create(1)
     async with producing(ground) as producer:
         before = await producer.send(topic, b"before", b"k", 0, headers=[])
@@ -123,7 +124,7 @@ async def too_large_is_refused_alone(ground: Ground) -> None:
 
 
 async def stopping_flushes(ground: Ground) -> None:
-    """All that was sent is there, and nothing can be sent any more."""
+    """After a stop all sent records are on the bus, and sending fails."""
     topic = await ground.create(2)
     async with producing(ground) as producer:
         for number in range(50):

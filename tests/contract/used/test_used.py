@@ -1,4 +1,4 @@
-"""What our runtime uses of a bus, held against each bus that it may meet: the fake keeps what the real ones promise."""
+"""Behaviour of the bus that our runtime uses, checked on each bus: the fake behaves as the real ones do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PASSWORD = "a-password-of-the-bus"
 
 @pytest.fixture(scope="module")
 def embedded_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The embedded broker where it asks for a login."""
+    """The embedded broker with a login."""
     broker = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD)
     broker.start()
     remember_login(broker.address, BusLogin("headrace", PASSWORD))
@@ -109,7 +109,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 
 def test_acknowledging_out_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated host is harsher than Faust here, so that nobody comes to rely on Faust's way with gaps."""
+    """The simulated host is harsher than Faust here, so that no service relies on Faust's treatment of gaps."""
     monkeypatch.setattr("headrace_runtime.faust_host.FaustHost._work", acknowledge_backwards)
     with pytest.raises(ExceptionGroup) as stopped:
         play_simulated(a_full_batch, 0)

@@ -1,4 +1,4 @@
-"""P7: bytes are what their name says, or they are refused."""
+"""P7: bytes match their name, or they are refused."""
 
 from __future__ import annotations
 

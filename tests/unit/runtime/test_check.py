@@ -1,4 +1,4 @@
-"""What a start would find wrong with what all services share."""
+"""Start check of the parts that all services share."""
 
 from __future__ import annotations
 

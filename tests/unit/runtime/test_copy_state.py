@@ -1,4 +1,4 @@
-"""Every table of every service goes from SQLite to PostgreSQL as it is, or nothing does."""
+"""Every table of every service is copied from SQLite to PostgreSQL unchanged, or none is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged batch is one record that says so; what is around it is read as ever."""
+"""A damaged batch becomes one record with a mark; the records around it are read as usual."""
 
 from __future__ import annotations
 

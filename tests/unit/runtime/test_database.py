@@ -1,4 +1,4 @@
-"""How a service's database is opened, that SQLite's transactions take turns, and what the health page hears of it."""
+"""Opening of a service's database, turns of SQLite's transactions, and the database's part of the health page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 
 POSTGRESQL = "postgresql://headrace:secret@127.0.0.1:1/headrace"
-"""Nobody listens there."""
+"""Address without a listener."""
 
 
 def opened(data_dir: Path, url: str = "sqlite", pool_size: int = 5) -> Database:
@@ -42,7 +42,7 @@ async def test_a_commit_is_synced_keys_are_enforced_and_a_lock_is_waited_for(tmp
 
 
 async def test_transactions_on_sqlite_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by SQLite's lock, which would be given up after a while."""
+    """The transactions wait for each other, not for SQLite's lock, which would time out."""
     monkeypatch.setattr(module, "_PRAGMAS", (*module._PRAGMAS, "busy_timeout=1"))
     database = opened(tmp_path)
     async with database.transaction() as tx:

@@ -1,4 +1,4 @@
-"""Which errors of a database another try may mend, and which are somebody's fault."""
+"""Errors of a database that another try may mend, and errors that are permanent."""
 
 from __future__ import annotations
 

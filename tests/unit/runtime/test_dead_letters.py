@@ -1,4 +1,4 @@
-"""What a dead letter says of a record, and that services without the stream host tell each once."""
+"""Content of a dead letter, and one letter per record in services without the stream host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk without room: told from other errors, named, waited for, and never a reason to end."""
+"""A full disk: recognised, named, waited for, and never a reason to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Faust is told about the bus."""
+"""Settings of the bus that Faust receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The garbage collection of a service: what it has imported is exempt, and what it makes is collected seldom."""
+"""Garbage collection of a service: imports are exempt, and new objects are collected rarely."""
 
 from __future__ import annotations
 

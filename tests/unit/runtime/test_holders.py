@@ -1,4 +1,4 @@
-"""Who is dead is known on the machine where it lived, and nowhere else."""
+"""A death is known on the machine of the dead process, and on no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTTP server does with those who send slowly, ambiguously or too much: seen on raw sockets."""
+"""Reaction of the HTTP server to slow, ambiguous and oversized requests, on raw sockets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def serving(settings: ServiceSettings = SHORT) -> AsyncIterator[int]:
 
 
 async def response_to(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
-    """All that the server answers to `data`, followed by `drip` every 50 ms, until it closes the connection."""
+    """Return the server's bytes in answer to `data`, followed by `drip` every 50 ms, until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def send() -> None:

@@ -1,4 +1,4 @@
-"""How many values a JSON text holds is known before it is parsed."""
+"""The number of values in a JSON text is known before it is parsed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_runtime.json_bounds import more_values_than
 
 
 def separators(value: object) -> int:
-    """What opens and separates the values of `value`: the definition, by recursion."""
+    """Count the openings and separators of `value` by definition, by recursion."""
     if isinstance(value, dict):
         return 1 + max(len(value) - 1, 0) + sum(map(separators, value.values()))
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A cluster acknowledges a topic before all of its brokers know it. Who asks for topics may use them afterwards."""
+"""A cluster acknowledges a topic before all of its brokers know it; a created topic can be used afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_runtime.settings import BusSettings
 
 
 class LateCluster:
-    """Creates at once, and shows what it has created at the `shown_at`th look. It is its own client."""
+    """A cluster, and its own client, that creates topics at once and shows them at the `shown_at`th look."""
 
     def __init__(self, shown_at: int) -> None:
         self._shown_at, self.looks = shown_at, 0

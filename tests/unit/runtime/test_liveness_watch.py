@@ -1,4 +1,4 @@
-"""Silence is counted while somebody watches."""
+"""Silence counts while the watcher runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No log line carries a secret, whoever wrote it."""
+"""No log line of any library carries a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps an event loop from serving is seen, whatever the machine is doing; what is done aside does not."""
+"""Work that blocks an event loop is measured on a busy machine too; work in threads is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A consumer without the stream host stops when it refuses nearly everything, and goes on when it is told to."""
+"""A consumer without the stream host pauses when it refuses nearly all records, and resumes on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One policy for every stream service: at least once on the wire, once in effect, nothing logged and forgotten."""
+"""One policy for every stream service: at least once on the wire, once in effect, no error logged and ignored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Handlers:
         self.on: dict[str, list[Exception]] = {}
         self.seen_ends: list[dict[str, dict[int, int]]] = []
         self.positions: list[int] = []
-        """What `position` said to each settling step."""
+        """Results of `position` for each settling step."""
         self.overtaken: list[int] = []
         """Offsets of records that were handled when `position` was already past them."""
         self.after_batch_fails: Exception | None = None
@@ -180,7 +180,7 @@ async def test_what_is_away_is_waited_for(stream: Bench, handlers: Handlers) -> 
 
 
 async def test_a_full_disk_is_waited_for_however_long_it_takes(stream: Bench, handlers: Handlers) -> None:
-    """As many times as would end the process if something else were away."""
+    """The number of failures that would end the process if another dependency were away."""
     handlers.on["a"] = [DiskFull("disk: no space left on /data")] * 99
     await stream.deliver(feedback("a"))
     assert await handled_ids(stream) == ["a"]

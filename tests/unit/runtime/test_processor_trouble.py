@@ -1,4 +1,4 @@
-"""How often and when the processor tries what fails, what it blames for it, and what it counts."""
+"""Retries of the processor: their number, their times, the blamed record, and the metrics."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _of(tenant: str, name: str) -> Feedback:
 
 
 async def test_a_flood_of_one_tenant_holds_back_nobody_else(stream: Bench, handler: Handler) -> None:
-    """Also when nobody else was heard before, and in the same batch."""
+    """The step is isolated also in the first batch, before any other step has succeeded."""
     stream.processor._limits = TenantLimits(RefusalBounds(run_max=10))
     handler.on = {f"bad{number}": [REFUSAL] * 9 for number in range(140)}
     await stream.deliver(*[_of("flooder", f"bad{number}") for number in range(130)])

@@ -1,4 +1,4 @@
-"""Compare-and-swap: of all who replace one value, one alone succeeds, on every kind of store."""
+"""Compare-and-swap: of several writers that replace one value exactly one succeeds, on every kind of store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_second_one_is_told(records: Records) -> None:
 
 
 def test_a_lost_answer_is_no_lost_value(records: Records) -> None:
-    """The same bytes at the same place: it was ours."""
+    """The same bytes at the same path mean that the write was ours."""
     assert records.append(0, b"a")
     assert records.append(0, b"a")
 
@@ -100,7 +100,7 @@ def test_a_store_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_server_that_ignores_the_condition_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As object stores of other makers have done: the header is accepted, and the file overwritten."""
+    """A store that accepts the header and overwrites the file, as some makers' object stores do."""
     store = BlobStore(f"memory://{tmp_path.name}")
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     pipe = fs.pipe_file

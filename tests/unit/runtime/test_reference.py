@@ -1,4 +1,4 @@
-"""Every setting can be asked for: name, kind, default, meaning."""
+"""Reference of every setting: name, kind, default, meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_runtime.settings import Common, Section
 
 class Gate(Section):
     command: tuple[str, ...] = ()
-    """What plays the held-out tasks."""
+    """Program that plays the held-out tasks."""
     margin: Annotated[float, Field(ge=0, le=1)] = 0.05
 
 

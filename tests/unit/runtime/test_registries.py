@@ -1,4 +1,4 @@
-"""What installed packages announce: found by name, once, and whatever is wrong with it is said of its package."""
+"""Announcements of installed packages: found by name, loaded once, and errors name the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import plugins
 
 
 class Colour(Section):
-    """A kind of thing."""
+    """An announced kind."""
 
     depth: int = 3
     """How deep."""
@@ -31,7 +31,7 @@ class Paint(Section):
     """A section in which packages have sections."""
 
     colour: Annotated[str, NameIn(COLOURS)] = "red"
-    """Which one."""
+    """Name of the kind."""
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
@@ -39,7 +39,7 @@ class Paint(Section):
 
 
 class Settings(ServiceSettings):
-    """Of a service."""
+    """Settings of a service."""
 
     paint: Paint = Paint()
     thin: Paint = Paint.model_construct(colour="green")

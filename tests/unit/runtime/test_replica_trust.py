@@ -18,7 +18,7 @@ GENUINE = signed(FakeReplica("replica-0", url="http://10.0.0.7:8010").heartbeat(
 
 
 def forged(rng: random.Random) -> Replica:
-    """Return a heartbeat that somebody without the key could write, a copy of a genuine signature included."""
+    """Return a heartbeat that a sender without the key could write, with copies of genuine signatures."""
     hosts = [
         "evil.example",
         "10.0.0.8",

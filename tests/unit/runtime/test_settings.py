@@ -1,4 +1,4 @@
-"""P11: a setting that nobody would use stops the start, with its name, its value and a remedy."""
+"""P11: a setting that no service uses stops the start, with its name, its value and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service tells of its settings, and what it keeps to itself."""
+"""Settings that a service publishes, and settings that it keeps secret."""
 
 from __future__ import annotations
 

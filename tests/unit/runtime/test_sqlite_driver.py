@@ -1,4 +1,4 @@
-"""A statement on SQLite is one trip to the connection's thread, and nothing else is different."""
+"""A statement on SQLite is one trip to the connection's thread, and behaves as before otherwise."""
 
 from __future__ import annotations
 

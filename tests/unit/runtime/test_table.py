@@ -41,7 +41,7 @@ async def test_waiting_for_the_bus_leaves_no_reader_open(tmp_path: Path) -> None
 async def test_a_row_that_breaks_its_reader_is_refused_and_the_one_before_stays(
     tmp_path: Path, topic: str, error: type[Exception]
 ) -> None:
-    """At every stage: in decoding, in what accepts it, in what is told of it."""
+    """A bad record is skipped at every stage: in decoding, in acceptance, in the callback."""
     kind = EVENTS[topic]
     value = next(iter(sorted((files("headrace_schemas") / "examples" / topic).iterdir(), key=str))).read_bytes()
     refused: list[tuple[int, str]] = []

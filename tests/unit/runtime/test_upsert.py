@@ -1,4 +1,4 @@
-"""Insert-or-update says what it did, on both databases."""
+"""Insert-or-update returns its effect, on both databases."""
 
 from __future__ import annotations
 

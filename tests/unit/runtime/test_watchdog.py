@@ -1,4 +1,4 @@
-"""The parent of a service in a container: passes on what it hears, ends as the service does, kills what hangs."""
+"""Parent of a service in a container: passes signals on, ends with the service's status, kills a hung service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every server of ours refuses what web pages send, and takes what clients send."""
+"""Every server of ours refuses requests of web pages, and accepts requests of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Served:
-    """What the application behind the guard was asked."""
+    """Requests that reached the application behind the guard."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -37,7 +37,7 @@ class Served:
 async def status_of(
     method: str, headers: dict[str, str], *, body: bytes = b"", **security: Any
 ) -> tuple[int, Served, httpx2.Response]:
-    """Return the status of one request, what was served, and the response."""
+    """Return the status of one request, the served requests, and the response."""
     served, settings = Served(), ServiceSettings(host=security.pop("listens_on", "127.0.0.1"))
     application = web.app({}, [Route("/v1/{path:path}", served.answer, methods=METHODS)])
     transport = httpx2.ASGITransport(WebGuard(application, settings, SecuritySettings(**security)))
@@ -101,7 +101,7 @@ SITES = ["cross-site", "same-site", "Cross-Site", "nonsense"]
 
 
 def requests_of_pages() -> list[tuple[str, dict[str, str]]]:
-    """Return every mixture of method and headers by which a browser says that another site asks."""
+    """Return every mixture of method and headers by which a browser marks a request of another site."""
     requests = []
     for method, origin, site in itertools.product(METHODS, [None, *ORIGINS], [None, *SITES]):
         if origin or site:
