@@ -16,7 +16,7 @@ GROUPS = {
     "examples": ("examples",),
     "docs": ("docs",),
 }
-CEILINGS = {"tests": Measures(names=6.0, headless=4.6, pronouns=13.5)}
+CEILINGS = {"tests": Measures(names=6.0, headless=4.0, pronouns=7.0)}
 """Groups that are still above `LIMITS`. A ceiling is lowered with each improvement and never raised."""
 
 
