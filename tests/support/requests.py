@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace_gateway.request_context import RequestContext, RequestRules
+from headrace_gateway.request_context import RequestContext
+from headrace_gateway.settings import RequestRules
 
 
 def lenient(

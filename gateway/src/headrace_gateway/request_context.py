@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationInfo
 
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import RequestRules
 
 if TYPE_CHECKING:
     from headrace_gateway.response_store import CallerResponses
@@ -21,18 +22,6 @@ _NAMES_MAX = 32
 _NAME_LENGTH_MAX = 64
 _TRANSLATION_GROWTH = 4
 """Most JSON values of a chat request that one value of another API may become."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRules:
-    """Settings that decide which requests are accepted."""
-
-    choices_max: int
-    json_values_max: int
-    strict: bool = False
-    """Refuse each field that would be ignored."""
-    media: Literal["refuse", "placeholder"] = "refuse"
-    """Treatment of images, audio and files in messages."""
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_gateway.request_context import RequestRules
 from headrace_gateway.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings, is_loopback
 from headrace_schemas.base import ModelName
@@ -15,6 +15,18 @@ from headrace_schemas.names import NAME
 Scope = Literal["chat", "feedback", "admin"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Label = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """Settings that decide which requests are accepted."""
+
+    choices_max: int
+    json_values_max: int
+    strict: bool = False
+    """Refuse each field that would be ignored."""
+    media: Literal["refuse", "placeholder"] = "refuse"
+    """Treatment of images, audio and files in messages."""
 
 
 class LimitSettings(Section):

@@ -84,7 +84,7 @@ async def test_a_key_between_offsets_and_times(bus: str, recorded: Recorded) -> 
 
 
 async def test_what_does_not_exist_is_named(bus: str) -> None:
-    with pytest.raises(UsageError, match="there is no topic 'tunrs'"):
+    with pytest.raises(UsageError, match="topic 'tunrs': does not exist"):
         await entries(bus, Range("tunrs"))
     await catalogue.ensure(BusSettings(address=bus))
     with pytest.raises(UsageError, match="there is no number 99"):

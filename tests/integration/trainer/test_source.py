@@ -78,7 +78,7 @@ async def test_one_record_can_be_read_again(bus: str, names: tuple[str, str]) ->
 
 async def test_a_bus_that_ends_before_our_offsets_is_not_ours(bus: str, names: tuple[str, str]) -> None:
     source = KafkaSource(BusSettings(address=bus), *names)
-    with pytest.raises(BusReplaced, match=r"ends at 5, the lineage has read up to 6: bring the old bus back"):
+    with pytest.raises(BusReplaced, match=r"ends at 5, but the lineage has read up to 6: bring the old bus back"):
         await source.start({names[0]: {0: 6}})
     assert not source.started
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -189,8 +190,7 @@ def run(
     """
     from headrace_operations.replay import runner
 
-    request = _request(lineage, changes, range_options, settings_options)
-    _run_and_show(lambda tick: runner.run(request, tick), json)
+    _run_and_show(partial(runner.run, _request(lineage, changes, range_options, settings_options)), json)
 
 
 def resume(
