@@ -196,13 +196,12 @@ def wrong_sides(base: Path, seed: int) -> int:
     """Check that chosen answers have the advantage 1, rejected ones -1, and that both stay with their partners."""
     stream = Stream(base, DPO, "preferences", seed)
     for number in range(0, 6, 2):
-        both = (("chosen", number), ("rejected", number + 1))
+        chosen = side(f"p{number}", "chosen", turn(number))
+        rejected = side(f"p{number}", "rejected", turn(number + 1))
         stream.send(
-            *(
-                with_signals(side_number, name(0), preferences=(side(f"p{number}", which, turn(side_number)),))
-                for which, side_number in both
-            )
-        )  # type: ignore[arg-type]
+            with_signals(number, name(0), preferences=(chosen,)),
+            with_signals(number + 1, name(0), preferences=(rejected,)),
+        )
     prepared = stream.train()
     assert prepared is not None
     wrong = abs(len(prepared.batch.rows) - 6)
