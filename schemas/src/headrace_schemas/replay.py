@@ -114,7 +114,7 @@ class DryRunBatch(Model):
 
 
 class DryRunLine(Model):
-    """The line `dry_run`, the only one of the trainer's filter: the predicted outcomes of the experiences."""
+    """Line `dry_run`, the single line of the trainer's dry run: the predicted training outcome of each experience."""
 
     trained: int = 0
     dropped: dict[DropReason, int] = Field(default_factory=dict)

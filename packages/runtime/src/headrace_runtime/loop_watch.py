@@ -31,7 +31,10 @@ _WAITED_AGE_S = 0.02
 
 
 class LoopWatch:
-    """Watch of one event loop. `run` must run in that loop. The results are in gauges; `take` is for tests."""
+    """Measures how long callbacks block an event loop, and exports it as gauges.
+
+    `run` must run in the measured loop; `take` returns the measures to tests.
+    """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s

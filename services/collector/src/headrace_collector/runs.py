@@ -19,7 +19,7 @@ Tokens = Mapping[str, tuple[bytes, Sequence[bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class SessionRun:
-    """Open turns that belong together, the oldest first, all of one model."""
+    """Turns of one session that belong to one run and to no trajectory yet, the oldest first."""
 
     turns: tuple[TurnFacts, ...]
     models: int

@@ -144,10 +144,9 @@ def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:
 
 
 def _share_token_objects(turn: Turn, shared: dict[int, int]) -> Turn:
-    """Return the turn with one number object for each token of the vocabulary.
+    """Return the turn with interned token ids: equal ids are one `int` object of `shared`.
 
-    Each prompt of a run contains most of the one before it, and number objects of its own would take five times the
-    memory.
+    Each prompt of a run contains most of the one before it, and separate objects would take five times the memory.
     """
     ids = turn.prompt_token_ids
     return turn.model_copy(update={"prompt_token_ids": tuple(map(shared.setdefault, ids, ids))})

@@ -110,7 +110,10 @@ def _line(opponent: str, judgement: Judgement) -> str:
 
 
 def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
-    """Return the median of each criterion with a reason, or the judgement without a score."""
+    """Return the median score of each criterion and the reason of the first scored reading.
+
+    Return a judgement without a score unless more than half of the readings have scores.
+    """
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):
         names = scored[0].criteria or {}

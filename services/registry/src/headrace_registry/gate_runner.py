@@ -74,11 +74,11 @@ class _Run:
 
 
 class GateRunner:
-    """Runs trials and audits and stores their results in the database.
+    """Runs trials of candidates and audits of champions with the gate's program, and stores their results.
 
-    A trial does not wait for an audit: both run at the same time, and the audit gets a share of the plays
-    (`AuditLimiter`). Copies of a program on a Ray cluster use its CPUs, so there one run waits for the other. Failed
-    attempts and the run itself are kept in memory only. The error probability that a trial spends stays spent.
+    Both run at the same time; `AuditLimiter` bounds the task plays of the audit. With a program whose copies run on a
+    Ray cluster one waits for the other, because they need the same CPUs. Progress and failed attempts are in memory
+    only; the error probability that a trial has spent is not given back.
     """
 
     def __init__(

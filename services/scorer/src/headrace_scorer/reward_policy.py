@@ -68,7 +68,7 @@ class RewardPolicy:
         return _each_fits(patterns, {reward.source for reward in source_rewards})
 
     def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
-        """Return whether each expected source has answered, and each required source with a score."""
+        """Return whether every expected source has answered and every required source has given a score."""
         answered = {reward.source for reward in source_rewards}
         scored = {reward.source for reward in source_rewards if reward.outcome == "scored"}
         return (

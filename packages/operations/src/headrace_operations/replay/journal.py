@@ -13,7 +13,7 @@ from headrace_schemas.replay import RecordedBatch, recorded_batches
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Records of one partition up to an offset, and the sizes of the batches that were cut after them, in order."""
+    """Journal entry: a partition was read up to an offset, then batches of these sizes were formed, in order."""
 
     partition: int
     until: int

@@ -62,7 +62,10 @@ class CrowdFit:
 
 
 def thumbs_of(runs: Sequence[ThumbedRun], share_max: float) -> Thumbs:
-    """Return the thumbs of `runs`, weighted so that no named rater has more than `share_max` of all thumbs, or five."""
+    """Return the thumbs of `runs` with weights. Anonymous raters are not limited.
+
+    The weights of one named rater add up to at most `share_max` of all thumbs, or to five thumbs where that is more.
+    """
     thumbs = [(index, thumb.rater, thumb.value) for index, run in enumerate(runs) for thumb in run.thumbs]
     raters = tuple(sorted({rater for _, rater, _ in thumbs}))
     rater_index = {name: index for index, name in enumerate(raters)}

@@ -28,7 +28,7 @@ class Signals:
 
     @property
     def rewards_alone(self) -> bool:
-        """Whether only whole branches are trained, and only by their rewards."""
+        """Whether rewards of complete branches are the only signal: no edits, preferences, turn rewards or teachers."""
         return self == REWARDS
 
     @property

@@ -33,8 +33,11 @@ def match_answers(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """Result of the pairing: experiences that can be trained, party by party, corrections first; the party of each
-    experience; and experiences whose counterpart did not come in time."""
+    """Experiences in parties: sets that must be trained in the same step, e.g. both sides of a preference.
+
+    `ready` has the complete parties, corrections first; `party` the party of each experience; `unpaired` the
+    experiences whose partner did not come in time.
+    """
 
     ready: tuple[WaitingExperience, ...]
     party: Mapping[str, str]

@@ -50,9 +50,10 @@ class SharedWeights:
 
 
 def share_weights(folder: Path) -> SharedWeights | None:
-    """Return how the weights in `folder` follow from the version's files there.
+    """Return the byte ranges of the weights in `folder` that its version files hold too, so that they are stored once.
 
-    The frame is written into `folder`. The version's files are compared byte by byte and not changed.
+    The remaining bytes, the frame, are written into `folder`. The version's files are compared byte by byte and not
+    changed.
 
     Returns:
         The shared ranges, or None where the version holds too little of the weights, or where a back end writes files

@@ -76,7 +76,7 @@ class Save:
 
     @property
     def publishes(self) -> bool:
-        """Whether a version is made, unless its weights equal its parent's."""
+        """Whether the save makes a version. A version whose weights equal its parent's is not published."""
         return self.copy is not None and self.copy.fingerprint is not None
 
     def provisional_history(self) -> History:

@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def bare(self) -> Tensor:
-        """A tensor of this shape without values."""
+        """A `meta` tensor of this shape and type, which takes no memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 

@@ -343,7 +343,7 @@ def _rows_of(vocabulary: int) -> int:
 
 
 def _rows(hidden_NH: Tensor, module: Any) -> int:
-    """Return the number of tokens of a chunk for a head of another kind, by the width of its output."""
+    """Return the number of tokens per chunk for a head that is no plain matrix; a wider output means fewer tokens."""
     with torch.no_grad():
         return _rows_of(module(hidden_NH[:1]).shape[-1])
 
