@@ -91,7 +91,7 @@ async def test_what_is_missing_or_broken_is_named(base: Path) -> None:
     assert "tokenizer.json cannot be used" in message
     assert "has no config.json that can be read" in message
     weights.write_bytes(b"PK\x03\x04 this is a pickle in a zip")
-    assert "no safetensors file: its header has an impossible length" in "\n".join(await problems(base))
+    assert "is not a safetensors file: its header has an impossible length" in "\n".join(await problems(base))
     (only,) = await problems(base / "nowhere")
     assert "is not a folder" in only
 

@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
+from headrace.errors import UsageError
 from headrace_cli.commands.shared import DataDir, command, echo, running
+from headrace_schemas.text import printable
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -92,7 +94,7 @@ def connect(
 ) -> None:
     """Print the lines of configuration that connect an agent with the gateway."""
     if agent not in AGENTS:
-        raise typer.BadParameter(f"unknown agent {agent!r}; known agents are {', '.join(AGENTS)}")
+        raise UsageError(f"agent {printable(repr(agent))}: is not known; the agents are {', '.join(AGENTS)}")
     url = (base_url or _running_url(data_dir)).rstrip("/").removesuffix("/v1")
     file, lines = AGENTS[agent]
     echo(f"for {file}:", error=True)
