@@ -14,7 +14,7 @@ from headrace_runtime.settings import Common, Section
 
 class Gate(Section):
     command: tuple[str, ...] = ()
-    """Program that plays the held-out tasks."""
+    """Plays the held-out tasks."""
     margin: Annotated[float, Field(ge=0, le=1)] = 0.05
 
 
@@ -43,12 +43,10 @@ def test_settings_are_listed_with_values_before_sections() -> None:
         SettingDoc(name="own.mode", kind='"a" or "b" or null'),
         SettingDoc(name="own.weights", kind="table", default={"feedback": 1.0}),
         SettingDoc(name="own.secret", kind="string", default=""),
-        SettingDoc(
-            name="own.gate.command", kind="list of string", default=[], description="Program that plays the held-out tasks."
-        ),
+        SettingDoc(name="own.gate.command", kind="list of string", default=[], description="Plays the held-out tasks."),
         SettingDoc(name="own.gate.margin", kind="number ≥ 0 ≤ 1", default=0.05),
         SettingDoc(
-            name="own.strict.command", kind="list of string", default=[], description="Program that plays the held-out tasks."
+            name="own.strict.command", kind="list of string", default=[], description="Plays the held-out tasks."
         ),
         SettingDoc(name="own.strict.margin", kind="number ≥ 0 ≤ 1", default=0.0),
     ]

@@ -108,8 +108,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "missing matrix": (tensors(lambda weights: weights.pop(LAYER)), "mlp.up_proj"),
     "unexpected tensor": (tensors(lambda weights: weights.update({"model.extra.w": torch.ones(3)})), "model.extra"),
     "mismatched shape": (tensors(lambda weights: weights.update({NORM: torch.ones(7)})), "norm"),
-    "NaN": (spoil(LAYER, float("nan")), f"{LAYER} holds NaN"),
-    "infinity": (spoil(NORM, float("inf")), f"{NORM} holds NaN or infinity"),
+    "NaN": (spoil(LAYER, float("nan")), f"{LAYER} contains NaN"),
+    "infinity": (spoil(NORM, float("inf")), f"{NORM} contains NaN or infinity"),
     "truncated": (truncate, "bytes are missing"),
     "missing shard": (index_of_more, "model-00002-of-00002"),
     "fewer layers in the configuration": (
@@ -140,7 +140,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "tokenizer.json begins with a byte order mark",
     ),
     "cut tokenizer configuration": (
-        rewrite("tokenizer_config.json", lambda content: content[:-20]), "tokenizer_config.json is no JSON"
+        rewrite("tokenizer_config.json", lambda content: content[:-20]), "tokenizer_config.json is not JSON"
     ),
 }  # fmt: skip
 NUMBERS = {"NaN", "infinity"}

@@ -53,5 +53,5 @@ def check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
     check_names(folder, info)
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
-            remedy = f"its tensor {name} holds NaN or infinity; use the weights of an intact model"
+            remedy = f"its tensor {name} contains NaN or infinity; use the weights of an intact model"
             raise SettingError("trainer.base", str(folder), remedy)
