@@ -62,7 +62,7 @@ async def test_topics_of_sessions_with_different_partitions_stop_the_start(
     own_bus: str, own_admin: AIOKafkaAdminClient
 ) -> None:
     await own_admin.create_topics([NewTopic("turns", 12, 1)])
-    with pytest.raises(SettingError, match=r"equal numbers of partitions there; they have .*feedback 4.* turns 12"):
+    with pytest.raises(SettingError, match=r"equal numbers of partitions; they have .*feedback 4.* turns 12"):
         await topics.ensure(BusSettings(address=own_bus))
     assert set(await own_admin.list_topics()) == {"turns"}, "and nothing was made"
 

@@ -30,7 +30,7 @@ def test_the_demo_has_a_recipe_for_each_of_them() -> None:
     for name in SIGNALS:
         chosen = found.with_signal(name)
         assert name == "rewards" or chosen.agent[-2:] == ("--signal", name)
-    with pytest.raises(UsageError, match=r"has no \[signals.smiles\]; there are rewards, thumbs"):
+    with pytest.raises(UsageError, match=r"has no \[signals.smiles\]; it has rewards, thumbs"):
         found.with_signal("smiles")
 
 

@@ -66,7 +66,7 @@ async def test_checkpoint_handler_rejects_a_damaged_manifest(rig: Rig) -> None:
 
 async def test_checkpoint_handler_rejects_a_file_that_is_not_a_manifest(rig: Rig) -> None:
     await publish(rig, f"{MODEL}@{'0' * 16}", rig.blobs.put(b"{}"))
-    assert "is no manifest" in (rig.last("rejected").reason or "")
+    assert "is not a manifest" in (rig.last("rejected").reason or "")
     assert CorruptBlob.__name__ not in (rig.last("rejected").reason or "")
 
 

@@ -145,7 +145,7 @@ def test_labels_and_weights_of_rows_are_taken_from_any_library(value: Any) -> No
     for column in ("messages", "conversations"):
         assert RowReader({}).read({column: chat}).untrained == (() if value else (1,))
     if not value:
-        with pytest.raises(BadRow, match="message 2 has the weight 0"):
+        with pytest.raises(BadRow, match="message 2: only chats may have messages of weight 0"):
             RowReader({}).read({"prompt": chat, "completion": "4"})
 
 
