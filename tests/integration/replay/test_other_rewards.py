@@ -120,4 +120,4 @@ async def test_refusals_leave_nothing_behind(rig: ReplayRig, version: str, tmp_p
         "plan", "--rescore", "--cut", "recorded", status=2
     )
     assert "has no complete copy of the replay" in await rig.headrace("resume", "broken", status=2)
-    assert "'main' is the one that is trained live" in await rig.headrace("run", "main", status=2)
+    assert "lineage = 'main': is the live lineage" in await rig.headrace("run", "main", status=2)
