@@ -5,6 +5,7 @@ These models also list the fields that may reach a client: a field that is not d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Required
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, with_config
@@ -75,6 +76,12 @@ class EngineMessage(EngineModel):
     reasoning: str | None = Field(default=None, exclude=True)
     """The name of `reasoning_content` in newer vLLM servers."""
     tool_calls: list[EngineToolCall] | None = None
+
+    @property
+    def indexed_calls(self) -> Iterator[tuple[int, EngineToolCall]]:
+        """The tool calls with their index: the one that the engine gives, else the position."""
+        for position, call in enumerate(self.tool_calls or ()):
+            yield position if call.index is None else call.index, call
 
     def model_post_init(self, _context: Any) -> None:
         if self.reasoning is not None and self.reasoning_content is None:

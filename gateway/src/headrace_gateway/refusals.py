@@ -36,6 +36,19 @@ class ApiError(Refused):
         super().__init__(status, code, message, param)
         self.retry_after_s = retry_after_s
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the refusal of a translated request under the name that its field has in the client's API.
+
+        Args:
+            names: The client's name of each field of the translation. Other fields keep their name; positions inside of
+                a renamed field are left out, because they are those of the translation.
+        """
+        field = names.get((self.param or "").partition(".")[0])
+        if field is None:
+            return self
+        reason = str(self).partition(": ")[2]
+        return ApiError(self.status, self.code, f"{field}: {reason or self}", field)
+
     @property
     def kind(self) -> str:
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

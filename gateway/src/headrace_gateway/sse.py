@@ -5,6 +5,11 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-inte
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+
 DONE = b"[DONE]"
 _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 """U+2028, U+2029 and U+0085 in UTF-8, and as JSON escapes them."""
@@ -50,3 +55,8 @@ def encode(data: bytes, kind: str = "") -> bytes:
             data = data.replace(separator, escaped)
     named = b"event: %b\n" % kind.encode() if kind else b""
     return named + b"data: " + data + b"\n\n"
+
+
+def encode_typed(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return events whose field `type` is their kind, one after the other."""
+    return b"".join(encode(to_json(event), event["type"]) for event in events)

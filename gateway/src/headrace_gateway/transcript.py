@@ -16,7 +16,11 @@ class CallSoFar:
 
     id: str = ""
     name: str = ""
-    arguments: str = ""
+    argument_pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.argument_pieces)
 
 
 @dataclass(slots=True)
@@ -38,15 +42,15 @@ class ChoiceSoFar:
             self.content.append(message.content)
         if message.reasoning_content:
             self.reasoning.append(message.reasoning_content)
-        for position, call in enumerate(message.tool_calls or ()):
-            self._add_call(position if call.index is None else call.index, call)
+        for index, call in message.indexed_calls:
+            self._add_call(index, call)
         self.finish_reason = choice.finish_reason or self.finish_reason
 
     def _add_call(self, index: int, added: EngineToolCall) -> None:
         call = self.calls.setdefault(index, CallSoFar())
         call.id = call.id or added.id or ""
         call.name += added.function.name or ""
-        call.arguments += added.function.arguments or ""
+        call.argument_pieces.append(added.function.arguments or "")
 
 
 @dataclass(slots=True)

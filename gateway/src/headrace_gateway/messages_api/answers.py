@@ -11,7 +11,7 @@ from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.messages_api.events import MessageWriter, encoded
+from headrace_gateway.messages_api.events import MessageWriter
 from headrace_gateway.messages_api.request import MessagesRequest, parse_messages
 from headrace_gateway.refusals import REQUEST_ID_HEADER, ApiError
 from headrace_gateway.request_context import RequestContext
@@ -47,10 +47,10 @@ class _Events:
         self.headers = headers
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        return encoded(self._writer.add(chunk, version, streamed=True))
+        return sse.encode_typed(self._writer.add(chunk, version, streamed=True))
 
     def end(self) -> bytes:
-        return encoded(self._writer.end())
+        return sse.encode_typed(self._writer.end())
 
     def broken(self, error: ApiError) -> bytes:
         return sse.encode(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")

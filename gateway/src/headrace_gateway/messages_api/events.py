@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic_core import to_json
 
-from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineAnswer, EngineMessage, EngineToolCall, EngineUsage
 from headrace_gateway.messages_api import output
 from headrace_gateway.messages_api.output import Json, StopFinder
@@ -18,11 +17,15 @@ class _OpenBlock:
 
     kind: str
     index: int
-    text: str = ""
-    """The text, the reasoning, or the arguments of a call."""
+    pieces: list[str] = field(default_factory=list)
+    """The text, the reasoning, or the arguments of a call, as they came."""
     call_id: str = ""
     name: str = ""
     call_index: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def content(self) -> Json:
         """Return the block with everything that it holds so far."""
@@ -111,14 +114,14 @@ class MessageWriter:
             events += self._add_text("thinking", added.reasoning_content)
         if added.content:
             events += self._add_text("text", added.content)
-        for position, call in enumerate(added.tool_calls or ()):
-            events += self._add_call(position if call.index is None else call.index, call)
+        for index, call in added.indexed_calls:
+            events += self._add_call(index, call)
         return events
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
         events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
         assert self._open is not None
-        self._open.text += text
+        self._open.pieces.append(text)
         return [*events, self._delta(f"{kind}_delta", kind, text)]
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
@@ -128,7 +131,7 @@ class MessageWriter:
         if self._open is None or self._open.kind != "tool_use" or self._open.call_index != index:
             events = self._begin("tool_use", call, index)
         assert self._open is not None
-        self._open.text += call.function.arguments or ""
+        self._open.pieces.append(call.function.arguments or "")
         return events
 
     def _begin(self, kind: str, call: EngineToolCall | None = None, call_index: int | None = None) -> list[Json]:
@@ -161,8 +164,3 @@ class MessageWriter:
 def _json_text(arguments: str, content: Json) -> str:
     """Return the arguments as the model wrote them if a client can read them, else as the object that replaces them."""
     return to_json(content).decode() if content == {"arguments": arguments} else arguments
-
-
-def encoded(events: list[Json]) -> bytes:
-    """Return the events as bytes of a stream."""
-    return b"".join(sse.encode(to_json(event), event["type"]) for event in events)

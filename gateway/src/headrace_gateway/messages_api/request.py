@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 from pydantic_core import to_json
 
 from headrace_gateway.chat_messages import says_something
@@ -83,21 +83,15 @@ class OutputConfig(Model):
     format: OutputFormat | None = None
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class CountRequest(Model):
     """A request of `POST /v1/messages/count_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Text
-    messages: Annotated[tuple[MessageParam, ...], BeforeValidator(_tuple)] = Field(
-        min_length=1, max_length=PROMPT_MESSAGES_MAX
-    )
+    messages: tuple[MessageParam, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
     system: SystemContent | None = None
-    tools: Annotated[tuple[ToolParam, ...], BeforeValidator(_tuple)] | None = Field(default=None, max_length=1024)
+    tools: tuple[ToolParam, ...] | None = Field(default=None, max_length=1024)
     tool_choice: ToolChoiceParam | None = None
     output_config: OutputConfig | None = None
     metadata: JsonObject | None = None
@@ -110,7 +104,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: Annotated[tuple[Text, ...], BeforeValidator(_tuple)] | None = None
+    stop_sequences: tuple[Text, ...] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -177,7 +171,7 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
     try:
         return parse_chat(document, context.for_translation())
     except ApiError as error:
-        raise _with_our_names(error) from None
+        raise error.renamed(_CHAT_NAMES) from None
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
@@ -253,13 +247,3 @@ def _metadata(metadata: JsonObject | None) -> Json | None:
         if isinstance(person, str) and person:
             labels["user_id"] = person
     return labels
-
-
-def _with_our_names(error: ApiError) -> ApiError:
-    """Name the field as this API does. Positions inside of the chat messages are not those of the request."""
-    name = (error.param or "").partition(".")[0]
-    if name not in _CHAT_NAMES:
-        return error
-    field = _CHAT_NAMES[name]
-    _, _, reason = str(error).partition(": ")
-    return ApiError(error.status, error.code, f"{field}: {reason or error}", field)

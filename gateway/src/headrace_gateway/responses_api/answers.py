@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from headrace_gateway import sse
 from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
@@ -14,7 +15,7 @@ from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.response_store import CallerResponses, StoredResponse
-from headrace_gateway.responses_api.events import ResponseWriter, encoded
+from headrace_gateway.responses_api.events import ResponseWriter
 from headrace_gateway.responses_api.items import Item
 from headrace_gateway.responses_api.output import Json, ResponseFrame
 from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
@@ -71,16 +72,16 @@ class _Events:
         self.headers = headers
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        return encoded(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))
+        return sse.encode_typed(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))
 
     def end(self) -> bytes:
         events = self._writer.end()
-        data = encoded(events)
+        data = sse.encode_typed(events)
         self._shape.store(events[-1]["response"], len(data))
         return data
 
     def broken(self, error: ApiError) -> bytes:
-        return encoded(self._writer.error(error))
+        return sse.encode_typed(self._writer.error(error))
 
 
 def read_responses(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:

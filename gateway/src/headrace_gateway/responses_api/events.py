@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pydantic_core import to_json
-
-from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineChoice, EngineMessage, EngineToolCall, EngineUsage, TokenLogprob
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api import output
@@ -34,11 +31,16 @@ class _OpenItem:
     item_id: str
     position: int
     encrypts: bool
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """The text, the reasoning, or the arguments of a call, as they came."""
     call: EngineToolCall = field(default_factory=EngineToolCall)
     call_index: int | None = None
     tool: OfferedTool | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def item(self, status: str, *, begun: bool = True, shows_logprobs: bool = False) -> Json:
         """Return the item with everything that it holds so far."""
@@ -112,14 +114,14 @@ class ResponseWriter:
             events += self._add_text("rs", added.reasoning_content)
         if added.content:
             events += self._add_text("msg", added.content)
-        for position, call in enumerate(added.tool_calls or ()):
-            events += self._add_call(position if call.index is None else call.index, call)
+        for index, call in added.indexed_calls:
+            events += self._add_call(index, call)
         return events
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
         events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
         assert self._open is not None
-        self._open.text += text
+        self._open.pieces.append(text)
         delta = self._event("delta", delta=text, content_index=0)
         if kind == "msg":
             self._open.logprobs += self._pending_logprobs
@@ -136,7 +138,7 @@ class ResponseWriter:
             events += self._begin("ctc" if is_custom else "fc", call, index, tool)
         assert self._open is not None
         if call.function.arguments:
-            self._open.text += call.function.arguments
+            self._open.pieces.append(call.function.arguments)
             if self._open.kind == "fc":
                 events.append(self._event("delta", delta=call.function.arguments))
         return events
@@ -192,8 +194,3 @@ class ResponseWriter:
             event["sequence_number"] = self._number
             self._number += 1
         return events
-
-
-def encoded(events: list[Json]) -> bytes:
-    """Return the events as bytes of a stream."""
-    return b"".join(sse.encode(to_json(event), event["type"]) for event in events)

@@ -183,7 +183,7 @@ def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedRes
         document = to_json(_chat_body(request, items, tools))
         return ParsedResponses(request, items, tools, parse_chat(document, context.for_translation()))
     except ApiError as error:
-        raise _with_our_names(error) from None
+        raise error.renamed(_CHAT_NAMES) from None
 
 
 def _resolved(request: ResponsesRequest, context: RequestContext) -> tuple[Item, ...]:
@@ -272,13 +272,3 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
         raise unknown_field(name, [*ResponsesRequest.model_fields, *HARMLESS, *NEUTRAL])
     reason = _REASONS.get(name, "there is nothing here that would do it")
     raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
-
-
-def _with_our_names(error: ApiError) -> ApiError:
-    """Name the field as this API does. Positions inside of the chat messages are not those of `input`."""
-    name = (error.param or "").partition(".")[0]
-    if name not in _CHAT_NAMES:
-        return error
-    field = _CHAT_NAMES[name]
-    _, _, reason = str(error).partition(": ")
-    return ApiError(error.status, error.code, f"{field}: {reason or error}", field)
