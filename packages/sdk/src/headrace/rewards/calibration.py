@@ -14,6 +14,8 @@ from itertools import groupby
 from operator import itemgetter
 from statistics import NormalDist
 
+from headrace_statistics.intervals import wilson
+
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
@@ -63,17 +65,10 @@ class Calibration:
         if not self._blocks:
             return None
         block = self._blocks[max(0, bisect_right(self._scores, score) - 1)]
-        low, high = self._interval(block)
+        low, high = wilson(block.total, block.count, self._deviations)
         if block.count < self._count_min or high - low > self._width_max:
             return None
         return Calibrated(block.mean, low, high)
-
-    def _interval(self, block: _Block) -> tuple[float, float]:
-        squared = self._deviations**2
-        middle = (block.mean + squared / (2 * block.count)) / (1 + squared / block.count)
-        spread = block.mean * (1 - block.mean) / block.count + squared / (4 * block.count**2)
-        half = self._deviations * math.sqrt(max(0.0, spread)) / (1 + squared / block.count)
-        return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _pooled(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
