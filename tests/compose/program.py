@@ -45,9 +45,8 @@ RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OU
 
 
 def play(run: Run) -> None:
-    run.options.demo_seed = run.seed
     try:
-        run.figures |= _play_stack(run.options, run.folder)
+        run.figures |= _play_stack(run.options, run.seed, run.folder)
         shortfalls = run.figures["shortfalls"]
     except (EngineFailed, HeadraceError, TimeoutError) as error:
         shortfalls = [f"{type(error).__name__}: {error}"]
@@ -64,10 +63,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-build", action="store_true", help="use the images that exist")
 
 
-def _play_stack(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _play_stack(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
     engine = Engine.find()
     key, ports = secrets.token_hex(16), {name: free_port() for name in ("GATEWAY_PORT", "REGISTRY_PORT", "KAFKA_PORT")}
-    values = _env_file(folder / ".env", key, ports, options.demo_seed)
+    values = _env_file(folder / ".env", key, ports, seed)
     project = Project(engine, f"headrace-test-{os.getpid()}", folder / ".env")
     images = _images(project, build=not options.no_build)
     try:
@@ -75,7 +74,7 @@ def _play_stack(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         limits = {name: look_at_limits(project, name) for name in RUNNING}
         os.environ["OPENAI_API_KEY"] = key
         (folder / "out").mkdir()
-        report, problems = asyncio.run(_demo(options, ports, folder / "out"))
+        report, problems = asyncio.run(_demo(options.traffic_s, seed, ports, folder / "out"))
     except BaseException:
         _keep_logs(project)
         raise
@@ -137,13 +136,13 @@ def _start(project: Project) -> float:
     return round(time.monotonic() - began, 1)
 
 
-async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -> tuple[Report, list[str]]:
+async def _demo(traffic_s: float, seed: int, ports: dict[str, int], out: Path) -> tuple[Report, list[str]]:
     """The agent of the demo, at work through the published ports. The agent must have become better, if by little."""
     played = demo.read(ROOT / "examples/email_agent").model_copy(update={"environment": ("OPENAI_API_KEY",)})
-    goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
+    goal = played.short.model_copy(update={"traffic_s_max": traffic_s})
     addresses = StackAddress(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())
-    report = await perform(played, Options(options.demo_seed, goal, out, out, out, {}), addresses, reporter)
+    report = await perform(played, Options(seed, goal, out, out, out, {}), addresses, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
