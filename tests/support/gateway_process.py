@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from aiokafka import TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime import topics
@@ -97,24 +97,31 @@ class BusView:
         self.producer = producer
 
     async def read(self, kind: type[E]) -> list[E]:
-        """Every event that is on the topic now, in order per partition. Damaged records are other tests'."""
-        reader = consumer(self._settings, "test")
-        await reader.start()
-        try:
-            partitions: list[TopicPartition] = await assign_all(reader, kind.topic)
-            await reader.seek_to_beginning(*partitions)
-            ends = await reader.end_offsets(partitions)
-            events: list[E] = []
-            while any([await reader.position(partition) < ends[partition] for partition in partitions]):
-                for messages in (await reader.getmany(timeout_ms=200)).values():
-                    for message in messages:
-                        with contextlib.suppress(InvalidEvent):
-                            event = (await decode(record_of(message), self._blobs)).event
-                            assert isinstance(event, kind)
-                            events.append(event)
-            return events
-        finally:
-            await reader.stop()
+        """Return every event that is on the topic now, in order per partition. Damaged records are skipped."""
+        events: list[E] = []
+        for message in await read_topic(self._settings, kind.topic):
+            with contextlib.suppress(InvalidEvent):
+                event = (await decode(record_of(message), self._blobs)).event
+                assert isinstance(event, kind)
+                events.append(event)
+        return events
+
+
+async def read_topic(settings: BusSettings, topic: str) -> list[ConsumerRecord]:
+    """Return every record that is on the topic now, in order per partition."""
+    reader = consumer(settings, "test")
+    await reader.start()
+    try:
+        partitions: list[TopicPartition] = await assign_all(reader, topic)
+        await reader.seek_to_beginning(*partitions)
+        ends = await reader.end_offsets(partitions)
+        records: list[ConsumerRecord] = []
+        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
+            for messages in (await reader.getmany(timeout_ms=200)).values():
+                records += messages
+        return records
+    finally:
+        await reader.stop()
 
 
 @contextlib.asynccontextmanager

@@ -16,10 +16,9 @@ from pathlib import Path
 import httpx2
 from aiokafka import ConsumerRecord
 
-from headrace_runtime.consumer import assign_all, consumer
 from headrace_runtime.settings import BusSettings
 from tests.support.broker_process import BrokerProcess
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway_process import GatewayProcess, read_topic
 from tests.support.hostile_feedback import SESSIONS, body
 from tests.system.line import Line, at_most
 
@@ -125,19 +124,7 @@ async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int)
 
 async def _bytes_on(bus: str) -> int:
     """Sum the bytes of keys, values and headers on `feedback`."""
-    reader = consumer(BusSettings(address=bus), "attack")
-    await reader.start()
-    try:
-        partitions = await assign_all(reader, "feedback")
-        await reader.seek_to_beginning(*partitions)
-        ends = await reader.end_offsets(partitions)
-        total = 0
-        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
-            for messages in (await reader.getmany(timeout_ms=200)).values():
-                total += sum(_size(message) for message in messages)
-        return total
-    finally:
-        await reader.stop()
+    return sum(_size(message) for message in await read_topic(BusSettings(address=bus), "feedback"))
 
 
 def _size(message: ConsumerRecord) -> int:

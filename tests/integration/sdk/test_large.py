@@ -10,7 +10,7 @@ from aiokafka.errors import MessageSizeTooLargeError
 
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.consumer import record_of
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
@@ -18,6 +18,7 @@ from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import rig_on
+from tests.support.gateway_process import read_topic
 from tests.support.marks import on_each_bus
 from tests.support.turns import ask, feedback, user
 
@@ -64,16 +65,4 @@ async def the_bus_itself_refuses(bus: str, turn: Turn) -> None:
 
 
 async def raw(bus: str, topic: str) -> list[Record]:
-    reader = consumer(BusSettings(address=bus), "test")
-    await reader.start()
-    records: list[Record] = []
-    try:
-        partitions = await assign_all(reader, topic)
-        await reader.seek_to_beginning(*partitions)
-        ends = await reader.end_offsets(partitions)
-        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
-            for messages in (await reader.getmany(timeout_ms=200)).values():
-                records += [record_of(message) for message in messages]
-    finally:
-        await reader.stop()
-    return records
+    return [record_of(message) for message in await read_topic(BusSettings(address=bus), topic)]

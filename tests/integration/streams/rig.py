@@ -13,14 +13,13 @@ from typing import TypeVar
 
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.errors import Unavailable
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import decode
 from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import derived_id
+from tests.support.gateway_process import BusView
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import after, ask, end, feedback, tool, user
@@ -50,7 +49,7 @@ async def rig_on(bus: str, folder: Path, database_url: str = "sqlite", replicas:
 
 @dataclass
 class StreamsRig:
-    """The processes, by service; any of a service's may die as long as it is started again."""
+    """Processes of the collector and the scorer, by service. Each may be killed and started again."""
 
     folder: Path
     bus: str
@@ -97,24 +96,9 @@ class StreamsRig:
         return [process.stop() for process in self.every]
 
     async def read(self, kind: type[E]) -> list[E]:
-        """Every valid event that is on the topic now."""
-        bus, blobs = BusSettings(address=self.bus), BlobStore(f"file://{self.folder}/blobs")
-        reader = consumer(bus, "test")
-        await reader.start()
-        events: list[E] = []
-        try:
-            partitions = await assign_all(reader, kind.topic)
-            ends = await reader.end_offsets(partitions)
-            while any([await reader.position(partition) < ends[partition] for partition in partitions]):
-                for messages in (await reader.getmany(timeout_ms=200)).values():
-                    for message in messages:
-                        with contextlib.suppress(InvalidEvent):
-                            event = (await decode(record_of(message), blobs)).event
-                            assert isinstance(event, kind)
-                            events.append(event)
-        finally:
-            await reader.stop()
-        return events
+        """Return every valid event that is on the topic now."""
+        blobs = BlobStore(f"file://{self.folder}/blobs")
+        return await BusView(BusSettings(address=self.bus), self.producer, blobs).read(kind)
 
 
 @dataclass(frozen=True, slots=True)
