@@ -29,7 +29,7 @@ def overlaid(file: str, text: str) -> Iterator[str]:
 
 
 def split(file: str) -> tuple[Path, Path]:
-    """The import package that `file` belongs to, and its place in it."""
+    """Return the import package that `file` belongs to, and its path inside of it."""
     path = ROOT / file
     package = next(parent for parent in reversed(path.parents) if (parent / "__init__.py").exists())
     return package, path.relative_to(package)

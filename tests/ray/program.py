@@ -104,7 +104,7 @@ def repeated(bench: Bench) -> Iterator[Line]:
 
 
 def moved(bench: Bench) -> Iterator[Line]:
-    """Begun on two ranks, continued in one process, then on two ranks that hold parts, then on three."""
+    """Move one training from two ranks to one process, then to two ranks that hold parts, then to three."""
     folder, kind = bench.folder / "moved", "AdamW"
     lives: list[dict[str, Any]] = [
         bench.settings(kind, "none", max_steps=1),

@@ -66,7 +66,7 @@ def _die() -> None:
 
 
 def make_mortal(folder: Path) -> None:
-    """From now on, in this process."""
+    """Let this process die at the steps that are due, by replacing methods of the outbox and the producer."""
     add, send = Outbox.add, EventProducer.send_raw
 
     async def adding(self: Outbox, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:

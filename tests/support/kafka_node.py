@@ -26,8 +26,9 @@ _QUICK = ("-XX:TieredStopAtLevel=1",)
 class KafkaNode:
     """Broker and controller in one process. `stop` ends it; the folder is the caller's.
 
-    `advertised` are ports of proxies, each of which passes on to the port of `ports` in the same place: clients that
-    come through a proxy are told to go on through it. `brief`: it will not live for long, and nobody measures it.
+    `advertised` are ports of proxies, each of which forwards to the port of `ports` at the same index, so that the
+    broker sends clients of a proxy to the proxy again. With `brief`, Java compiles less well and starts
+    faster, which a benchmark must not do.
     With `password` clients have to log in as `headrace` (SASL PLAIN).
     """
 

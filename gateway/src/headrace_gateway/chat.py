@@ -141,7 +141,7 @@ class Chat:
         )
 
     async def _routing_is_known(self) -> None:
-        """After the start, wait until the models are known from the bus. No request waits at another time."""
+        """Wait until the models have been read from the bus. Only requests soon after the start have to wait."""
         deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
         while not self.catalog.is_ready:
             if self.clock.monotonic_s() > deadline_s:

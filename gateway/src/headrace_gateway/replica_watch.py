@@ -30,7 +30,7 @@ class ReplicaWatch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Until cancelled by the owner."""
+        """Probe idle replicas and cut hanging calls, until the owner cancels this."""
         async with asyncio.TaskGroup() as asking:
             while True:
                 for member in self._replica_set.members_to_probe(self._settings.probe_after_s):

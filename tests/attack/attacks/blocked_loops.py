@@ -114,7 +114,7 @@ def _quiet(running: Serving) -> bool:
 
 
 async def _friends(running: Serving) -> tuple[int, int]:
-    """Small requests at a steady pace until cancelled; how many there were and how many failed."""
+    """Send small requests at a steady pace until cancelled. Return how many were answered, and how many failed."""
     served = failed = 0
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     async with httpx.AsyncClient(timeout=60, base_url=running.gateway.url) as http:

@@ -246,7 +246,7 @@ async def _end_all(url: str, ledger: Ledger) -> None:
 
 
 async def _collected(view: BusView, expected: set[str]) -> set[str]:
-    """The turns that some trajectory names."""
+    """Wait until trajectories name the expected turns, or a limited time. Return all turns that they name."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _SETTLE_S
     while True:

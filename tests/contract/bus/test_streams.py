@@ -75,7 +75,7 @@ async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_no
     await streams.start()
     try:
         await _produce(killable.address, rng, expected)
-        await _some(killable.address, streams)
+        await _wait_for_counts(killable.address, streams)
         await _produce(killable.address, rng, expected)
         await streams.kill()
         await streams.start()
@@ -111,8 +111,8 @@ async def _produce(address: str, rng: random.Random, expected: Counter[str]) -> 
             await producer.send("lines", " ".join(words).encode())
 
 
-async def _some(address: str, streams: Streams) -> None:
-    """Wait until it is in the middle of its work."""
+async def _wait_for_counts(address: str, streams: Streams) -> None:
+    """Wait until the application has committed its first counts."""
 
     async def counted() -> bool:
         return bool(await _counts(address))

@@ -56,7 +56,7 @@ class Stack:
         return httpx2.post(f"{state.base_url}/chat/completions", json=body, timeout=WAIT_S)
 
     def answers(self, model: str) -> str:
-        """The version that answers to a name, once one does."""
+        """Wait until the model answers, and return the version that did."""
         wait_until(lambda: self.chat(model).status_code == 200, WAIT_S, f"{model} answers")
         version: str = self.chat(model).json()["model"]
         return version

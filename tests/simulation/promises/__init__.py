@@ -51,7 +51,7 @@ PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
 
 
 def check_all(cluster: Cluster) -> list[Check]:
-    """Every promise on one run."""
+    """Check every promise on the result of one run."""
     checks = []
     for name, check in PROMISES.items():
         that = Check(name)

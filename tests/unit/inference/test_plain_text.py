@@ -318,7 +318,7 @@ def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: s
 
 
 def test_a_word_that_is_a_control_token_in_other_letters_is_taken_apart() -> None:
-    """The vocabulary knows it, and the normalizer makes it of letters in which no one would look for it."""
+    """The normalizer makes the control token `</s>` of `</S>`, so a search of the text for `</s>` does not find it."""
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -2.0) for c in "</s>ab")], unk_id=0))
     inner.normalizer = normalizers.Lowercase()
     inner.add_special_tokens(["</s>"])

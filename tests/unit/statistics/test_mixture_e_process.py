@@ -122,7 +122,7 @@ def exact_ratio(arms: Sequence[bool], planned: Sequence[Fraction]) -> list[Fract
 
 
 def test_sample_ratio_is_a_martingale_for_even_arms() -> None:
-    """All 2^10 courses, also when the plan changes on the way: E = 1 exactly, P(max ≥ 1/α) ≤ α."""
+    """Over all 2^10 sequences of arms, also when the plan changes halfway: E = 1 exactly, and P(max ≥ 1/α) ≤ α."""
     for planned in ([HALF] * 10, [HALF] * 4 + [Fraction(1, 10)] * 6):
         mean, ever, error = Fraction(0), Fraction(0), Fraction(9, 10)
         for arms in itertools.product((True, False), repeat=10):
