@@ -44,12 +44,16 @@ def announced(container: str) -> ServiceInfo:
 
 
 def program(container: str) -> Program[Any]:
-    found: Program[Any] = import_module(f"{announced(container).module}.__main__").SERVICE
-    return found
+    definition: Program[Any] = import_module(f"{announced(container).module}.__main__").SERVICE
+    return definition
 
 
 def settings_of(container: str, **values: str) -> tuple[Common, ServiceSettings]:
-    """What the container would start with. Raises `SettingError` as it would."""
+    """Load the settings with which the container would start.
+
+    Raises:
+        SettingError: the container would refuse to start.
+    """
     environ = {name: str(value) for name, value in services(**values)[container]["environment"].items()}
     return load(service_of(container), program(container).settings, ROOT / env_example()["SETTINGS_FILE"], environ)
 
@@ -84,7 +88,7 @@ def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(
 
 @each_of_ours
 def test_the_data_folder_can_be_written(name: str) -> None:
-    """The image's own is read-only, and a service that cannot write to `data_dir` is never ready."""
+    """The image's own folder is read-only, and a service that cannot write to `data_dir` is never ready."""
     assert "/var/lib/headrace" in services()[name]["tmpfs"]
 
 
@@ -95,8 +99,8 @@ def test_the_check_asks_the_port_that_the_service_listens_on(name: str) -> None:
 
 @each_of_ours
 def test_every_setting_is_one_that_the_service_starts_with(name: str) -> None:
-    common, own = settings_of(name, JUDGE_BASE_URL="http://judge/v1", JUDGE_MODEL="1")
-    assert own.host == "0.0.0.0"
+    common, settings = settings_of(name, JUDGE_BASE_URL="http://judge/v1", JUDGE_MODEL="1")
+    assert settings.host == "0.0.0.0"
     assert common.bus.address == "kafka:9092"
     assert common.security.internal_key.get_secret_value() == SECRETS["INTERNAL_KEY"], "a key of digits is still text"
     has_state = announced(name).database
@@ -105,9 +109,9 @@ def test_every_setting_is_one_that_the_service_starts_with(name: str) -> None:
 
 
 def test_the_gateway_asks_for_the_agents_key() -> None:
-    _, own = settings_of("gateway")
-    assert isinstance(own, GatewaySettings)
-    assert [key.sha256 for key in read_keys(own)] == [SECRETS["GATEWAY_KEY_SHA256"]]
+    _, settings = settings_of("gateway")
+    assert isinstance(settings, GatewaySettings)
+    assert [key.sha256 for key in read_keys(settings)] == [SECRETS["GATEWAY_KEY_SHA256"]]
 
 
 def test_every_service_but_the_embedded_broker_has_a_container() -> None:
@@ -134,12 +138,12 @@ def test_the_gpu_profile_replaces_the_cpu_profile(name: str) -> None:
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu", "vllm", "trinity"])
 def test_a_profile_has_one_that_serves_and_one_that_trains(profile: str) -> None:
-    chosen = {name: one for name, one in services().items() if profile in one.get("profiles", ())}
+    chosen = {name: service for name, service in services().items() if profile in service.get("profiles", ())}
     assert sorted(map(service_of, chosen)) == ["inference", "trainer"]
-    for name, one in chosen.items():
-        aliases = one["networks"]["default"]["aliases"] if "networks" in one else [name]
+    for name, service in chosen.items():
+        aliases = service["networks"]["default"]["aliases"] if "networks" in service else [name]
         assert service_of(name) in aliases, "Prometheus finds it by this name"
-        assert ("deploy" in one) == (profile != "cpu")
+        assert ("deploy" in service) == (profile != "cpu")
 
 
 @pytest.mark.parametrize("name", OWN_IMAGES)
@@ -157,9 +161,9 @@ def test_an_image_of_its_own_computes_with_what_is_in_it() -> None:
     assert isinstance(training, TrainerSettings)
     assert training.backend == "trinity"
     trinity = TrinitySettings.model_validate(training.of("trinity"))
-    program, kept = Path(trinity.command[0]), services()["trainer-trinity"]["volumes"]
+    program, volumes = Path(trinity.command[0]), services()["trainer-trinity"]["volumes"]
     assert (program.parent, (ROOT / "deploy" / program.name).exists()) == (Path("/opt"), True)
-    assert any(trinity.folder.startswith(volume.split(":")[1] + "/") for volume in kept if "trainer" in volume)
+    assert any(trinity.folder.startswith(volume.split(":")[1] + "/") for volume in volumes if "trainer" in volume)
 
 
 def test_env_example_explains_every_variable_and_no_other() -> None:
@@ -168,7 +172,7 @@ def test_env_example_explains_every_variable_and_no_other() -> None:
 
 
 def test_env_example_shows_the_defaults() -> None:
-    """Except for what it sets on purpose: the example, and what is required."""
+    """Variables that the file sets on purpose are exempt: those of the example and the required ones."""
     chosen = {"SETTINGS_FILE", "EXTRA_PACKAGES"}
     for name, default in (variables(MAIN) | variables(EXAMPLE)).items():
         if default is not None and name not in chosen:

@@ -16,11 +16,11 @@ RETIRED = dict(re.findall(r"^\| (\w+) \| ([^|`]+) \|$", TEXT.partition("## Words
 RETIRED.pop("not", None)
 
 Defined = Mapping[str, Sequence[tuple[str, str, set[str]]]]
-"""Class name to each class of it: its package, its file, and its fields and methods."""
+"""All classes by name, each as its package, its file, and its fields and methods."""
 
 
 def _sources() -> Iterable[tuple[str, Path]]:
-    """Import package and file of all code of ours."""
+    """Yield the import package and the path of each source file of the project."""
     for init in sorted(
         [
             *ROOT.glob("*/src/*/__init__.py"),
@@ -32,18 +32,22 @@ def _sources() -> Iterable[tuple[str, Path]]:
 
 
 def _classes() -> Defined:
-    found: dict[str, list[tuple[str, str, set[str]]]] = defaultdict(list)
+    classes: dict[str, list[tuple[str, str, set[str]]]] = defaultdict(list)
     for package, path in _sources():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 names = {
-                    one.target.id
-                    for one in node.body
-                    if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+                    statement.target.id
+                    for statement in node.body
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
                 }
-                names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
-                found[node.name].append((package, str(path.relative_to(ROOT)), names))
-    return found
+                names |= {
+                    statement.name
+                    for statement in node.body
+                    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+                }
+                classes[node.name].append((package, str(path.relative_to(ROOT)), names))
+    return classes
 
 
 CLASSES = _classes()
@@ -51,18 +55,18 @@ STEMS = sorted({(package, path.stem) for package, path in _sources()})
 
 
 def retired(names: Iterable[str]) -> list[str]:
-    """Class names and file names that hold a retired word."""
-    found = [(name, {part.lower() for part in _parts(name)}) for name in names]
+    """Return a message for each class name or file name that contains a retired word."""
+    names_and_parts = [(name, {part.lower() for part in _parts(name)}) for name in names]
     return [
         f"{name}: say {instead} instead of {word}"
-        for name, parts in found
+        for name, parts in names_and_parts
         for word, instead in RETIRED.items()
         if not parts.isdisjoint({word, f"{word}s"})
     ]
 
 
 def _parts(name: str) -> list[str]:
-    """The words of a name in CamelCase or snake_case; a plural counts as its singular."""
+    """Return the words of a name in CamelCase or snake_case, and the singular of each plural."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
     return [*parts, *(part.removesuffix("s") for part in parts)]
 

@@ -1,4 +1,4 @@
-"""What goes into the images: exactly what each service needs, with versions and hashes of the workspace lock."""
+"""Contents of the images: exactly the packages of each service, with versions and hashes of the workspace lock."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Pins = dict[str, tuple[str, frozenset[str]]]
 
 
 def pins(path: Path) -> Pins:
-    """`name==version` to what holds for it: its marker and its hashes."""
-    found: Pins = {}
+    """Return the marker and the hashes of each `name==version` in a requirements file."""
+    details_by_pin: Pins = {}
     for entry in re.split(r"\n(?=[a-z0-9])", path.read_text(encoding="utf-8")):
         if match := re.match(r"(?P<pin>[a-z0-9._-]+==[^ ]+)(?: ; (?P<marker>[^\\]+))? \\", entry):
-            found[match["pin"]] = (
+            details_by_pin[match["pin"]] = (
                 (match["marker"] or "").strip(),
                 frozenset(re.findall(r"sha256:[0-9a-f]{64}", entry)),
             )
-    return found
+    return details_by_pin
 
 
 def installed_here(path: Path) -> set[str]:
-    """Names in a file that this interpreter on this system would install."""
+    """Return the names of the packages in a file that pip would install for this interpreter on this system."""
     names: set[str] = set()
     for pin, (marker, _) in pins(path).items():
         requirement = Requirement(f"{pin} ; {marker}" if marker else pin)
@@ -48,8 +48,11 @@ def installed_here(path: Path) -> set[str]:
 
 
 def needed(roots: Iterable[str]) -> set[str]:
-    """Names of everything that `roots` need, directly or not, on this system; ours are followed and left out."""
-    found: set[str] = set()
+    """Return the names of the packages that `roots` need on this system, directly or indirectly.
+
+    The dependencies of Headrace's own packages are included, but not these packages themselves.
+    """
+    names: set[str] = set()
     seen: set[tuple[str, str]] = set()
     todo = [(Requirement(root), "") for root in roots]
     while todo:
@@ -57,12 +60,12 @@ def needed(roots: Iterable[str]) -> set[str]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
-        found.add(name)
-        for wanted in ("", *requirement.extras):
-            if (name, wanted) not in seen:
-                seen.add((name, wanted))
-                todo += [(Requirement(text), wanted) for text in distribution(name).requires or ()]
-    return {name for name in found if not name.startswith("headrace")}
+        names.add(name)
+        for requested_extra in ("", *requirement.extras):
+            if (name, requested_extra) not in seen:
+                seen.add((name, requested_extra))
+                todo += [(Requirement(text), requested_extra) for text in distribution(name).requires or ()]
+    return {name for name in names if not name.startswith("headrace")}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
@@ -79,16 +82,18 @@ def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> 
 
 
 def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> None:
-    found, lock = (installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements/vllm.lock"))
-    assert lock - found <= needed(["hatchling", "editables"]), "run `make lock`"
-    assert found >= needed(["headrace-schemas", "headrace-runtime", "headrace-inference"]) | {"vllm"}
+    image_packages, lock_packages = (
+        installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements/vllm.lock")
+    )
+    assert lock_packages - image_packages <= needed(["hatchling", "editables"]), "run `make lock`"
+    assert image_packages >= needed(["headrace-schemas", "headrace-runtime", "headrace-inference"]) | {"vllm"}
 
 
 def test_the_image_with_trinity_gets_a_trainer_that_can_hand_over() -> None:
     roots = ("headrace-schemas", "headrace-runtime", "headrace-trainer[trinity]")
     assert installed_here(FOLDER / "trainer-trinity.txt") == needed(roots), "run `make lock`"
-    theirs = installed_here(ROOT / "requirements/trinity.lock")
-    assert {"trinity-rft", "verl", "ray", "torch"} <= theirs
+    trinity_packages = installed_here(ROOT / "requirements/trinity.lock")
+    assert {"trinity-rft", "verl", "ray", "torch"} <= trinity_packages
 
 
 def test_the_example_gets_what_its_gate_imports() -> None:
@@ -111,11 +116,15 @@ def test_torch_is_in_two_images_only_and_shared_by_them() -> None:
 def test_what_is_copied_into_an_image_is_in_the_build_context(name: str) -> None:
     allowed = tuple(line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!"))
     build = ours()[name]["build"]
-    given = {"EXTRA": "deploy/requirements/extra.txt", **build["args"]}
+    build_args = {"EXTRA": "deploy/requirements/extra.txt", **build["args"]}
     recipe = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
-    copied = [line.split()[1:-1] for line in recipe.splitlines() if re.match(r"COPY (?!--from)", line)]
-    assert copied
-    for source in (re.sub(r"\$\{(\w+)\}", lambda use: given[use[1]], one) for line in copied for one in line):
+    copy_sources = [line.split()[1:-1] for line in recipe.splitlines() if re.match(r"COPY (?!--from)", line)]
+    assert copy_sources
+    for source in (
+        re.sub(r"\$\{(\w+)\}", lambda use: build_args[use[1]], template)
+        for templates in copy_sources
+        for template in templates
+    ):
         assert (ROOT / source).exists(), source
         assert source.startswith(allowed), f".dockerignore leaves {source} out"
 

@@ -1,4 +1,4 @@
-"""What a user's program installs stays small: few lines, few dependencies, nothing of what operates Headrace."""
+"""Limits for the SDK that user programs install: few lines, few dependencies, no package that operates Headrace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ APART = {
     "trinity", "tuner",
 }  # fmt: skip
 PRIMITIVES = {"practice", "stack"}
-"""What adapters are made of: any number of files, each as short as every other."""
+"""Packages that adapters are built on. The number of their files is not limited, only the length of each file."""
 NEVER = {"agentscope", "datasets", "dspy", "httpx", "openai", "torch", "transformers", "trinity", "yaml"}
 IMPORTS_S_MAX = 1.0
 BLOCKS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -115,7 +115,7 @@ def test_no_file_imports_other_peoples_packages_at_its_top() -> None:
 
 
 def test_all_adapters_together_are_imported_in_no_time() -> None:
-    """Processor time, so that a machine with other work to do does not decide."""
+    """The limit is in processor time, so that other work on the machine does not decide the result."""
     names = [f"headrace.{part}" for part in sorted(APART | PRIMITIVES)]
     code = (
         "import json, sys, time; began = time.process_time(); from importlib import import_module\n"
@@ -126,23 +126,27 @@ def test_all_adapters_together_are_imported_in_no_time() -> None:
     )
     times = []
     for _ in range(3):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True
         )
-        times.append(float(done.stdout))
+        times.append(float(process.stdout))
     assert min(times) < IMPORTS_S_MAX, times
 
 
 def test_it_needs_pydantic_httpx_schemas_and_statistics() -> None:
-    direct = {canonicalize_name(Requirement(one).name) for one in requires("headrace") or [] if "extra ==" not in one}
+    direct = {
+        canonicalize_name(Requirement(requirement).name)
+        for requirement in requires("headrace") or []
+        if "extra ==" not in requirement
+    }
     assert direct == {"headrace-schemas", "headrace-statistics", "httpx2", "pydantic"}
 
 
 def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
-    """And what reads topics says what is missing."""
-    there = needed(["headrace"]) | {"headrace", "headrace-schemas", "headrace-statistics"}
+    """Without the extra for topics, functions that read topics raise an error that names the extra."""
+    sdk_distributions = needed(["headrace"]) | {"headrace", "headrace-schemas", "headrace-statistics"}
     installed = packages_distributions().items()
-    absent = {name for name, owners in installed if not there.intersection(map(canonicalize_name, owners))}
+    absent = {name for name, owners in installed if not sdk_distributions.intersection(map(canonicalize_name, owners))}
     members = [
         *ROOT.glob("*/src/headrace_*"),
         *ROOT.glob("packages/*/src/headrace_*"),
@@ -151,6 +155,6 @@ def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
     absent |= {path.name for path in members} - {"headrace_schemas", "headrace_statistics"}
     assert {"headrace_runtime", "headrace_cli", "torch", "faust", "typer", "aiokafka", "fsspec"} <= absent
     arguments = json.dumps(sorted(absent)), json.dumps(modules())
-    done = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=False)
     remedy = "reading topics needs the extra: pip install 'headrace[topics]'"
-    assert done.stdout.splitlines() == ["http://127.0.0.1:1/sessions/s/v1", remedy, remedy], done.stderr
+    assert process.stdout.splitlines() == ["http://127.0.0.1:1/sessions/s/v1", remedy, remedy], process.stderr

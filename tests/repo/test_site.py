@@ -1,6 +1,6 @@
-"""The site holds together before it is built: navigation, reach, nothing from elsewhere, pages as the generator wants.
+"""Checks of the site before the build: navigation, links, no external resources, conversion of pages, and figures.
 
-`make docs` builds it, with an environment of its own, and checks what was built."""
+`make docs` builds the site in a separate environment and checks the output."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def read(page: str) -> str:
 
 
 def test_the_navigation_names_pages_that_exist_each_once() -> None:
-    named = navigation()
-    assert len(set(named)) == len(named)
-    assert [page for page in named if page not in pages() and not Path(ROOT, FOLDERS.get(page, "no")).is_dir()] == []
-    assert named[0] == FRONT
+    navigation_pages = navigation()
+    assert len(set(navigation_pages)) == len(navigation_pages)
+    assert [
+        page for page in navigation_pages if page not in pages() and not Path(ROOT, FOLDERS.get(page, "no")).is_dir()
+    ] == []
+    assert navigation_pages[0] == FRONT
 
 
 def test_every_page_is_two_clicks_from_the_front_page() -> None:
-    """The navigation is on each page; what it does not name, a page that it names links to."""
+    """The navigation is on each page, and a page that it does not name is linked from a page that it names."""
     first = set(navigation())
     second = set(first)
     for page in first & set(pages()):
@@ -71,11 +73,13 @@ def test_a_link_to_code_leads_to_a_page_that_shows_it() -> None:
 
 
 def test_figures_are_those_of_the_one_file() -> None:
-    found = results.results()
-    wrong = [page for page in results.PAGES if results.written(read(page), found) != read(page)]
+    values = results.results()
+    wrong = [page for page in results.PAGES if results.written(read(page), values) != read(page)]
     assert not wrong, "run python -m docs.site.results"
-    there = {".".join(path) for path, _ in results.paths(found)}
-    assert there == {name for page in results.PAGES for name in results.named(read(page))}, "each is named by a page"
+    value_paths = {".".join(path) for path, _ in results.paths(values)}
+    assert value_paths == {name for page in results.PAGES for name in results.named(read(page))}, (
+        "each is named by a page"
+    )
 
 
 def test_a_figure_that_is_not_there_is_named() -> None:
@@ -89,11 +93,11 @@ def test_a_figure_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "form", "shown"),
+    ("value", "form", "text"),
     [(0.4949, "p", "49"), (1485.8, ",.0f", "1,486"), ("0 of 3269 in 12 s", ",", "0 of 3,269 in 12 s"), ("5", "", "5")],
 )
-def test_how_a_figure_is_shown(value: object, form: str, shown: str) -> None:
-    assert results.as_text(value, form) == shown
+def test_how_a_figure_is_shown(value: object, form: str, text: str) -> None:
+    assert results.as_text(value, form) == text
 
 
 def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
@@ -102,15 +106,15 @@ def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
     broken = [{"what": "played to its end", "figure": "TimeoutError", "holds": False}]
     attacks = {"spool_flips": {"lines": lines}, "secrets": {"lines": broken}}
     report.write_text(json.dumps({"attacks": attacks}), encoding="utf-8")
-    found: dict[str, Any] = {"attack": {"spool_flips": {"0": "7 of 9"}, "secrets": {"0": "0 of 4"}}}
-    wanted = dict.fromkeys(["attack.spool_flips.1", "attack.secrets.0", "chaos.kafka.load_s"])
-    assert results.take(report, found, wanted) == ["attack.secrets.0"], "it stays as it was"
-    assert found["attack"] == {"spool_flips": {"0": "7 of 9", "1": "1 of 9"}, "secrets": {"0": "0 of 4"}}
-    assert tomllib.loads(results.as_toml(found)) == found
+    values: dict[str, Any] = {"attack": {"spool_flips": {"0": "7 of 9"}, "secrets": {"0": "0 of 4"}}}
+    names = dict.fromkeys(["attack.spool_flips.1", "attack.secrets.0", "chaos.kafka.load_s"])
+    assert results.take(report, values, names) == ["attack.secrets.0"], "it stays as it was"
+    assert values["attack"] == {"spool_flips": {"0": "7 of 9", "1": "1 of 9"}, "secrets": {"0": "0 of 4"}}
+    assert tomllib.loads(results.as_toml(values)) == values
 
 
 def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
-    """Which values of each report pages name, in the shapes that the targets give them."""
+    """Each report has the shape that its target writes, with only the values that pages name."""
     simulation_report = {"faults": {"kill": 2, "stop": 3}, "checks": {"p1": 4}, "failed": [{"seed": 1}], "seeds": 5}
     learned = [
         {"name": f"left by a correction: batch of 8, after {after}: weights", "value": value}
@@ -141,12 +145,12 @@ def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
         "compose.added_mb.most": 40,
         "bench-bus.share_of_kafka.bulk": 0.5,
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for target, report in reports.items():
         path = tmp_path / f"{target}.json"
         path.write_text(json.dumps(report), encoding="utf-8")
-        assert results.take(path, found, dict.fromkeys(expected)) == []
-    assert {name: results.at(found, name) for name in expected} == expected
+        assert results.take(path, values, dict.fromkeys(expected)) == []
+    assert {name: results.at(values, name) for name in expected} == expected
 
 
 def test_decisions_are_numbered_without_gaps() -> None:

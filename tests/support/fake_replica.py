@@ -26,7 +26,7 @@ from headrace_schemas.resume import Resume
 
 VERSION = "tiny@0123456789abcdef"
 LENGTH = 6
-"""Tokens of an answer whose request sets no smaller limit."""
+"""Number of tokens of an answer, unless the request sets a smaller limit."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Called:
     arguments: dict[str, Any]
 
 
-Said = str | Called
+ScriptedAnswer = str | Called
 
 
 @dataclass
 class FakeReplica:
-    """Serves while `running()` is entered. `faults` are used up one per request, first come first served."""
+    """Replica that serves while `running()` is entered. Each request takes the first of the remaining `faults`."""
 
     replica_id: str = "replica-0"
     versions: tuple[str, ...] = (VERSION,)
@@ -79,21 +79,21 @@ class FakeReplica:
     faults: list[Fault] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    script: list[Said] = field(default_factory=list)
-    """Answers to successive requests instead of generated words; a fault has its own."""
+    script: list[ScriptedAnswer] = field(default_factory=list)
+    """Answers to successive requests instead of generated words. A request with an error `Fault.status` uses none."""
     token_delay_s: float = 0.0
     prompt_tail: tuple[int, ...] = ()
-    """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
+    """Tokens appended to every prompt. A replica that has not seen the conversation before also has other prompts."""
     prompt_tokens_max: int | None = None
-    """A longer prompt counts as its first tokens."""
+    """Maximum length of a prompt before `prompt_tail`. A longer prompt is cut to its first tokens."""
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     moves: asyncio.Event = field(default_factory=asyncio.Event)
     """While this is clear the replica hangs like a stopped process: it accepts connections and sends no bytes."""
-    asked: int = 0
+    health_checks: int = 0
     """Number of health checks that arrived."""
     cancelled: int = 0
-    """Requests whose connection the gateway closed before their end."""
+    """Number of requests that the gateway cancelled by closing the connection."""
 
     def __post_init__(self) -> None:
         self.moves.set()
@@ -133,7 +133,7 @@ class FakeReplica:
         return beat.model_copy(update=changes)
 
     async def _health(self, _request: web.Request) -> web.Response:
-        self.asked += 1
+        self.health_checks += 1
         await self.moves.wait()
         return web.json_response({"status": "ok"})
 
@@ -156,8 +156,8 @@ class FakeReplica:
             raise
 
     def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
-        scripted = self.script.pop(0) if self.script else None
-        return Generation(body, fault.model or body["model"], self.prompt_tail, scripted, self.prompt_tokens_max)
+        scripted_answer = self.script.pop(0) if self.script else None
+        return Generation(body, fault.model or body["model"], self.prompt_tail, scripted_answer, self.prompt_tokens_max)
 
     async def _plain(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
         await asyncio.sleep(self.token_delay_s * LENGTH)
@@ -168,7 +168,7 @@ class FakeReplica:
             request.transport.abort()
             await asyncio.sleep(60)
         await self.moves.wait()
-        choices = [self._whole(work, index, fault) for index in range(work.n)]
+        choices = [self._build_choice(work, index, fault) for index in range(work.n)]
         prompt = work.prompt_ids
         answer: dict[str, Any] = {
             "id": "cmpl-of-the-engine",
@@ -182,16 +182,16 @@ class FakeReplica:
         }
         return web.Response(body=fault.encoded(answer), content_type="application/json")
 
-    def _whole(self, work: Generation, index: int, fault: Fault) -> dict[str, Any]:
+    def _build_choice(self, work: Generation, index: int, fault: Fault) -> dict[str, Any]:
         tokens = work.tokens(index)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(map(work.text, range(len(tokens)), tokens))}
         if work.calls_a_tool:
             message |= {"content": None, "tool_calls": [work.tool_call(index)]}
-        kept = len(tokens) - fault.lose_logprobs
+        logprob_count = len(tokens) - fault.lose_logprobs
         return {
             "index": index,
             "message": message,
-            "logprobs": {"content": [entry(token, work.top) for token in tokens[:kept]]},
+            "logprobs": {"content": [entry(token, work.top) for token in tokens[:logprob_count]]},
             "finish_reason": "abort" if fault.abort_after is not None else work.finish_reason,
             "stop_reason": None,
             "token_ids": tokens,
@@ -224,7 +224,7 @@ class Generation:
     body: dict[str, Any]
     model: str
     prompt_tail: tuple[int, ...] = ()
-    said: Said | None = None
+    scripted_answer: ScriptedAnswer | None = None
     prompt_tokens_max: int | None = None
 
     @property
@@ -245,50 +245,50 @@ class Generation:
 
     @property
     def limit(self) -> int:
-        if isinstance(self.said, str):
+        if isinstance(self.scripted_answer, str):
             return len(self._pieces)
         return min(LENGTH, int(self.body.get("max_tokens") or LENGTH))
 
     @property
     def calls_a_tool(self) -> bool:
-        if self.said is not None:
-            return not isinstance(self.said, str)
+        if self.scripted_answer is not None:
+            return not isinstance(self.scripted_answer, str)
         return bool(self.body.get("tools")) and self.body["messages"][-1]["role"] == "user"
 
     @property
     def finish_reason(self) -> str:
         if self.calls_a_tool:
             return "tool_calls"
-        return "stop" if self.limit == LENGTH or self.said is not None else "length"
+        return "stop" if self.limit == LENGTH or self.scripted_answer is not None else "length"
 
     @property
     def _pieces(self) -> list[str]:
-        """A scripted text, a word with the white space after it for each token."""
-        return re.findall(r"\s*\S+\s*", str(self.said))
+        """Pieces of the scripted text, one for each token: a word with the white space after it."""
+        return re.findall(r"\s*\S+\s*", str(self.scripted_answer))
 
     def text(self, at: int, token: int) -> str:
-        return self._pieces[at] if isinstance(self.said, str) else text_of(token)
+        return self._pieces[at] if isinstance(self.scripted_answer, str) else text_of(token)
 
     def tokens(self, index: int) -> list[int]:
-        if isinstance(self.said, str):
+        if isinstance(self.scripted_answer, str):
             return [100 + zlib.crc32(piece.encode()) % 100 for piece in self._pieces]
         seed = json.dumps([self.body["messages"], self.body.get("seed"), index]).encode()
         return [byte + 100 for byte in hashlib.sha256(seed).digest()[: self.limit]]
 
     def tool_call(self, index: int) -> dict[str, Any]:
-        if isinstance(self.said, Called):
-            name, arguments = self.said.name, json.dumps(self.said.arguments)
+        if isinstance(self.scripted_answer, Called):
+            name, arguments = self.scripted_answer.name, json.dumps(self.scripted_answer.arguments)
         else:
             name, arguments = self.body["tools"][0]["function"]["name"], '{"query": "invoice"}'
-        called = {"name": name, "arguments": arguments}
-        return {"id": f"call_{self.tokens(index)[0]}", "type": "function", "function": called}
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{self.tokens(index)[0]}", "type": "function", "function": function}
 
     def usage(self, off_by: int = 0) -> dict[str, Any]:
         prompt, sampled = len(self.prompt_ids), self.limit * self.n + off_by
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def chunks(self, fault: Fault) -> list[tuple[dict[str, Any], int]]:
-        """Every chunk with how many tokens it carries, choices interleaved."""
+        """Return every chunk with its number of tokens. The chunks of several choices are interleaved."""
         resumed = {choice.index: choice for choice in self._resumed()}
         begun: list[tuple[dict[str, Any], int]] = []
         for index in range(self.n):
@@ -362,7 +362,7 @@ def logprob_of(token: int) -> float:
 
 
 def entry(token: int, top: int = 0) -> dict[str, Any]:
-    """One token of `logprobs.content`."""
+    """Return the entry of a token in `logprobs.content`."""
     text = text_of(token)
     ranked = [{"token": text, "logprob": logprob_of(token), "bytes": list(text.encode())}] * top
     return {"token": text, "logprob": logprob_of(token), "bytes": list(text.encode()), "top_logprobs": ranked}

@@ -1,8 +1,9 @@
-"""Conversations in which a user names the right answer after a wrong one, and a base that can use that.
+"""Conversations in which a user names the right answer after a wrong one, and a base that can use such replies.
 
-A question has no right answer that anybody could know: of eight letters the user wants one. The base has seen users
-that said theirs in advance, and answers that followed it; without that it guesses. So what users reply is worth the
-logarithm of eight to it, and nothing to a base that was not taught.
+No model can know the right answer to a question in advance: the user wants one of eight letters. The base was trained
+on users that named their letter before the answer, and on answers with that letter; without a named letter it guesses.
+The user's reply is therefore worth the logarithm of eight to this base. To a base without this training, it is worth
+zero.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from tests.support import tiny_model
 from tests.unit.trainer.world import experience
 
 LETTERS = "BCDFGHJK"
-ASKED = "<|im_start|>user\nWhich?<|im_end|>\n"
+QUESTION = "<|im_start|>user\nWhich?<|im_end|>\n"
 OPENING = "<|im_start|>assistant\n"
 
 
-def said(text: str) -> str:
+def user_message(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n"
 
 
-def tool_says(call: str) -> str:
+def tool_response(call: str) -> str:
     return f"<tool_response>{call} is none</tool_response>"
 
 
@@ -34,8 +35,11 @@ def contradiction(letter: str) -> str:
     return f"No, it is {letter}."
 
 
-def taught(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
-    """A tiny model that answers with the letter that a user has named. Some seconds of one core."""
+def train_base(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
+    """Train a tiny model that answers with the letter that a user has named, and return its folder.
+
+    The training takes some seconds on one core.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -46,9 +50,10 @@ def taught(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     draw = random.Random(seed)
     texts = {
-        letter: encode(ASKED + said(contradiction(letter)) + OPENING + letter + "<|im_end|>") for letter in LETTERS
+        letter: encode(QUESTION + user_message(contradiction(letter)) + OPENING + letter + "<|im_end|>")
+        for letter in LETTERS
     }
-    plain = {letter: encode(ASKED + OPENING + letter + "<|im_end|>") for letter in LETTERS}
+    plain = {letter: encode(QUESTION + OPENING + letter + "<|im_end|>") for letter in LETTERS}
     for _ in range(steps):
         loss = torch.zeros(())
         for form in (texts, plain):
@@ -86,16 +91,15 @@ def conversation(
     **fields: Any,
 ) -> Experience:
     """Return a conversation with the answer `first`, the user's `reply`, and the answer `second`. `reward` belongs to
-    the
-    first answer; `calls` came before it, each answered by a tool.
+    the first answer; `calls` came before it, each answered by a tool.
     """
     plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
-    prompts = [ASKED, *("\n" + said(tool_says(call)) for call in calls), "\n" + said(reply)]
+    prompts = [QUESTION, *("\n" + user_message(tool_response(call)) for call in calls), "\n" + user_message(reply)]
     tokens: tuple[int, ...] = ()
     spans: list[Span] = []
-    for place, (prompt, answer) in enumerate(zip(prompts, [*calls, first, second], strict=True)):
+    for index, (prompt, answer) in enumerate(zip(prompts, [*calls, first, second], strict=True)):
         tokens += encode(prompt + OPENING)
-        spans.append(Span(start=len(tokens), logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{place}", version=version))
+        spans.append(Span(start=len(tokens), logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{index}", version=version))
         tokens += encode(f"{answer}<|im_end|>")
     branch = Branch(token_ids=tokens, spans=tuple(spans))
     turns = () if reward is None else (TurnReward(turn_id=spans[-2].turn_id, value=reward),)
@@ -106,16 +110,17 @@ def conversation(
 def conversations(
     encode: Any, version: str, count: int, *, seed: int = 0, shuffled: bool = False, accepted: int = 0, calls: int = 0
 ) -> list[Experience]:
-    """Return `count` conversations with a contradicted answer and the letter that the model then answered; with
-    `shuffled`,
-    replies of other conversations. `accepted` more were accepted. `calls` come before the contradicted answer.
+    """Return `count` conversations with a contradicted answer, and `accepted` conversations with an accepted one.
+
+    After the user's reply, the model answers with the right letter. With `shuffled`, the replies are those of other
+    conversations. `calls` is the number of tool calls before each contradicted answer.
     """
     draw = random.Random(seed)
     letters = [draw.choice(LETTERS) for _ in range(count)]
     named = draw.sample(letters, count) if shuffled else letters
     events = []
     for number, (right, name) in enumerate(zip(letters, named, strict=True)):
-        wrong = draw.choice([one for one in LETTERS if one != right])
+        wrong = draw.choice([letter for letter in LETTERS if letter != right])
         tool_letters = [draw.choice(LETTERS) for _ in range(calls)]
         events.append(
             conversation(
@@ -135,8 +140,9 @@ def conversations(
     return events
 
 
-def of_version(events: Sequence[Experience], made_by: str) -> Callable[[str], list[Experience]]:
-    """Return the same events with another answering version than `made_by`."""
+def of_version(events: Sequence[Experience], original_version: str) -> Callable[[str], list[Experience]]:
+    """Return a function that copies `events` with another answering version in place of `original_version`."""
     return lambda version: [
-        Experience.model_validate_json(event.to_json().replace(made_by.encode(), version.encode())) for event in events
+        Experience.model_validate_json(event.to_json().replace(original_version.encode(), version.encode()))
+        for event in events
     ]

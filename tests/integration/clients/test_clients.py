@@ -10,7 +10,7 @@ import pytest
 
 from headrace_schemas import Turn
 from tests.integration.clients.conftest import run
-from tests.support.fake_replica import Called, FakeReplica, Said
+from tests.support.fake_replica import Called, FakeReplica, ScriptedAnswer
 from tests.support.gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -83,6 +83,6 @@ async def test_agentscope_forces_a_call_plain_and_streamed(served: Gateway, repl
     assert [turn.sampling.grammar is not None for turn in served.turns] == [True, True]
 
 
-def _fields(**values: str) -> Said:
+def _fields(**values: str) -> ScriptedAnswer:
     """An answer as DSPy's chat adapter reads it."""
     return "\n\n".join([*(f"[[ ## {name} ## ]]\n{value}" for name, value in values.items()), "[[ ## completed ## ]]"])

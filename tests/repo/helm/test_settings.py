@@ -1,4 +1,4 @@
-"""The services themselves read what the chart gives them: names, values, ports and command lines are the real ones."""
+"""Checks of the chart with the settings code of the services: real names, values, ports and command lines."""
 
 from __future__ import annotations
 
@@ -38,12 +38,16 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def program(service: str) -> Program[Any]:
-    found: Program[Any] = import_module(f"headrace_{service}.__main__").SERVICE
-    return found
+    definition: Program[Any] = import_module(f"headrace_{service}.__main__").SERVICE
+    return definition
 
 
-def started(container: Container, folder: Path) -> tuple[Common, ServiceSettings]:
-    """What the container would start with. Raises `SettingError` as it would."""
+def load_settings(container: Container, folder: Path) -> tuple[Common, ServiceSettings]:
+    """Load the settings with which the container would start.
+
+    Raises:
+        SettingError: the container would refuse to start.
+    """
     environ = container.environment()
     config = folder / "headrace.toml"
     config.write_text(container.settings, encoding="utf-8")
@@ -59,46 +63,48 @@ def started(container: Container, folder: Path) -> tuple[Common, ServiceSettings
 def test_every_setting_is_one_that_the_service_starts_with(variant: str, tmp_path: Path) -> None:
     seen = set()
     for container in containers(objects(variant)):
-        common, own = started(container, tmp_path)
+        common, settings = load_settings(container, tmp_path)
         seen.add(container.service)
-        assert own.host == "0.0.0.0", container.label
+        assert settings.host == "0.0.0.0", container.label
         assert common.security.internal_key.get_secret_value() == SECRETS["headrace-internal", "internal-key"]
         database = common.database.url.get_secret_value()
-        single = "broker" in {one["name"] for one in container.pod.get("initContainers", ())}
+        single = "broker" in {init_container["name"] for init_container in container.pod.get("initContainers", ())}
         assert database == (DATABASE_URL if container.service in WITH_DATABASE and not single else "sqlite")
         assert (common.bus.address == "127.0.0.1:9092") == single
-        if isinstance(own, GatewaySettings):
-            assert [key.name for key in read_keys(own)] == ["agent"]
+        if isinstance(settings, GatewaySettings):
+            assert [key.name for key in read_keys(settings)] == ["agent"]
     assert seen >= {"gateway", "inference", "collector", "scorer", "registry", "trainer"}
 
 
 @each_variant
 def test_ports_are_those_of_the_services(variant: str) -> None:
-    """The default of each, which its probe asks and its Service leads to."""
-    found = objects(variant)
+    """Each container, its probe and its Service use the default port of the service."""
     ports = {}
-    for container in containers(found):
+    for container in containers(objects(variant)):
         port = program(container.service).settings.model_fields["port"].default
         assert container.spec["ports"] == [{"name": container.service, "containerPort": port}]
         assert container.spec["readinessProbe"]["httpGet"] == {"path": "/health", "port": container.service}
         ports[container.service] = port
-    leading = of_kind(variant, "Service").values()
-    names = [one["metadata"]["labels"]["app.kubernetes.io/component"] for one in leading]
-    assert {name: one["spec"]["ports"][0]["port"] for name, one in zip(names, leading, strict=True)} == ports
-    assert [one["spec"]["ports"][0]["targetPort"] for one in leading] == names
+    kubernetes_services = of_kind(variant, "Service").values()
+    names = [service["metadata"]["labels"]["app.kubernetes.io/component"] for service in kubernetes_services]
+    assert {
+        name: service["spec"]["ports"][0]["port"] for name, service in zip(names, kubernetes_services, strict=True)
+    } == ports
+    assert [service["spec"]["ports"][0]["targetPort"] for service in kubernetes_services] == names
 
 
 @each_variant
 def test_every_selector_finds_pods(variant: str) -> None:
-    found = objects(variant)
-    labels = [container.workload["spec"]["template"]["metadata"]["labels"] for container in containers(found)]
-    for one in found:
+    chart_objects = objects(variant)
+    labels = [container.workload["spec"]["template"]["metadata"]["labels"] for container in containers(chart_objects)]
+    for chart_object in chart_objects:
         selectors = {"Service": ("selector",), "PodDisruptionBudget": ("selector", "matchLabels")}
         path = selectors | {"NetworkPolicy": ("podSelector", "matchLabels"), "StatefulSet": ("selector", "matchLabels")}
-        wanted: Any = one["spec"] if one["kind"] in path else None
-        for part in path.get(one["kind"], ()):
-            wanted = wanted[part]
-        assert wanted is None or any(wanted.items() <= label.items() for label in labels), one["metadata"]["name"]
+        selector: Any = chart_object["spec"] if chart_object["kind"] in path else None
+        for part in path.get(chart_object["kind"], ()):
+            selector = selector[part]
+        name = chart_object["metadata"]["name"]
+        assert selector is None or any(selector.items() <= label.items() for label in labels), name
 
 
 def test_images_are_those_that_are_built() -> None:
@@ -121,7 +127,7 @@ def test_every_service_of_the_compose_file_is_there() -> None:
 
 
 def test_resources_are_those_of_the_compose_file() -> None:
-    """The same limits of memory, so that a plan made with one holds for the other."""
+    """Chart and compose file set the same memory limits, so that a plan made for one of them holds for the other."""
     for container in containers(objects("claims")):
         limit = container.spec["resources"]["limits"]["memory"]
         assert limit.lower().removesuffix("i") == services()[container.service]["mem_limit"], container.label
@@ -129,39 +135,43 @@ def test_resources_are_those_of_the_compose_file() -> None:
 
 def test_replicas_are_told_apart_and_reached(tmp_path: Path) -> None:
     for variant, url in (("claims", "http://10.0.0.7:8010"), ("default", "http://127.0.0.1:8010")):
-        inference = next(one for one in containers(objects(variant)) if one.service == "inference")
-        _, own = started(inference, tmp_path)
-        assert isinstance(own, InferenceSettings)
-        assert (own.replica_id, own.advertise_url) == ("pod-0", url)
+        inference = next(container for container in containers(objects(variant)) if container.service == "inference")
+        _, settings = load_settings(inference, tmp_path)
+        assert isinstance(settings, InferenceSettings)
+        assert (settings.replica_id, settings.advertise_url) == ("pod-0", url)
 
 
 def test_the_gate_plays_through_the_gateway(tmp_path: Path) -> None:
     for variant, host in (("claims", "headrace-gateway:8000"), ("default", "127.0.0.1:8000")):
-        registry = next(one for one in containers(objects(variant)) if one.service == "registry")
-        _, own = started(registry, tmp_path)
-        assert isinstance(own, RegistrySettings)
-        assert own.gate.base_url == f"http://{host}/v1"
-        assert own.gate.environment == ("OPENAI_API_KEY",)
+        registry = next(container for container in containers(objects(variant)) if container.service == "registry")
+        _, settings = load_settings(registry, tmp_path)
+        assert isinstance(settings, RegistrySettings)
+        assert settings.gate.base_url == f"http://{host}/v1"
+        assert settings.gate.environment == ("OPENAI_API_KEY",)
         assert registry.environment()["OPENAI_API_KEY"] == SECRETS["headrace-internal", "internal-key"]
         assert host.startswith("127.") or host.partition(":")[0] in of_kind(variant, "Service")
 
 
 def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
-    trainers = [one for one in containers(objects("lineages")) if one.service == "trainer"]
-    read = [started(one, tmp_path)[1] for one in trainers]
-    found = {(one.model, one.lineage, one.base, one.seed) for one in read if isinstance(one, TrainerSettings)}
-    assert found == {("1", "7", "/models/base", 0), ("helper", "true", "/models/second", 3)}
-    judge = next(one for one in containers(objects("judge")) if one.service == "judge")
-    _, own = started(judge, tmp_path)
-    assert isinstance(own, JudgeSettings)
-    assert own.endpoint.model == "1"
-    assert own.endpoint.api_key.get_secret_value() == SECRETS["judge-endpoint", "api-key"]
+    trainers = [container for container in containers(objects("lineages")) if container.service == "trainer"]
+    trainer_settings = [load_settings(trainer, tmp_path)[1] for trainer in trainers]
+    lineages = {
+        (settings.model, settings.lineage, settings.base, settings.seed)
+        for settings in trainer_settings
+        if isinstance(settings, TrainerSettings)
+    }
+    assert lineages == {("1", "7", "/models/base", 0), ("helper", "true", "/models/second", 3)}
+    judge = next(container for container in containers(objects("judge")) if container.service == "judge")
+    _, settings = load_settings(judge, tmp_path)
+    assert isinstance(settings, JudgeSettings)
+    assert settings.endpoint.model == "1"
+    assert settings.endpoint.api_key.get_secret_value() == SECRETS["judge-endpoint", "api-key"]
 
 
 def _torch(settings: InferenceSettings) -> TorchSettings:
-    found = settings.of("torch")
-    assert isinstance(found, TorchSettings)
-    return found
+    torch_settings = settings.of("torch")
+    assert isinstance(torch_settings, TorchSettings)
+    return torch_settings
 
 
 def test_devices_follow_the_number_of_gpus(tmp_path: Path) -> None:
@@ -171,67 +181,77 @@ def test_devices_follow_the_number_of_gpus(tmp_path: Path) -> None:
             if container.service not in ("inference", "trainer"):
                 assert "nvidia.com/gpu" not in limits
                 continue
-            _, own = started(container, tmp_path)
-            assert isinstance(own, InferenceSettings | TrainerSettings)
-            chosen = _torch(own).device if isinstance(own, InferenceSettings) else own.compute.device
+            _, settings = load_settings(container, tmp_path)
+            assert isinstance(settings, InferenceSettings | TrainerSettings)
+            chosen = _torch(settings).device if isinstance(settings, InferenceSettings) else settings.compute.device
             assert (chosen, limits.get("nvidia.com/gpu")) == (device, 1 if device == "cuda" else None)
             assert bool(container.pod.get("nodeSelector")) == (device == "cuda")
 
 
 def test_vllm_and_trinity_have_images_of_their_own(tmp_path: Path) -> None:
-    found = {(variant, one.service): one for variant in OWN_VARIANTS for one in containers(objects(variant))}
-    for place, image in OWN_BY_VARIANT.items():
-        container = found[place]
+    containers_by_variant = {
+        (variant, container.service): container
+        for variant in OWN_VARIANTS
+        for container in containers(objects(variant))
+    }
+    for (variant, service), image in OWN_BY_VARIANT.items():
+        container = containers_by_variant[variant, service]
         assert container.spec["image"].partition(":")[0].endswith(image)
         assert container.volume(container.mounts["/dev/shm"])["emptyDir"] == {"medium": "Memory"}
         gpus = container.spec["resources"]["limits"]["nvidia.com/gpu"]
-        _, own = started(container, tmp_path)
-        if isinstance(own, InferenceSettings):
-            vllm = VllmSettings.model_validate(own.of("vllm"))
-            assert (own.engine, vllm.tensor_parallel) == ("vllm", gpus)
+        _, settings = load_settings(container, tmp_path)
+        if isinstance(settings, InferenceSettings):
+            vllm = VllmSettings.model_validate(settings.of("vllm"))
+            assert (settings.engine, vllm.tensor_parallel) == ("vllm", gpus)
         else:
-            assert isinstance(own, TrainerSettings)
-            trinity = TrinitySettings.model_validate(own.of("trinity"))
-            assert (own.backend, trinity.gpus_per_node, trinity.command) == ("trinity", gpus, ("/opt/trinity-run",))
+            assert isinstance(settings, TrainerSettings)
+            trinity = TrinitySettings.model_validate(settings.of("trinity"))
+            assert (settings.backend, trinity.gpus_per_node, trinity.command) == (
+                "trinity",
+                gpus,
+                ("/opt/trinity-run",),
+            )
             assert trinity.folder.startswith("/var/lib/headrace/trainer/"), "a claim of its own"
-    others = [one for place, one in found.items() if place not in OWN_BY_VARIANT]
-    assert others
-    assert not any("/dev/shm" in one.mounts for one in others)
+    standard_containers = [container for key, container in containers_by_variant.items() if key not in OWN_BY_VARIANT]
+    assert standard_containers
+    assert not any("/dev/shm" in container.mounts for container in standard_containers)
 
 
 def test_scaling_looks_at_every_topic_of_the_service() -> None:
-    scaled = of_kind("production", "ScaledObject")
-    assert scaled.keys() == {"headrace-collector", "headrace-scorer"} <= of_kind("production", "Deployment").keys()
-    for name, one in scaled.items():
+    scaled_objects = of_kind("production", "ScaledObject")
+    assert (
+        scaled_objects.keys() == {"headrace-collector", "headrace-scorer"} <= of_kind("production", "Deployment").keys()
+    )
+    for name, scaled_object in scaled_objects.items():
         service = name.removeprefix("headrace-")
-        triggers = [trigger["metadata"] for trigger in one["spec"]["triggers"]]
-        read = {topic.name: topic for topic in catalogue().values() if service in topic.consumers}
-        assert {trigger["topic"] for trigger in triggers} == read.keys()
+        triggers = [trigger["metadata"] for trigger in scaled_object["spec"]["triggers"]]
+        topics = {topic.name: topic for topic in catalogue().values() if service in topic.consumers}
+        assert {trigger["topic"] for trigger in triggers} == topics.keys()
         assert {trigger["consumerGroup"] for trigger in triggers} == {f"headrace-{service}"}
-        assert one["spec"]["maxReplicaCount"] <= min(topic.partitions for topic in read.values())
+        assert scaled_object["spec"]["maxReplicaCount"] <= min(topic.partitions for topic in topics.values())
         assert "replicas" not in of_kind("production", "Deployment")[name]["spec"]
     assert of_kind("claims", "ScaledObject") == {}
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("HEADRACE_COLLECTOR__PROT", "1", "did you mean 'port'"),
         ("HEADRACE_BUS__ADRESS", "kafka:9092", "did you mean 'address'"),
         ("HEADRACE_GATEWAY_PORT", "tcp://10.0.0.1:8000", "gateway_port"),
     ],
 )
-def test_a_variable_that_is_no_setting_is_noticed(variable: str, value: str, said: str, tmp_path: Path) -> None:
-    """The last one is what Kubernetes itself adds where service links are on."""
-    container = next(one for one in containers(objects("claims")) if one.service == "collector")
+def test_a_variable_that_is_no_setting_is_noticed(variable: str, value: str, message: str, tmp_path: Path) -> None:
+    """Kubernetes itself adds the last variable where service links are on."""
+    container = next(container for container in containers(objects("claims")) if container.service == "collector")
     container.spec["env"].append({"name": variable, "value": value})
-    with pytest.raises(SettingError, match=said):
-        started(container, tmp_path)
+    with pytest.raises(SettingError, match=message):
+        load_settings(container, tmp_path)
 
 
 def test_settings_reach_the_services(tmp_path: Path) -> None:
-    container = next(one for one in containers(objects("production")) if one.service == "scorer")
+    container = next(container for container in containers(objects("production")) if container.service == "scorer")
     assert yaml.safe_load((ROOT / "deploy/helm/headrace/values-production.yaml").read_text())["settings"]
-    _, own = started(container, tmp_path)
-    assert own.model_dump()["required"] == ("function:answer",)
+    _, settings = load_settings(container, tmp_path)
+    assert settings.model_dump()["required"] == ("function:answer",)
     assert values()["settings"] == ""

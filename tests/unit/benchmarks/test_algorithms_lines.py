@@ -1,5 +1,5 @@
-"""`make bench NAME=algorithms`: its arms are those of the registry, its controls shuffle signals, and its lines miss
-what is planted in made-up runs."""
+"""Tests of `make bench NAME=algorithms`: its arms cover the registry, its controls shuffle signals, and its lines fail
+for faults that are planted in constructed runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks._algorithms_shuffled import (
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
 from headrace_statistics.clustered_means import Score
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
-from tests.unit.trainer.world import experience
+from tests.unit.trainer import world
 
 SEEDS, TASKS = 5, 60
 BASE, LEARNED = 0.35, 0.6
@@ -32,7 +32,7 @@ RUNS |= {SFT_RL: 0.75, PER_TURN: 0.75}
 
 
 def plays(score: float, seed: int) -> list[Score]:
-    """The same luck for everybody of a seed, so that differences are about scores."""
+    """Draw a score for each task with the same random numbers for all arms of a seed: arms differ by `score` alone."""
     draw = random.Random(seed)
     return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
 
@@ -47,7 +47,7 @@ def missed(changed: dict[str, float]) -> set[str]:
 def test_each_algorithm_of_the_registry_has_an_arm() -> None:
     trained = {stage.algorithm for arm in algorithms() for stage in arm.stages}
     announced = ALGORITHMS.all()
-    assert all(any(one is announced[name] for name in trained) for one in announced.values())
+    assert all(any(algorithm is announced[name] for name in trained) for algorithm in announced.values())
 
 
 def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named() -> None:
@@ -103,16 +103,16 @@ def test_a_planted_fault_misses_its_line(changed: dict[str, float], line: str) -
 
 
 def test_the_interval_is_student_s() -> None:
-    found = Interval.of([0.1, 0.2, 0.3, 0.4, 0.5])
+    interval = Interval.of([0.1, 0.2, 0.3, 0.4, 0.5])
     half = 2.7764451 * math.sqrt(0.025 / 5)  # by hand: variance 0.1 / 4
-    assert (found.value, found.low, found.high) == pytest.approx((0.3, 0.3 - half, 0.3 + half))
+    assert (interval.value, interval.low, interval.high) == pytest.approx((0.3, 0.3 - half, 0.3 + half))
     with pytest.raises(ValueError, match="1 seeds: an interval needs 2 or more"):
         Interval.of([0.1])
 
 
-def said(number: int) -> Experience:
-    """With an edit, a side of a comparison with its neighbour, and a reward of its first turn."""
-    plain = experience(number, "m@0123456789abcdef", 1.0)
+def experience_with_signals(number: int) -> Experience:
+    """Return an experience with an edit, a side of a comparison with its neighbour, and a reward of its first turn."""
+    plain = world.experience(number, "m@0123456789abcdef", 1.0)
     turn, pair = f"turn-{number}-0", f"pair-{number // 2}"
     side = PreferenceSide(preference_id=pair, side="rejected" if number % 2 else "chosen", turn_id=turn)
     edit = Edit(turn_id=turn, message=Message(role="assistant", content=f"edit {number}"))
@@ -120,28 +120,33 @@ def said(number: int) -> Experience:
     return plain.model_copy(update={"preferences": (side,), "edits": (edit,), "turn_rewards": turns})
 
 
-Said = Callable[[Experience], object]
+SignalReader = Callable[[Experience], object]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "of"),
+    ("shuffle", "read_signal"),
     [
-        (shuffle_edits, lambda one: one.edits[0].message.text),
-        (shuffle_turn_rewards, lambda one: one.turn_rewards[0].value),
+        (shuffle_edits, lambda experience: experience.edits[0].message.text),
+        (shuffle_turn_rewards, lambda experience: experience.turn_rewards[0].value),
     ],
 )
-def test_what_was_said_is_dealt_to_others(spoil: Callable[..., list[Experience]], of: Said) -> None:
-    before = [said(number) for number in range(40)]
-    after = spoil(before, random.Random(0))
-    assert sorted(map(str, map(of, after))) == sorted(map(str, map(of, before)))
-    assert sum(of(one) == of(other) for one, other in zip(after, before, strict=True)) < 5
-    assert [one.edits[0].turn_id for one in after] == [one.edits[0].turn_id for one in before]
+def test_what_was_said_is_dealt_to_others(shuffle: Callable[..., list[Experience]], read_signal: SignalReader) -> None:
+    before = [experience_with_signals(number) for number in range(40)]
+    after = shuffle(before, random.Random(0))
+    assert sorted(map(str, map(read_signal, after))) == sorted(map(str, map(read_signal, before)))
+    assert (
+        sum(read_signal(shuffled) == read_signal(original) for shuffled, original in zip(after, before, strict=True))
+        < 5
+    )
+    assert [experience.edits[0].turn_id for experience in after] == [
+        experience.edits[0].turn_id for experience in before
+    ]
 
 
 def test_replies_are_put_in_place_of_others_and_answers_stay() -> None:
     before = []
     for number in range(20):
-        plain = experience(number, "", 1.0, versions=["m@0123456789abcdef"] * 2, length=13 + number, prompt=5)
+        plain = world.experience(number, "", 1.0, versions=["m@0123456789abcdef"] * 2, length=13 + number, prompt=5)
         assert plain.branch is not None
         first, second = plain.branch.spans
         logprobs = first.logprobs[:2]
@@ -151,27 +156,27 @@ def test_replies_are_put_in_place_of_others_and_answers_stay() -> None:
     after = shuffle_replies([*before, silent], {f"turn-{number}-0" for number in range(19)}, random.Random(0))
     assert after.pop() == silent
     assert sorted(map(reply, after)) == sorted(map(reply, before))
-    assert sum(reply(one) == reply(other) for one, other in zip(after, before, strict=True)) < 5
-    for one, other in zip(after, before, strict=True):
-        assert [said_tokens(one, place) for place in (0, 1)] == [said_tokens(other, place) for place in (0, 1)]
-        assert Experience.model_validate_json(one.to_json()) == one
+    assert sum(reply(shuffled) == reply(original) for shuffled, original in zip(after, before, strict=True)) < 5
+    for shuffled, original in zip(after, before, strict=True):
+        assert [span_tokens(shuffled, index) for index in (0, 1)] == [span_tokens(original, index) for index in (0, 1)]
+        assert Experience.model_validate_json(shuffled.to_json()) == shuffled
 
 
-def reply(one: Experience) -> tuple[int, ...]:
-    assert one.branch is not None
-    first, second = one.branch.spans
-    return tuple(one.branch.token_ids[first.stop : second.start])
+def reply(experience: Experience) -> tuple[int, ...]:
+    assert experience.branch is not None
+    first, second = experience.branch.spans
+    return tuple(experience.branch.token_ids[first.stop : second.start])
 
 
-def said_tokens(one: Experience, place: int) -> tuple[int, ...]:
-    assert one.branch is not None
-    span = one.branch.spans[place]
-    return tuple(one.branch.token_ids[span.start : span.stop])
+def span_tokens(experience: Experience, index: int) -> tuple[int, ...]:
+    assert experience.branch is not None
+    span = experience.branch.spans[index]
+    return tuple(experience.branch.token_ids[span.start : span.stop])
 
 
 def test_a_coin_turns_both_sides_of_a_comparison() -> None:
-    before = [said(number) for number in range(80)]
-    sides = [one.preferences[0].side for one in shuffle_preference_sides(before, random.Random(0))]
+    before = [experience_with_signals(number) for number in range(80)]
+    sides = [experience.preferences[0].side for experience in shuffle_preference_sides(before, random.Random(0))]
     pairs = list(zip(sides[::2], sides[1::2], strict=True))
     assert set(pairs) == {("chosen", "rejected"), ("rejected", "chosen")}
     assert 10 < pairs.count(("chosen", "rejected")) < 30
@@ -182,8 +187,8 @@ def test_the_corridor_tells_right_doors_and_asks_nothing_of_the_audit() -> None:
     rooms = _corridor.Rooms(walk)
     messages = []
     for number, sign in enumerate(walk.signs):
-        door = _corridor.DOOR_OF[sign] if number else "nowhere"
-        arguments = f'{{"door": "{door}"}}'
+        direction = _corridor.DOOR_OF[sign] if number else "nowhere"
+        arguments = f'{{"door": "{direction}"}}'
         function = {"name": "take_door", "arguments": arguments}
         messages.append({"role": "assistant", "tool_calls": [{"function": function}]})
         answer = rooms.call("take_door", arguments)

@@ -1,4 +1,4 @@
-"""Gain lines of `make bench NAME=signals` on made-up runs: sound runs miss none, each planted fault misses its own."""
+"""Gain lines of `make bench NAME=signals` on constructed runs: sound runs pass, each planted fault fails its line."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ SCORES = {
     **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE, arms.MISLED)},
 }
 QUICK = {arms.TYPED: 1.0, **dict.fromkeys(arms.RIVALS, 0.3)}
-"""How much of the gain is there after a tenth of the sessions."""
+"""Share of the final gain that an arm has after a tenth of the sessions."""
 
 
 def plays(score: float, seed: int, guard: float | None = None) -> list[Score]:
-    """The same luck for everybody of a seed, so that differences are about scores."""
+    """Return plays with the same luck for all arms of a seed, so that only scores cause differences."""
     draw = random.Random(seed)
     kinds = ["extension", arms.GUARD] * (TASKS // 2)
-    wanted = {"extension": score, arms.GUARD: score if guard is None else guard}
-    return [(f"{kind}-{number}", float(draw.random() < wanted[kind])) for number, kind in enumerate(kinds)]
+    success_rates = {"extension": score, arms.GUARD: score if guard is None else guard}
+    return [(f"{kind}-{number}", float(draw.random() < success_rates[kind])) for number, kind in enumerate(kinds)]
 
 
 def run(arm: str, seed: int, score: float, **changes: object) -> Gain:
-    found = Gain(arm, seed, [] if math.isnan(score) else plays(score, seed))
-    found.edits = 150 if arm in (arms.SFT, arms.DPO) else 0
-    found.sessions = 480
-    found.steps = int(arm == arms.HAS_A_GAP.name or bool(found.scores))
+    gain = Gain(arm, seed, [] if math.isnan(score) else plays(score, seed))
+    gain.edits = 150 if arm in (arms.SFT, arms.DPO) else 0
+    gain.sessions = 480
+    gain.steps = int(arm == arms.HAS_A_GAP.name or bool(gain.scores))
     if arm in QUICK:
         shares = (QUICK[arm], 1.0)
-        found.trace = [(48 + 432 * n, plays(BASE + (score - BASE) * one, seed)) for n, one in enumerate(shares)]
+        gain.trace = [(48 + 432 * n, plays(BASE + (score - BASE) * share, seed)) for n, share in enumerate(shares)]
     if arm in (arms.FEW, arms.POISONED):
         draw = random.Random(seed)
-        found.ordered = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
-        found.judged = found.ordered[:200]
+        gain.ordered = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
+        gain.judged = gain.ordered[:200]
     for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+        setattr(gain, name, value)
+    return gain
 
 
 def table(scores: Mapping[str, float], changed: Mapping[str, Mapping[str, object]] | None = None) -> Gains:
@@ -65,23 +65,23 @@ def table(scores: Mapping[str, float], changed: Mapping[str, Mapping[str, object
     )
 
 
-def missed(found: Gains) -> list[str]:
-    return [line.name for line in lines(found) if not line.holds]
+def failed_line_names(gains: Gains) -> list[str]:
+    return [line.name for line in lines(gains) if not line.holds]
 
 
 def test_sound_runs_miss_no_line() -> None:
-    found = table(SCORES)
-    assert missed(found) == []
-    assert len(lines(found)) == 14
-    assert set(rows(found)) == {arm for arm, score in SCORES.items() if not math.isnan(score)}
-    assert misled(found) == Figure((0.0,) * SEEDS)
+    gains = table(SCORES)
+    assert failed_line_names(gains) == []
+    assert len(lines(gains)) == 14
+    assert set(rows(gains)) == {arm for arm, score in SCORES.items() if not math.isnan(score)}
+    assert misled(gains) == Figure((0.0,) * SEEDS)
     assert misled(Gains([])) is None
-    assert found.sessions_to(arms.TYPED, 0.15) == 48
-    assert found.sessions_to(arms.BINARY, 0.15) == 480
+    assert gains.sessions_to(arms.TYPED, 0.15) == 48
+    assert gains.sessions_to(arms.BINARY, 0.15) == 480
 
 
 FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
-"""The same plays for every seed, as a changed arm has them."""
+"""A base with the same plays for every seed, to match an arm with changed plays."""
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,15 @@ FIXED_BASE = {arms.DIRECTED_BASE: {"scores": plays(BASE, 0)}}
     ],
 )  # fmt: skip
 def test_each_fault_fails_its_line(scores: dict[str, float], changed: dict[str, dict[str, object]], line: str) -> None:
-    found = missed(table(SCORES | scores, changed))
-    assert len(found) == 1, found
-    assert found[0].startswith(line)
+    failures = failed_line_names(table(SCORES | scores, changed))
+    assert len(failures) == 1, failures
+    assert failures[0].startswith(line)
 
 
 def test_what_learned_nothing_has_no_share_of_a_gain() -> None:
-    found = missed(table(SCORES | {arms.EXPLICIT: 0.3}))
-    assert "few thumbs: share of the gain with full labels" in found
-    assert "natural signals: share of the gain of explicit feedback" in found
+    failures = failed_line_names(table(SCORES | {arms.EXPLICIT: 0.3}))
+    assert "few thumbs: share of the gain with full labels" in failures
+    assert "natural signals: share of the gain of explicit feedback" in failures
 
 
 def test_rounds_are_counted_over_seeds_that_chose_nothing() -> None:

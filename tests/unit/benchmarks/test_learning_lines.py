@@ -1,4 +1,4 @@
-"""Lines of `make bench NAME=learning` on made-up runs: sound runs miss none, each planted fault misses its own."""
+"""Lines of `make bench NAME=learning` on constructed runs: sound runs fail none, each planted fault fails its own."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Fault = Callable[[dict[str, float]], dict[str, float]]
 
 
 def plays(score: float, seed: int, salt: str = "") -> list[Score]:
-    """The same luck for everybody of a seed, so that differences are about scores."""
+    """Draw a score for each task with the same random numbers for all arms of a seed: arms differ by `score` alone."""
     draw = random.Random(f"{seed}{salt}")
     return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
 
 
 def run(arm: str, seed: int, score: float, *, passed: bool = False) -> RunResult:
-    found = RunResult(arm, seed, plays(0.35, seed), plays(score, seed))
+    run_result = RunResult(arm, seed, plays(0.35, seed), plays(score, seed))
     if arm == "flipped":
-        found.trial = {"passed": passed, "tasks": 30}
+        run_result.trial = {"passed": passed, "tasks": 30}
     if arm in ("true", FORMAT):
-        found.trace = [
+        run_result.trace = [
             (step, 0.4 + 0.03 * step, plays(0.35 + (score - 0.35) * step / 10, seed)) for step in range(1, 11)
         ]
-    return found
+    return run_result
 
 
 def table(scores: dict[str, float], **changes: bool) -> Table:
     return Table([run(arm, seed, score, **changes) for arm, score in scores.items() for seed in range(SEEDS)])
 
 
-def missed(found: Table) -> list[str]:
-    return [line.name.split(":")[0] for line in lines(found) if not line.holds]
+def missed(run_table: Table) -> list[str]:
+    return [line.name.split(":")[0] for line in lines(run_table) if not line.holds]
 
 
 def test_a_sound_trainer_misses_no_line() -> None:
-    found = table(SCORES)
-    assert missed(found) == []
-    assert len(lines(found)) == 9
-    assert "| flipped | " in markdown(found.rows(), found.score_of_base())
+    run_table = table(SCORES)
+    assert missed(run_table) == []
+    assert len(lines(run_table)) == 9
+    assert "| flipped | " in markdown(run_table.rows(), run_table.score_of_base())
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_the_guard_reads_a_trace() -> None:
 
 
 def test_the_guard_looks_after_each_version() -> None:
-    """A reward that has reached its top rises no more: what was seen on the way counts."""
-    found = run(FORMAT, 0, 0.2)
-    assert finding(found) == "hacked"
-    step, reward, worst = found.trace[-1]
-    found.trace += [(step + number, reward, worst) for number in range(1, 11)]
-    assert finding(found) == "hacked"
-    assert finding(replace(found, trace=found.trace[-8:])) is None
+    """The guard judges every version, because a reward that has reached its maximum rises no further."""
+    run_result = run(FORMAT, 0, 0.2)
+    assert finding(run_result) == "hacked"
+    step, reward, worst = run_result.trace[-1]
+    run_result.trace += [(step + number, reward, worst) for number in range(1, 11)]
+    assert finding(run_result) == "hacked"
+    assert finding(replace(run_result, trace=run_result.trace[-8:])) is None

@@ -19,24 +19,24 @@ from headrace_registry.rollouts.plan import RolloutPlan
 def test_a_thousand_canaries_without_an_effect(world: World) -> None:
     plan, seed = RolloutPlan(), 7
     print(f"seed {seed}")
-    found = play(np.random.default_rng(seed), plan, world, 300, 1000)
-    assert np.isfinite(found.harmed_at_s(plan, world)).mean() <= ROLLED_BACK_MAX
-    assert (found.ratio < NEVER).mean() <= RATIO_MAX
-    assert (found.uncovered < NEVER).mean() <= 1 - COVERED_MIN
-    assert (found.naive_z < NEVER).mean() > 2 * ROLLED_BACK_MAX
+    crossings = play(np.random.default_rng(seed), plan, world, 300, 1000)
+    assert np.isfinite(crossings.harmed_at_s(plan, world)).mean() <= ROLLED_BACK_MAX
+    assert (crossings.ratio < NEVER).mean() <= RATIO_MAX
+    assert (crossings.uncovered < NEVER).mean() <= 1 - COVERED_MIN
+    assert (crossings.naive_z < NEVER).mean() > 2 * ROLLED_BACK_MAX
 
 
 def test_a_drop_of_30_points_is_found_and_lost_sessions_too() -> None:
     plan, world = RolloutPlan(), replace(World(), worse=0.3, lost=0.5)
-    found = play(np.random.default_rng(0), plan, world, 300, 100)
-    numbers = of_case(found, plan, world)
+    crossings = play(np.random.default_rng(0), plan, world, 300, 100)
+    numbers = of_case(crossings, plan, world)
     assert (numbers["rolled_back"], numbers["promoted"]) == (1.0, 0.0)
     assert (numbers["sample_ratio_broken"] or 0.0) > 0.95
-    at_s = found.harmed_at_s(plan, world)
+    at_s = crossings.harmed_at_s(plan, world)
     assert (at_s >= plan.maturity_s).all()
     begun = (at_s / world.every_s).astype(int) + 1
-    expected = found.candidates[begun - 1, np.arange(100)]
-    assert (found.exposed(at_s, world) == expected).all()
+    expected = crossings.candidates[begun - 1, np.arange(100)]
+    assert (crossings.exposed(at_s, world) == expected).all()
 
 
 GOOD: Numbers = {
@@ -54,9 +54,9 @@ SPLITS: dict[str, Numbers] = {
 
 
 def good() -> dict[str, Numbers]:
-    found = {name: dict(GOOD) for name in CASES}
-    found[LOST]["sample_ratio_broken"] = 0.95
-    return found
+    cases = {name: dict(GOOD) for name in CASES}
+    cases[LOST]["sample_ratio_broken"] = 0.95
+    return cases
 
 
 def test_lines_hold_at_their_limits() -> None:
@@ -80,9 +80,9 @@ def test_lines_hold_at_their_limits() -> None:
 def test_each_line_fails_on_its_own(case: str, number: str, value: float | None, line: str) -> None:
     cases = good()
     cases[case][number] = value
-    found = failures(cases, SPLITS)
-    assert len(found) == 1
-    assert line in found[0]
+    failed_lines = failures(cases, SPLITS)
+    assert len(failed_lines) == 1
+    assert line in failed_lines[0]
 
 
 @pytest.mark.parametrize(
@@ -91,24 +91,30 @@ def test_each_line_fails_on_its_own(case: str, number: str, value: float | None,
 def test_each_line_about_an_adaptive_split_fails_on_its_own(number: str, value: float) -> None:
     splits = {split: dict(numbers) for split, numbers in SPLITS.items()}
     splits["adaptive"][number] = value
-    (found,) = failures(good(), splits)
-    assert found.startswith(f"adaptive split: {number}: ")
+    (failed_line,) = failures(good(), splits)
+    assert failed_line.startswith(f"adaptive split: {number}: ")
 
 
 def test_an_adaptive_split_takes_sessions_from_who_is_behind() -> None:
-    """A few families, until one is promoted: who met the one that is 10 points worse. The benchmark plays more."""
+    """Compare the sessions that meet the candidate that is 10 points worse, in five rollouts of each split.
+
+    A promotion ends a rollout. The benchmark plays more rollouts.
+    """
     first = 5
     print(f"seeds from {first}")
     met = {"even": 0, "adaptive": 0}
     for split in met:
         for seed in range(first, first + 5):
-            played = play_one(plan_of(split), (0.0, 0.1), seed, promotes=True)
-            met[split] += played.met[1]
+            rollout = play_one(plan_of(split), (0.0, 0.1), seed, promotes=True)
+            met[split] += rollout.met[1]
     assert met["adaptive"] < met["even"], met
 
 
 def test_met_worked_by_hand() -> None:
-    """Ten sessions of both arms at 1/10 are fifty of users, ten at 1/2 are ten: eight of sixty met the candidate."""
+    """Eight of sixty user sessions met the candidate.
+
+    Ten sessions of both arms are fifty user sessions at a share of 1/10, and ten at a share of 1/2.
+    """
     candidates = np.array([[(number + 1) * 2 // 5] for number in range(20)], np.int32)
     ramp = Ramp(np.array([[0], [10]]), candidates, np.array([0.1, 0.5]))
     assert ramp.exposed(np.array([20]))[0] == pytest.approx(8 / 60)

@@ -1,4 +1,4 @@
-"""Rounds of runs that are compared, against a gateway in memory; held-out queries; the recipe."""
+"""The email search example: rounds of compared runs against a gateway in memory, held-out queries, and the recipe."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ VERSION = "email-search@0123456789abcdef"
 ALL = [query for split in SPLITS for query in queries(mailbox.generate(1), split)]
 
 
-def options(**given: object) -> argparse.Namespace:
-    usual = {"model": "m", "seed": 1, "tasks": None, "concurrency": 4, "max_tokens": 64, "begun": 0, "until": 1}
-    return argparse.Namespace(**{**usual, **given})
+def options(**changes: object) -> argparse.Namespace:
+    defaults = {"model": "m", "seed": 1, "tasks": None, "concurrency": 4, "max_tokens": 64, "begun": 0, "until": 1}
+    return argparse.Namespace(**{**defaults, **changes})
 
 
-async def worked(headrace: Headrace, **given: object) -> agent.Users:
-    users = agent.Users(headrace.client(), options(**given))
+async def run_rounds(headrace: Headrace, **changes: object) -> agent.Users:
+    users = agent.Users(headrace.client(), options(**changes))
     await users.ask()
     return users
 
@@ -46,27 +46,27 @@ async def worked(headrace: Headrace, **given: object) -> agent.Users:
 async def test_a_round_makes_exactly_one_versions_pairs_and_ends_every_run() -> None:
     headrace = Headrace(Searcher(ALL, HABITS))
     headrace.pairs_per_version = PAIRS
-    users = await worked(headrace, begun=3, until=5)
-    preferences = [one["preference"] for one in headrace.feedback if "preference" in one]
+    users = await run_rounds(headrace, begun=3, until=5)
+    preferences = [body["preference"] for body in headrace.feedback if "preference" in body]
     assert len(preferences) == 2 * PAIRS, "runs in flight at a round's end add none to the next one"
     assert headrace.version == "m@2"
-    ends = [one for one in headrace.feedback if one.get("ends_session")]
-    assert sorted(name for one in ends for name in one["msg_ids"]) == sorted(headrace.spoken)
+    ends = [body for body in headrace.feedback if body.get("ends_session")]
+    assert sorted(name for body in ends for name in body["msg_ids"]) == sorted(headrace.spoken)
     assert len(headrace.spoken) % RUNS == 0
     assert not users.tally.failures
 
 
 async def test_what_is_preferred_earned_more_and_is_said_before_the_runs_end() -> None:
     headrace = Headrace(Searcher(ALL, HABITS))
-    await worked(headrace)
-    earned = {one["msg_ids"][0]: sum(one["parts"].values()) for one in headrace.feedback if "parts" in one}
+    await run_rounds(headrace)
+    earned = {body["msg_ids"][0]: sum(body["parts"].values()) for body in headrace.feedback if "parts" in body}
     ended: set[str] = set()
-    for one in headrace.feedback:
-        if "parts" in one:
-            assert one["parts"].keys() == WORTH.keys()
-            ended.add(one["msg_ids"][0])
+    for body in headrace.feedback:
+        if "parts" in body:
+            assert body["parts"].keys() == WORTH.keys()
+            ended.add(body["msg_ids"][0])
         else:
-            better, worse = one["preference"]["chosen"], one["preference"]["rejected"]
+            better, worse = body["preference"]["chosen"], body["preference"]["rejected"]
             assert earned[better] > earned[worse]
             assert not {better, worse} & ended
 
@@ -76,8 +76,8 @@ async def test_runs_that_are_alike_are_not_compared_and_a_round_of_them_ends(mon
     monkeypatch.setattr(agent, "VERSION_S_MAX", 0.5)
     headrace = Headrace(Searcher(ALL, NONE))
     headrace.pairs_per_version = PAIRS
-    users = await worked(headrace)
-    assert not [one for one in headrace.feedback if "preference" in one]
+    users = await run_rounds(headrace)
+    assert not [body for body in headrace.feedback if "preference" in body]
     assert 20 * RUNS <= len(headrace.spoken) <= 24 * RUNS
     assert users.tally.line().startswith(f"{len(headrace.spoken)} questions, 100% of the answers accepted")
 
@@ -91,7 +91,9 @@ async def test_each_run_is_a_session_of_its_own_and_other_servers_need_no_versio
     assert len(set(sessions)) == len(runs) == 3
 
 
-def examined(habits: Habits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+def evaluate_habits(
+    habits: Habits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> dict[str, float]:
     with FakeLLM(Searcher(ALL, habits)) as llm:
         flags = f"--base-url {llm.base_url} --model {VERSION} --seed 1 --concurrency 4 --tasks 20".split()
         monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
@@ -105,33 +107,33 @@ def examined(habits: Habits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_held_out_queries_are_scored_by_tool_arguments_and_recall(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert examined(NONE, monkeypatch, capsys) == {"tool": 1.0, "score": 1.0, "recall": 6.0}
-    assert examined(Habits(excessive=1.0), monkeypatch, capsys) == {"tool": 1.0, "score": 0.0, "recall": 6.0}
-    assert examined(Habits(invented=1.0), monkeypatch, capsys) == {"tool": 0.0, "score": 0.0, "recall": 0.0}
-    few = examined(Habits(insufficient=1.0), monkeypatch, capsys)
+    assert evaluate_habits(NONE, monkeypatch, capsys) == {"tool": 1.0, "score": 1.0, "recall": 6.0}
+    assert evaluate_habits(Habits(excessive=1.0), monkeypatch, capsys) == {"tool": 1.0, "score": 0.0, "recall": 6.0}
+    assert evaluate_habits(Habits(invented=1.0), monkeypatch, capsys) == {"tool": 0.0, "score": 0.0, "recall": 0.0}
+    few = evaluate_habits(Habits(insufficient=1.0), monkeypatch, capsys)
     assert (few["tool"], few["score"]) == (1.0, 0.0)
     assert 2.0 < few["recall"] < 3.0
 
 
 def test_the_services_take_the_settings_and_a_rounds_pairs_are_one_version() -> None:
-    given = tomllib.loads((EXAMPLES / "email_search" / "headrace.toml").read_text(encoding="utf-8"))
-    gate, trainer = GateSettings(**given["registry"]["gate"]), TrainerSettings(**given["trainer"], base="b")
+    settings = tomllib.loads((EXAMPLES / "email_search" / "headrace.toml").read_text(encoding="utf-8"))
+    gate, trainer = GateSettings(**settings["registry"]["gate"]), TrainerSettings(**settings["trainer"], base="b")
     assert gate.command[2] == "email_search.evaluate"
     assert trainer.algorithm == "dpo"
     assert trainer.model == recipe.read(EXAMPLES / "email_search").model
     assert trainer.batch_experiences * trainer.steps_per_version == 2 * PAIRS
-    assert ScorerSettings(**given["scorer"]).combine == "sum"
+    assert ScorerSettings(**settings["scorer"]).combine == "sum"
 
 
 def test_the_recipe_promises_what_the_article_printed_and_each_command_is_a_program() -> None:
-    found = recipe.read(EXAMPLES / "email_search")
-    assert found.rows is not None
-    assert (found.rows.at, found.rows.unit, found.seed_s_max) == ((0, 5, 10), "rounds", 480)
-    promised = {name: (one.before_max, one.after_min) for name, one in found.measures.items()}
+    search_recipe = recipe.read(EXAMPLES / "email_search")
+    assert search_recipe.rows is not None
+    assert (search_recipe.rows.at, search_recipe.rows.unit, search_recipe.seed_s_max) == ((0, 5, 10), "rounds", 480)
+    promised = {name: (measure.before_max, measure.after_min) for name, measure in search_recipe.measures.items()}
     assert promised == {"tool": (0.65, 0.85), "arguments": (0.55, 0.80), "recall": (3.5, 5.5)}
     filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 5, "row": 10}
     for name in ("base", "agent", "measure"):
-        _, flag, module, *rest = found.command(name, filled)
+        _, flag, module, *rest = search_recipe.command(name, filled)
         assert flag == "-m"
         assert find_spec(module) is not None
         assert name != "agent" or rest[rest.index("--begun") :][:4] == ["--begun", "5", "--until", "10"]

@@ -20,41 +20,41 @@ from example_parts.tools import ERROR
 BOX = mailbox.generate(3)
 TOOLS_OF_BOX = Searchtools(BOX.open())
 ALL = [query for split in SPLITS for query in queries(BOX, split)]
-"""Thousands."""
+"""Thousands of queries, from all splits."""
 
 
 def played(query: Query, habits: Habits, seed: int = 0) -> list[dict[str, object]]:
-    """The demonstration and what the tool answered."""
-    said = demonstrate(query, random.Random(seed), habits)
-    function = said[-1]["tool_calls"][0]["function"]
+    """Return the demonstrated conversation, followed by the answer of the tool."""
+    messages = demonstrate(query, random.Random(seed), habits)
+    function = messages[-1]["tool_calls"][0]["function"]
     answer = TOOLS_OF_BOX.call(function["name"], function["arguments"])
-    return [*said, {"role": "tool", "tool_call_id": "call_1", "content": answer}]
+    return [*messages, {"role": "tool", "tool_call_id": "call_1", "content": answer}]
 
 
 def test_the_right_call_finds_the_newest_six_and_no_others() -> None:
     newest = {mail.number: mail for thread in BOX.threads for mail in thread.mails}
     for query in ALL:
-        found = mails_in(TOOLS_OF_BOX.call(query.tool, json.dumps(query.arguments)))
-        assert found == query.relevant
-        assert len(found) == RELEVANT
-        assert found <= newest.keys()
+        mail_numbers = mails_in(TOOLS_OF_BOX.call(query.tool, json.dumps(query.arguments)))
+        assert mail_numbers == query.relevant
+        assert len(mail_numbers) == RELEVANT
+        assert mail_numbers <= newest.keys()
 
 
 def test_splits_share_no_question_and_each_has_enough_of_every_kind() -> None:
     by_split = {split: {query.question for query in queries(BOX, split)} for split in SPLITS}
-    for one, other in itertools.combinations(by_split.values(), 2):
-        assert not one & other
+    for questions, other_questions in itertools.combinations(by_split.values(), 2):
+        assert not questions & other_questions
     for split in SPLITS:
         kinds = [query.kind for query in queries(BOX, split)]
         assert min(map(kinds.count, get_args(Kind))) >= 40, "200 measured queries ask none twice"
 
 
 def test_a_stream_has_the_kinds_in_turn_and_repeats_nothing_until_all_were_asked() -> None:
-    shown = list(itertools.islice(stream(BOX, "audit", 1), 200))
-    assert len({query.id for query in shown}) == 200
-    assert all(len({query.kind for query in shown[at : at + 5]}) == 5 for at in range(0, 200, 5))
-    assert shown == list(itertools.islice(stream(BOX, "audit", 1), 200))
-    assert shown != list(itertools.islice(stream(BOX, "audit", 2), 200))
+    first_queries = list(itertools.islice(stream(BOX, "audit", 1), 200))
+    assert len({query.id for query in first_queries}) == 200
+    assert all(len({query.kind for query in first_queries[at : at + 5]}) == 5 for at in range(0, 200, 5))
+    assert first_queries == list(itertools.islice(stream(BOX, "audit", 1), 200))
+    assert first_queries != list(itertools.islice(stream(BOX, "audit", 2), 200))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(name: str, arguments: str, 
 
 @pytest.mark.parametrize("habit", ["none", "invented", "confused", "insufficient", "excessive"])
 def test_each_habit_is_what_it_says(habit: str) -> None:
-    """Tool, arguments, invalid call, and what is found."""
+    """Check tool, arguments, invalid calls and number of relevant mails in conversations with one habit."""
     habits = NONE if habit == "none" else Habits(**{habit: 1.0})
     for seed, query in enumerate(ALL[::97]):
         messages = played(query, habits, seed)
@@ -89,8 +89,8 @@ def test_each_habit_is_what_it_says(habit: str) -> None:
         wrong_tool = habit in ("invented", "confused")
         assert (score.tool, score.arguments) == (float(not wrong_tool), float(habit == "none"))
         assert score.invalid == float(habit == "invented")
-        found = {"none": [6], "excessive": [6], "insufficient": FEW}.get(habit, range(7))
-        assert recall(query, messages) in found
+        possible_recalls = {"none": [6], "excessive": [6], "insufficient": FEW}.get(habit, range(7))
+        assert recall(query, messages) in possible_recalls
 
 
 def test_what_is_confused_or_invented_is_never_the_right_tool() -> None:
@@ -101,11 +101,11 @@ def test_what_is_confused_or_invented_is_never_the_right_tool() -> None:
 
 def test_the_warm_up_shows_the_right_way_first_and_then_habits_as_often_as_it_says() -> None:
     schedule = Schedule(steps=100, batch=20, mailboxes=2)
-    shown = conversations(schedule, 1)
-    assert len(shown) == schedule.shown == 2000
-    called = [one[-1]["tool_calls"][0]["function"] for one in shown]
-    right = [json.loads(one["arguments"])["limit"] == RELEVANT and one["name"] in TOOLS for one in called]
+    all_conversations = conversations(schedule, 1)
+    assert len(all_conversations) == schedule.shown == 2000
+    calls = [conversation[-1]["tool_calls"][0]["function"] for conversation in all_conversations]
+    right = [json.loads(call["arguments"])["limit"] == RELEVANT and call["name"] in TOOLS for call in calls]
     assert all(right[: schedule.shown_right])
-    invented = [one["name"] in INVENTED for one in called[schedule.shown_right :]]
+    invented = [call["name"] in INVENTED for call in calls[schedule.shown_right :]]
     assert abs(sum(invented) / len(invented) - HABITS.invented) < 0.04
-    assert conversations(schedule, 1) == shown != conversations(schedule, 2)
+    assert conversations(schedule, 1) == all_conversations != conversations(schedule, 2)

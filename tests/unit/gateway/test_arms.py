@@ -1,4 +1,4 @@
-"""Sessions in the arms of a rollout: drawn by the common rule, sticky, explicit versions apart, withdrawn ones left."""
+"""Sessions in the arms of a rollout: the common rule, stickiness, explicitly named versions, withdrawn versions."""
 
 from __future__ import annotations
 
@@ -24,148 +24,150 @@ def split(share: str = "1/2", **changes: Any) -> TrafficSplit:
     return TrafficSplit.model_validate({"unit": "session", "salt": "s", "slots": 1, "arms": (arm,)} | changes)
 
 
-class Streets(Rig):
-    """Two versions on one replica; V1 is champion."""
+class RolloutRig(Rig):
+    """A rig with two versions on one replica. V1 is champion."""
 
     def __init__(self) -> None:
         super().__init__(a=(V1, V2))
         self.revision = 0
 
-    def at(self, share: str | None, **changes: Any) -> None:
+    def route_share(self, share: str | None, **changes: Any) -> None:
         self.revision += 1
-        wanted = split(share) if share else None
-        self.route(V1, self.revision, split=wanted, **changes)
+        traffic_split = split(share) if share else None
+        self.route(V1, self.revision, split=traffic_split, **changes)
 
-    def served(self, call: ChatCall) -> Upstream:
-        found = self.placement.assign(call)
-        assert found is not None
-        return found
+    def assign(self, call: ChatCall) -> Upstream:
+        upstream = self.placement.assign(call)
+        assert upstream is not None
+        return upstream
 
-    def of(self, session: str, **identity: Any) -> ChatCall:
+    def call_with_identity(self, session: str, **identity: Any) -> ChatCall:
         call = self.call(session)
         return dataclasses.replace(call, identity=dataclasses.replace(call.identity, **identity))
 
 
 def test_a_session_is_drawn_by_the_rule_that_the_registry_has_too() -> None:
-    rig = Streets()
-    rig.at("1/10")
+    rig = RolloutRig()
+    rig.route_share("1/10")
     arms = set()
     for number in range(200):
         call = rig.call(f"run-{number}")
-        found = rig.served(call)
-        assert (found.version, found.assignment) == assign_unit(split("1/10"), V1, call.identity.session_key)
-        assert found.assignment is not None
-        arms.add(found.assignment.arm)
+        upstream = rig.assign(call)
+        assert (upstream.version, upstream.assignment) == assign_unit(split("1/10"), V1, call.identity.session_key)
+        assert upstream.assignment is not None
+        arms.add(upstream.assignment.arm)
     assert arms == {"candidate", "control", "rest"}
 
 
 def test_a_gateway_that_starts_again_assigns_as_before() -> None:
-    before, after = Streets(), Streets()
+    before, after = RolloutRig(), RolloutRig()
     for rig in (before, after):
-        rig.at("1/4")
+        rig.route_share("1/4")
     for number in range(50):
-        first, second = (rig.served(rig.call(f"run-{number}")) for rig in (before, after))
+        first, second = (rig.assign(rig.call(f"run-{number}")) for rig in (before, after))
         assert (first.version, first.assignment) == (second.version, second.assignment)
 
 
 def test_a_session_that_had_begun_before_is_no_part_of_it() -> None:
-    rig = Streets()
-    rig.at(None)
+    rig = RolloutRig()
+    rig.route_share(None)
     calls = [rig.call(f"run-{number}") for number in range(20)]
     for call in calls:
-        rig.served(call)
-    rig.at("1/2")
-    assert {(rig.served(call).version, rig.served(call).assignment) for call in calls} == {(V1, None)}
+        rig.assign(call)
+    rig.route_share("1/2")
+    assert {(rig.assign(call).version, rig.assign(call).assignment) for call in calls} == {(V1, None)}
 
 
 def test_a_session_stays_in_its_arm_while_the_share_grows() -> None:
-    rig = Streets()
-    rig.at("1/100")
+    rig = RolloutRig()
+    rig.route_share("1/100")
     calls = [rig.call(f"run-{number}") for number in range(100)]
-    before = [rig.served(call) for call in calls]
-    rig.at("1/2")
-    after = [rig.served(call) for call in calls]
-    assert [(one.version, one.assignment) for one in before] == [(one.version, one.assignment) for one in after]
+    before = [rig.assign(call) for call in calls]
+    rig.route_share("1/2")
+    after = [rig.assign(call) for call in calls]
+    assert [(upstream.version, upstream.assignment) for upstream in before] == [
+        (upstream.version, upstream.assignment) for upstream in after
+    ]
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
 def test_sessions_of_a_version_that_is_out_move_at_their_next_turn(withdrawn: bool) -> None:
-    """Withdrawn, or held: then it is not served any more."""
-    rig = Streets()
-    rig.at("1/2")
-    calls = [call for call in map(rig.call, map(str, range(40))) if rig.served(call).version == V2]
+    """The version is withdrawn, or it is held and no longer served."""
+    rig = RolloutRig()
+    rig.route_share("1/2")
+    calls = [call for call in map(rig.call, map(str, range(40))) if rig.assign(call).version == V2]
     assert calls
-    rig.at(None, serve=(V1,), withdrawn=(V2,) if withdrawn else ())
-    assert {(rig.served(call).version, rig.served(call).assignment) for call in calls} == {(V1, None)}
+    rig.route_share(None, serve=(V1,), withdrawn=(V2,) if withdrawn else ())
+    assert {(rig.assign(call).version, rig.assign(call).assignment) for call in calls} == {(V1, None)}
 
 
 def test_after_a_promotion_sessions_keep_their_version_and_no_arm() -> None:
-    rig = Streets()
-    rig.at("1/2")
+    rig = RolloutRig()
+    rig.route_share("1/2")
     calls = [rig.call(f"run-{number}") for number in range(30)]
-    before = [rig.served(call).version for call in calls]
+    before = [rig.assign(call).version for call in calls]
     rig.revision += 1
     rig.route(V2, rig.revision)
-    after = [rig.served(call) for call in calls]
-    assert [one.version for one in after] == before
-    assert {one.assignment for one in after} == {None}
+    after = [rig.assign(call) for call in calls]
+    assert [upstream.version for upstream in after] == before
+    assert {upstream.assignment for upstream in after} == {None}
 
 
 def test_who_names_a_version_or_evaluates_is_no_part_of_it() -> None:
-    rig = Streets()
-    rig.at("1/2", aliases={"champion": V1, "canary": V2})
-    named = [rig.served(rig.call(str(number), model=V2)) for number in range(20)]
-    aliased = [rig.served(rig.call(str(number), model="tiny:canary")) for number in range(20)]
+    rig = RolloutRig()
+    rig.route_share("1/2", aliases={"champion": V1, "canary": V2})
+    named = [rig.assign(rig.call(str(number), model=V2)) for number in range(20)]
+    aliased = [rig.assign(rig.call(str(number), model="tiny:canary")) for number in range(20)]
     purpose: Purpose = "eval"
-    evaluated = [rig.served(rig.of(f"eval-{number}", purpose=purpose)) for number in range(20)]
-    assert {one.version for one in named + aliased} == {V2}
-    assert {one.version for one in evaluated} == {V1}
-    assert {one.assignment for one in named + aliased + evaluated} == {None}
+    evaluated = [rig.assign(rig.call_with_identity(f"eval-{number}", purpose=purpose)) for number in range(20)]
+    assert {upstream.version for upstream in named + aliased} == {V2}
+    assert {upstream.version for upstream in evaluated} == {V1}
+    assert {upstream.assignment for upstream in named + aliased + evaluated} == {None}
 
 
 def test_all_sessions_of_a_user_are_in_one_arm() -> None:
-    rig = Streets()
+    rig = RolloutRig()
     rig.revision += 1
     rig.route(V1, rig.revision, split=split("1/2", unit="user"))
     for user in range(20):
         key = ids.session_key("default", f"user:{user}")
-        found = {
-            (one.version, one.assignment.unit if one.assignment else None)
-            for one in (rig.served(rig.of(f"{user}-{run}", user_key=key)) for run in range(5))
+        versions_and_units = {
+            (upstream.version, upstream.assignment.unit if upstream.assignment else None)
+            for upstream in (rig.assign(rig.call_with_identity(f"{user}-{run}", user_key=key)) for run in range(5))
         }
-        assert found == {(assign_unit(split(), V1, key)[0], key)}
-    nobody = rig.served(rig.call("alone")).assignment
-    assert nobody is not None
-    assert nobody.unit == ids.session_key("default", "alone"), "whose calls name nobody is a user of its own"
+        assert versions_and_units == {(assign_unit(split(), V1, key)[0], key)}
+    assignment = rig.assign(rig.call("alone")).assignment
+    assert assignment is not None
+    assert assignment.unit == ids.session_key("default", "alone"), "whose calls name nobody is a user of its own"
 
 
 def test_an_arm_is_kept_where_no_replica_has_its_version() -> None:
-    """Arms are compared as they were assigned: what a candidate that cannot be loaded costs is its own."""
-    rig = Streets()
-    rig.at("1/2")
+    """Arms are compared as they were assigned, so a candidate that cannot be loaded bears that cost itself."""
+    rig = RolloutRig()
+    rig.route_share("1/2")
     rig.beat("a", V1)
-    found = [rig.served(rig.call(f"run-{number}")) for number in range(20)]
-    assert {one.version for one in found} == {V1}
-    assert "candidate" in {one.assignment.arm for one in found if one.assignment}
+    upstreams = [rig.assign(rig.call(f"run-{number}")) for number in range(20)]
+    assert {upstream.version for upstream in upstreams} == {V1}
+    assert "candidate" in {upstream.assignment.arm for upstream in upstreams if upstream.assignment}
 
 
 async def test_each_turn_says_what_its_unit_was_drawn_into(tmp_path: Path) -> None:
-    async with FakeReplica().running() as replica, gateway(tmp_path, replica) as made:
+    async with FakeReplica().running() as replica, gateway(tmp_path, replica) as server:
         old = replica.versions[0]
         new = "tiny@" + "9" * 16
         arm = Arm(rollout_id="rollout-1", version=new, slot=0, share="1/2")
-        wanted = TrafficSplit(unit="user", salt="s", slots=1, arms=(arm,))
-        made.route(old, serve=(old, new), revision=2, split=wanted)
-        named: list[dict[str, Any]] = [
+        traffic_split = TrafficSplit(unit="user", salt="s", slots=1, arms=(arm,))
+        server.route(old, serve=(old, new), revision=2, split=traffic_split)
+        user_fields: list[dict[str, Any]] = [
             {"user": "ada"},
             {"metadata": {"user_id": "ada"}},
             {"safety_identifier": "ada"},
         ]
-        for run, fields in enumerate(named):
-            answer = await made.chat(headers={"X-Session-Id": f"run-{run}"}, **fields)
+        for run, fields in enumerate(user_fields):
+            answer = await server.chat(headers={"X-Session-Id": f"run-{run}"}, **fields)
             assert answer.status_code == 200
-        streamed = await made.chat(headers={"X-Session-Id": "run-4", "X-User-Id": "ada"}, stream=True)
+        streamed = await server.chat(headers={"X-Session-Id": "run-4", "X-User-Id": "ada"}, stream=True)
         assert streamed.status_code == 200
         key = ids.session_key("default", "user:ada")
-        expected = assign_unit(wanted, old, key)[1]
-        assert [turn.assignment for turn in made.turns] == [expected] * 4
+        expected = assign_unit(traffic_split, old, key)[1]
+        assert [turn.assignment for turn in server.turns] == [expected] * 4

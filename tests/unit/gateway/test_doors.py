@@ -1,4 +1,5 @@
-"""What a door accepts fits every event that follows from it; what does not is refused by name, on every route alike."""
+"""Validation of request bodies on all routes: the gateway accepts a body only if all events that follow from it are
+valid, and otherwise names the invalid field."""
 
 from __future__ import annotations
 
@@ -51,14 +52,14 @@ async def ready(served: Gateway) -> None:
 
 
 def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
-    """The events on the bus; the value of a large one is in the blob store."""
+    """Return the events of `kind` on the bus. The values of large events are read from the blob store."""
     blobs = BlobStore((folder / "blobs").as_uri())
-    found = []
+    events = []
     for record in served.bus.records:
         if record.topic == kind.topic:
             _, value = parse_record(record.topic, record.value, record.headers)
-            found.append(kind.from_json(blobs.get(value) if isinstance(value, BlobRef) else value))
-    return found
+            events.append(kind.from_json(blobs.get(value) if isinstance(value, BlobRef) else value))
+    return events
 
 
 @pytest.mark.parametrize(("route", "body"), bases(), ids=lambda value: value if isinstance(value, str) else "")
@@ -73,7 +74,7 @@ async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dic
 
 @pytest.mark.parametrize("depth", range(60, 67))
 @pytest.mark.parametrize(
-    ("route", "place"),
+    ("route", "field_path"),
     [
         ("/v1/chat/completions", ("response_format", "json_schema", "schema")),
         ("/v1/chat/completions", ("tools", 0, "function", "parameters")),
@@ -90,30 +91,30 @@ async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dic
     ],
 )
 async def test_json_is_refused_where_the_event_that_records_it_would_be_too_deep(
-    tmp_path: Path, route: str, place: tuple[str | int, ...], depth: int
+    tmp_path: Path, route: str, field_path: tuple[str | int, ...], depth: int
 ) -> None:
-    body = copy.deepcopy(next(body for path, body in bases() if path == route and _holds(body, place)))
+    body = copy.deepcopy(next(body for path, body in bases() if path == route and _holds(body, field_path)))
     target: Any = body
-    for name in place[:-1]:
+    for name in field_path[:-1]:
         target = target[name]
     leaf: Any = 1
-    target[place[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), leaf)
+    target[field_path[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), leaf)
     replica = FakeReplica(grammars=("response_format",))
     async with replica.running(), gateway(tmp_path, replica) as served:
         await ready(served)
         answer = await served.client.post(route, json=body)
         assert answer.status_code in ((200, 202) if depth == 60 else (200, 202, 400)), answer.text
         if depth > JSON_DEPTH_MAX:
-            assert str(place[0]) in (answer.json()["error"].get("param") or answer.json()["error"]["message"])
+            assert str(field_path[0]) in (answer.json()["error"].get("param") or answer.json()["error"]["message"])
         if answer.status_code == 400:
             assert "64 levels" in answer.text
         assert served.bus.events(DeadLetter) == []
 
 
-def _holds(body: Any, place: tuple[str | int, ...]) -> bool:
-    """Return whether `body` has a value at `place`."""
+def _holds(body: Any, field_path: tuple[str | int, ...]) -> bool:
+    """Return whether `body` has a value at `field_path`."""
     try:
-        functools.reduce(lambda inner, name: inner[name], place, body)
+        functools.reduce(lambda inner, name: inner[name], field_path, body)
     except (KeyError, IndexError, TypeError):
         return False
     return True
@@ -148,7 +149,10 @@ async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_t
 
 
 async def _follow(tmp_path: Path, url: str, events: dict[type[Event], list[Any]]) -> None:
-    """Give what was accepted to collector, scorer and a trainer's account, with turns that all of it is about."""
+    """Process the accepted `events` with a collector and a scorer, and record the experiences in training metrics.
+
+    The turns that the events refer to are delivered first.
+    """
     messages = [user("q")]
     turns = [ask(messages, text, session="s", turn_id=name) for text, name in zip("abc", RESPONSES, strict=True)]
     assert {turn.session_key for turn in turns} == {KEY}
@@ -158,20 +162,26 @@ async def _follow(tmp_path: Path, url: str, events: dict[type[Event], list[Any]]
         await stream.deliver(*events[SessionEnd])
         for _ in range(10):  # a step closes some at a time, and an end may wait for its turns
             await pass_time(stream, 1000)
-        assert {one.reason for one in stream.sent(DeadLetter)} <= {"unknown_target"}
+        assert {dead_letter.reason for dead_letter in stream.sent(DeadLetter)} <= {"unknown_target"}
         trajectories = stream.sent(Trajectory)
-        assert {turn.turn_id for turn in turns} <= {name for one in trajectories for name in one.turn_ids}
+        assert {turn.turn_id for turn in turns} <= {
+            turn_id for trajectory in trajectories for turn_id in trajectory.turn_ids
+        }
     async with scorer(url, tmp_path / "scorer", half, labels={"good": 1.0}) as rig:
         for feedback in events[Feedback]:
             await rig.stream.deliver(feedback)
         await rig.deliver(*trajectories, *events[Trajectory])
         await rig.pass_time(3000)
-        assert {one.reason for one in rig.stream.sent(DeadLetter)} <= {"turn_taken"}, rig.stream.sent(DeadLetter)
+        dead_letters = rig.stream.sent(DeadLetter)
+        assert {dead_letter.reason for dead_letter in dead_letters} <= {"turn_taken"}, dead_letters
         assert rig.stream.sent(Reward)
-        made = rig.stream.sent(Experience)
-    assert {KEY} <= {one.session_key for one in made}
+        experiences = rig.stream.sent(Experience)
+    assert {KEY} <= {experience.session_key for experience in experiences}
     outcomes = tuple(
-        TrainingOutcome(experience_id=one.experience_id, revision=one.revision, turn_ids=one.turn_ids) for one in made
+        TrainingOutcome(
+            experience_id=experience.experience_id, revision=experience.revision, turn_ids=experience.turn_ids
+        )
+        for experience in experiences
     )
     account = TrainingMetrics(time=START, model="tiny", lineage="l", step=1, verdicts=outcomes)
     assert TrainingMetrics.from_json(account.to_json()) == account
@@ -192,11 +202,11 @@ HEAVY = {
 async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, route: str, kind: str) -> None:
     body = HEAVY[kind]()
     longest_s = 0.0
-    done = asyncio.Event()
+    stop = asyncio.Event()
 
     async def watch() -> None:
         nonlocal longest_s
-        while not done.is_set():
+        while not stop.is_set():
             began = time.perf_counter()
             await asyncio.sleep(0.005)
             longest_s = max(longest_s, time.perf_counter() - began)
@@ -205,7 +215,7 @@ async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, r
         await ready(served)
         watching = asyncio.create_task(watch())
         answers = await asyncio.gather(*(served.client.post(route, content=body) for _ in range(2)))
-        done.set()
+        stop.set()
         await watching
         assert {answer.status_code for answer in answers} <= {400, 413, 422}
         assert served.bus.records == []
@@ -216,26 +226,28 @@ async def test_a_body_at_the_bound_of_values_is_taken(tmp_path: Path) -> None:
     def body(count: int) -> bytes:
         return json.dumps({"session_id": "s", "context": {"x": [0] * count}}).encode()
 
-    room = Feedback.values_max - 4  # the object, its two names, the context
+    count_max = Feedback.values_max - 4  # the object, its two names, the context
     async with gateway(tmp_path) as served:
         await ready(served)
-        assert (await served.client.post("/v1/feedback", content=body(room))).status_code == 202
-        refused = await served.client.post("/v1/feedback", content=body(room + 8))
+        assert (await served.client.post("/v1/feedback", content=body(count_max))).status_code == 202
+        refused = await served.client.post("/v1/feedback", content=body(count_max + 8))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
 
 
 async def test_a_trajectory_has_a_bound_on_its_objects_beside_that_on_its_numbers(tmp_path: Path) -> None:
     def body(messages: int, numbers: int) -> bytes:
-        said = [{"role": "user", "content": "a"}] * 1000
+        dialogue_messages = [{"role": "user", "content": "a"}] * 1000
         span = {"start": 0, "logprobs": [-0.5], "turn_id": "t", "version": "tiny@0123456789ab"}
         fields = {"trajectory_id": "t", "session_id": "s", "model": "tiny", "started_at": "2026-01-01T00:00:00Z"}
         branch = {"token_ids": [1] * numbers, "spans": [span]}
-        return json.dumps(fields | {"branches": [branch], "dialogues": [{"messages": said}] * messages}).encode()
+        return json.dumps(
+            fields | {"branches": [branch], "dialogues": [{"messages": dialogue_messages}] * messages}
+        ).encode()
 
     async with gateway(tmp_path) as served:
         await ready(served)
-        taken = await served.client.post("/v1/trajectories", content=body(1, 200_000))
-        assert taken.status_code == 202, taken.text
+        answer = await served.client.post("/v1/trajectories", content=body(1, 200_000))
+        assert answer.status_code == 202, answer.text
         refused = await served.client.post("/v1/trajectories", content=body(17, 1))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
         assert str(Trajectory.containers_max) in refused.json()["error"]["message"]

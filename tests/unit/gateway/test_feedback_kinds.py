@@ -1,4 +1,4 @@
-"""Every kind of feedback at the HTTP door, and the same rules at the door of the topic."""
+"""Every kind of feedback over HTTP, and the same validation rules for records of the topic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.gateway import PARTITIONS, Gateway, gateway, until
 
 ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))
 A, B, C = (f"chatcmpl-{key}-01a2060cb1cc7c47a82c2578b756ac0{n}" for n, key in enumerate((ONE, ONE, TWO)))
-"""The same in every process that collects these tests."""
+"""Response ids, which are the same in every process that collects these tests."""
 
 
 async def sent(served: Gateway, body: dict[str, Any]) -> list[Feedback]:
@@ -40,11 +40,13 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "wanted"), ACCEPTED, ids=lambda one: json.dumps(one)[:60] if "value" in one else "")
-async def test_what_is_said_is_what_travels(tmp_path: Path, body: dict[str, Any], wanted: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("body", "expected"), ACCEPTED, ids=lambda fields: json.dumps(fields)[:60] if "value" in fields else ""
+)
+async def test_what_is_said_is_what_travels(tmp_path: Path, body: dict[str, Any], expected: dict[str, Any]) -> None:
     async with gateway(tmp_path) as served:
         (event,) = await sent(served, body)
-        assert {name: getattr(event, name) for name in wanted} == wanted
+        assert {name: getattr(event, name) for name in expected} == expected
         assert Feedback.from_json(event.to_json()) == event
 
 
@@ -58,7 +60,7 @@ async def test_an_edit_is_a_text_or_an_answer_with_tool_calls(tmp_path: Path) ->
         assert text.answer == (A, 0)
         assert calls.answer == (A, 1)
         assert calls.edit is not None
-        assert [one.id for one in calls.edit.tool_calls or ()] == ["call_0", "call_1"]
+        assert [tool_call.id for tool_call in calls.edit.tool_calls or ()] == ["call_0", "call_1"]
         assert not text.lists_a_run, "an edit of one turn does not say that this turn is a run"
 
 
@@ -76,10 +78,10 @@ async def test_a_preference_between_two_choices_of_one_call(tmp_path: Path) -> N
 async def test_a_preference_over_two_sessions_is_an_event_in_each(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
         events = await sent(served, {"preference": {"chosen": C, "rejected": {"response_id": A, "choice": 2}}})
-        assert {(one.session_key, one.msg_ids) for one in events} == {(ONE, (A,)), (TWO, (C,))}
-        assert len({one.event_id for one in events}) == 2
-        assert {one.preference_id("default") for one in events} == {events[0].preference_id("default")}
-        assert {one.sessions for one in events} == {1}, "what is compared is not one run"
+        assert {(event.session_key, event.msg_ids) for event in events} == {(ONE, (A,)), (TWO, (C,))}
+        assert len({event.event_id for event in events}) == 2
+        assert {event.preference_id("default") for event in events} == {events[0].preference_id("default")}
+        assert {event.sessions for event in events} == {1}, "what is compared is not one run"
 
 
 @pytest.mark.parametrize(("level", "sessions"), [(None, 2), ("turn", 1), ("session", 1)])
@@ -100,9 +102,9 @@ async def test_two_responses_of_one_session_are_compared_in_one_event(tmp_path: 
 async def test_feedback_about_a_task_reaches_every_partition(tmp_path: Path) -> None:
     async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 2 * PARTITIONS}) as served:
         events = await sent(served, {"level": "task", "task_id": "t", "value": 1, "context": {"expected": "42"}})
-        assert [one.partition for one in events] == list(range(PARTITIONS))
-        assert {one.session_key for one in events} == {task_key("default", "t")}
-        assert len({one.event_id for one in events}) == PARTITIONS
+        assert [event.partition for event in events] == list(range(PARTITIONS))
+        assert {event.session_key for event in events} == {task_key("default", "t")}
+        assert len({event.event_id for event in events}) == PARTITIONS
         statuses = []
         for _ in range(3):
             body = {"level": "task", "task_id": "t", "value": 1}
@@ -161,7 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda one: json.dumps(one)[:70])
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda argument: json.dumps(argument)[:70])
 async def test_what_cannot_be_meant_is_refused_by_name(
     tmp_path: Path, body: dict[str, Any], param: str | None, message: str
 ) -> None:
@@ -175,8 +177,8 @@ async def test_what_cannot_be_meant_is_refused_by_name(
 
 
 def record(**fields: Any) -> bytes:
-    given = {"time": "2026-01-01T00:00:00Z", "feedback_id": "f", "session_key": ONE}
-    return json.dumps({**given, **fields}).encode()
+    required_fields = {"time": "2026-01-01T00:00:00Z", "feedback_id": "f", "session_key": ONE}
+    return json.dumps({**required_fields, **fields}).encode()
 
 
 @pytest.mark.parametrize(

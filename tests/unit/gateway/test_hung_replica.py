@@ -60,7 +60,7 @@ async def test_a_slow_replica_is_not_given_up(tmp_path: Path, stream: bool) -> N
         first, second = await busy(served, a, b)
         first.faults = [Fault(stall_after=0)]  # a long prompt, say
         asking = asyncio.create_task(served.chat(stream=stream, headers={"X-Session-Id": "x"}))
-        await until(lambda: first.asked >= 4)
+        await until(lambda: first.health_checks >= 4)
         first.go_on.set()
         answer = await asking
         assert same(answer, first)
@@ -92,7 +92,7 @@ async def test_the_only_replica_is_held_on_to_and_answers_when_it_can(tmp_path: 
         replica.moves.clear()
         await until(lambda: served.replica_set.hanging(), 10)
         later = asyncio.create_task(served.chat("later", stream=stream))
-        await until(lambda: replica.asked > 4, 10)
+        await until(lambda: replica.health_checks > 4, 10)
         replica.go_on.set()
         replica.moves.set()
         assert same(await asking, replica, 0)

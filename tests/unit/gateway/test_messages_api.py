@@ -169,7 +169,7 @@ def test_blocks_become_chat_messages() -> None:
         {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": "no such mail", **cached},
         {"type": "text", "text": "Go on."},
     ]  # fmt: skip
-    found = messages_of(
+    chat_messages = messages_of(
         system=[{"type": "text", "text": "a", **cached}, {"type": "text", "text": "b"}],
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r", **cached}]},
@@ -178,8 +178,8 @@ def test_blocks_become_chat_messages() -> None:
             {"role": "user", "content": "Please."},
         ],
     )
-    calls = found[2].pop("tool_calls")
-    assert found == [
+    calls = chat_messages[2].pop("tool_calls")
+    assert chat_messages == [
         {"role": "system", "content": "a\n\nb"},
         {"role": "user", "content": "q\n\nr"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm"},
@@ -191,7 +191,7 @@ def test_blocks_become_chat_messages() -> None:
 
 
 def test_a_system_message_inside_the_conversation_becomes_a_users_text() -> None:
-    found = messages_of(
+    chat_messages = messages_of(
         system="s",
         messages=[
             {"role": "system", "content": "t"},
@@ -201,10 +201,10 @@ def test_a_system_message_inside_the_conversation_becomes_a_users_text() -> None
             {"role": "user", "content": "And now?"},
         ],
     )
-    assert [entry["content"] for entry in found] == [
+    assert [entry["content"] for entry in chat_messages] == [
         "s\n\nt", "Any mail?", "No.", "<system>\nIt is noon.\n</system>\n\nAnd now?",
     ]  # fmt: skip
-    assert [entry["role"] for entry in found] == ["system", "user", "assistant", "user"]
+    assert [entry["role"] for entry in chat_messages] == ["system", "user", "assistant", "user"]
 
 
 def test_claude_codes_billing_line_is_left_out_of_the_prompt_and_reported() -> None:
@@ -260,7 +260,7 @@ def test_thinking_is_switched_by_the_chat_template(kind: str, switch: bool | Non
 
 
 def with_block(role: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Return the field of a conversation whose first message holds `block`."""
+    """Return the `messages` field of a request with `block` in the first message."""
     return {"messages": [{"role": role, "content": [block]}, USER]}
 
 
@@ -295,18 +295,18 @@ async def test_an_image_is_replaced_by_a_text_where_the_settings_allow_it(tmp_pa
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [image]}
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "search", "input": {}}]}
-    asked = {**ASKED, "messages": [USER, called, {"role": "user", "content": [result]}]}
+    fields = {**ASKED, "messages": [USER, called, {"role": "user", "content": [result]}]}
     async with served(tmp_path, FakeReplica(), media="placeholder") as (running, client):
-        answer = await client.messages.with_raw_response.create(**asked)
+        answer = await client.messages.with_raw_response.create(**fields)
         (turn,) = running.turns
     assert turn.messages[-1].text == "[image omitted: this model reads text only]"
     assert answer.headers["x-headrace-ignored"] == "media.image"
 
 
 async def test_tokens_are_counted_as_the_call_counts_them_and_no_turn_is_captured(tmp_path: Path) -> None:
-    asked = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+    fields = {name: value for name, value in ASKED.items() if name != "max_tokens"}
     async with served(tmp_path, FakeReplica()) as (running, client):
-        counted = await client.messages.count_tokens(**asked, system="s", tools=[SEARCH], tool_choice={"type": "any"})
+        counted = await client.messages.count_tokens(**fields, system="s", tools=[SEARCH], tool_choice={"type": "any"})
         assert running.turns == []
         message = await client.messages.create(**ASKED, system="s", tools=[SEARCH])
     assert counted.input_tokens == message.usage.input_tokens
@@ -327,18 +327,18 @@ async def test_cached_tokens_are_counted_apart() -> None:
 async def test_arguments_that_are_no_object_come_as_one_in_a_stream_and_in_a_plain_answer(arguments: str) -> None:
     call = {"id": "c", "function": {"name": "search", "arguments": arguments}}
     message = {"content": None, "reasoning_content": "hm", "tool_calls": [call]}
-    whole = MessageWriter("id", (), 50)
+    plain_writer = MessageWriter("id", (), 50)
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
-    whole.add(EngineAnswer.model_validate({"choices": [choice]}), "v", streamed=False)
-    whole.end()
-    stream = MessageWriter("id", (), 50)
+    plain_writer.add(EngineAnswer.model_validate({"choices": [choice]}), "v", streamed=False)
+    plain_writer.end()
+    stream_writer = MessageWriter("id", (), 50)
     events = []
     for delta in ({"reasoning_content": "h"}, {"reasoning_content": "m"}, {"tool_calls": [{"index": 0, **call}]}):
         chunk = EngineAnswer.model_validate({"choices": [{"index": 0, "delta": delta}]})
-        events += stream.add(chunk, "v", streamed=True)
-    events += stream.end()
-    assert stream.message()["content"] == whole.message()["content"]
-    thinking, called = whole.message()["content"]
+        events += stream_writer.add(chunk, "v", streamed=True)
+    events += stream_writer.end()
+    assert stream_writer.message()["content"] == plain_writer.message()["content"]
+    thinking, called = plain_writer.message()["content"]
     assert (thinking["thinking"], called["input"]) == ("hm", {"arguments": arguments})
     partial = "".join(event["delta"].get("partial_json", "") for event in events if "delta" in event)
     assert json.loads(partial) == called["input"]

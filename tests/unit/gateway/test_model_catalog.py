@@ -1,4 +1,4 @@
-"""Which version a name means."""
+"""Resolution of model names to versions."""
 
 from __future__ import annotations
 
@@ -28,52 +28,54 @@ def routing(revision: int, champion: str | None, previous: str | None = None, **
 
 
 def catalog(*rows: Routing, **aliases: str) -> ModelCatalog:
-    made = ModelCatalog({name.replace("_", "-"): to for name, to in aliases.items()}, lambda: True, lambda: None)
+    model_catalog = ModelCatalog(
+        {name.replace("_", "-"): to for name, to in aliases.items()}, lambda: True, lambda: None
+    )
     for row in rows:
-        made.update(row.model, row)
-    return made
+        model_catalog.update(row.model, row)
+    return model_catalog
 
 
 def test_a_bare_name_is_its_champion_an_alias_is_itself_a_version_is_exact() -> None:
-    known = catalog(routing(1, V2, V1, serve=(V1, V2, V3)))
+    model_catalog = catalog(routing(1, V2, V1, serve=(V1, V2, V3)))
     for name, version in {"tiny": V2, "tiny:champion": V2, "tiny:previous": V1, V3: V3}.items():
-        assert known.version_of(known.resolve(name)) == version
+        assert model_catalog.version_of(model_catalog.resolve(name)) == version
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "qwen3:8b", "claude-sonnet-4@20250514", "models/x"])
 def test_the_only_model_answers_to_names_that_are_not_known(name: str) -> None:
-    known = ModelCatalog({}, lambda: True, lambda: None, any_name=True)
-    known.update("tiny", routing(1, V2, V1))
-    assert known.resolve(name, by_agent=True) == Target("tiny", is_substitute=True)
-    for refused in ({"by_agent": False}, {"by_agent": True, "may_use": lambda _: False}):
+    model_catalog = ModelCatalog({}, lambda: True, lambda: None, any_name=True)
+    model_catalog.update("tiny", routing(1, V2, V1))
+    assert model_catalog.resolve(name, by_agent=True) == Target("tiny", is_substitute=True)
+    for arguments in ({"by_agent": False}, {"by_agent": True, "may_use": lambda _: False}):
         with pytest.raises(ApiError):
-            known.resolve(name, **refused)
-    known.update("other", routing(1, V2))
+            model_catalog.resolve(name, **arguments)
+    model_catalog.update("other", routing(1, V2))
     with pytest.raises(ApiError):
-        known.resolve(name, by_agent=True)
+        model_catalog.resolve(name, by_agent=True)
 
 
 @pytest.mark.parametrize("name", ["tiny:stabel", "tiny@fedcba9876543210", "gone@fedcba9876543210"])
 def test_a_wrong_alias_or_version_is_refused_also_where_any_name_is_answered(name: str) -> None:
-    known = ModelCatalog({"*": "tiny"}, lambda: True, lambda: None, any_name=True)
-    known.update("tiny", routing(1, V2, V1))
+    model_catalog = ModelCatalog({"*": "tiny"}, lambda: True, lambda: None, any_name=True)
+    model_catalog.update("tiny", routing(1, V2, V1))
     with pytest.raises(ApiError):
-        known.resolve(name, by_agent=True)
+        model_catalog.resolve(name, by_agent=True)
 
 
 def test_a_star_stands_for_all_names_that_are_not_known_and_is_not_listed() -> None:
-    known = ModelCatalog({"*": "tiny:previous", "gpt-4o": "tiny"}, lambda: True, lambda: None)
-    known.update("tiny", routing(1, V2, V1))
-    assert known.resolve("gpt-5") == Target("tiny", "previous", is_substitute=True)
-    assert known.resolve("gpt-4o") == Target("tiny")
-    assert "*" not in dict(known.names())
+    model_catalog = ModelCatalog({"*": "tiny:previous", "gpt-4o": "tiny"}, lambda: True, lambda: None)
+    model_catalog.update("tiny", routing(1, V2, V1))
+    assert model_catalog.resolve("gpt-5") == Target("tiny", "previous", is_substitute=True)
+    assert model_catalog.resolve("gpt-4o") == Target("tiny")
+    assert "*" not in dict(model_catalog.names())
 
 
 def test_foreign_names_lead_to_ours() -> None:
-    known = catalog(routing(1, V2, V1), training_model="tiny", old="tiny:previous")
-    assert known.resolve("training-model") == Target("tiny")
-    assert known.version_of(known.resolve("old")) == V1
-    assert "training-model" in [name for name, _ in known.names()]
+    model_catalog = catalog(routing(1, V2, V1), training_model="tiny", old="tiny:previous")
+    assert model_catalog.resolve("training-model") == Target("tiny")
+    assert model_catalog.version_of(model_catalog.resolve("old")) == V1
+    assert "training-model" in [name for name, _ in model_catalog.names()]
 
 
 @pytest.mark.parametrize("name", ["tin", "tiny:canary", f"tiny@{'9' * 16}", V3, "", "@", ":", "tiny@"])
@@ -89,59 +91,61 @@ def test_a_name_that_is_nearly_right_is_named() -> None:
 
 
 def test_an_older_revision_changes_nothing() -> None:
-    known = catalog(routing(2, V2), routing(1, V1))
-    assert known.version_of(Target("tiny")) == V2
-    known.update("tiny", None)
-    assert not known.is_ready
+    model_catalog = catalog(routing(2, V2), routing(1, V1))
+    assert model_catalog.version_of(Target("tiny")) == V2
+    model_catalog.update("tiny", None)
+    assert not model_catalog.is_ready
 
 
 def test_a_model_without_a_champion_is_known_and_waits() -> None:
-    known = catalog(routing(0, None, serve=(V1,)))
-    assert known.is_ready
-    assert known.version_of(known.resolve("tiny")) is None
+    model_catalog = catalog(routing(0, None, serve=(V1,)))
+    assert model_catalog.is_ready
+    assert model_catalog.version_of(model_catalog.resolve("tiny")) is None
 
 
 def test_nothing_is_known_before_the_topic_was_read_to_its_end() -> None:
     history_read = False
-    known = ModelCatalog({}, lambda: history_read, lambda: None)
-    known.update("tiny", routing(1, V1))
-    assert not known.is_ready
+    model_catalog = ModelCatalog({}, lambda: history_read, lambda: None)
+    model_catalog.update("tiny", routing(1, V1))
+    assert not model_catalog.is_ready
     history_read = True
-    assert known.is_ready
+    assert model_catalog.is_ready
 
 
 def test_a_key_with_models_of_its_own_knows_no_others() -> None:
-    known = catalog(routing(1, V2, V1, serve=(V1, V2)), foreign="tiny")
+    model_catalog = catalog(routing(1, V2, V1, serve=(V1, V2)), foreign="tiny")
 
     def other(model: str) -> bool:
         return model == "other"
 
-    assert known.names(other) == []
+    assert model_catalog.names(other) == []
     for name in ("tiny", "tiny:champion", V2, "foreign", "tin"):
         with pytest.raises(ApiError, match="GET /v1/models lists what is served") as caught:
-            known.resolve(name, other)
+            model_catalog.resolve(name, other)
         assert caught.value.status == 404
-    assert known.resolve("tiny", lambda model: model == "tiny") == Target("tiny")
+    assert model_catalog.resolve("tiny", lambda model: model == "tiny") == Target("tiny")
 
 
 def test_labels_and_aliases_of_operators_are_names_like_roles() -> None:
     row = routing(1, V2, V1, serve=(V1, V2, V3)).model_copy(update={"names": {"stable": V1, "v1.0": V3}})
-    known = catalog(row)
-    assert {name: known.version_of(known.resolve(f"tiny:{name}")) for name in ("stable", "v1.0", "champion")} == {
+    model_catalog = catalog(row)
+    assert {
+        name: model_catalog.version_of(model_catalog.resolve(f"tiny:{name}")) for name in ("stable", "v1.0", "champion")
+    } == {
         "stable": V1,
         "v1.0": V3,
         "champion": V2,
     }
-    assert {"tiny:stable", "tiny:v1.0"} <= {name for name, _ in known.names()}
+    assert {"tiny:stable", "tiny:v1.0"} <= {name for name, _ in model_catalog.names()}
 
 
 def test_no_name_of_an_operator_stands_for_a_role() -> None:
-    known = catalog(routing(1, V2, V1).model_copy(update={"names": {"champion": V1}}))
-    assert known.version_of(known.resolve("tiny:champion")) == V2
+    model_catalog = catalog(routing(1, V2, V1).model_copy(update={"names": {"champion": V1}}))
+    assert model_catalog.version_of(model_catalog.resolve("tiny:champion")) == V2
 
 
 def test_what_a_registered_version_answers_is_never_trained() -> None:
-    known = catalog(routing(1, V2, V1).model_copy(update={"untrained": (V1,)}))
-    assert known.untrained("tiny", V1) == "registered"
-    assert known.untrained("tiny", V2) is None
-    assert known.untrained("nobody", V1) is None
+    model_catalog = catalog(routing(1, V2, V1).model_copy(update={"untrained": (V1,)}))
+    assert model_catalog.untrained("tiny", V1) == "registered"
+    assert model_catalog.untrained("tiny", V2) is None
+    assert model_catalog.untrained("nobody", V1) is None

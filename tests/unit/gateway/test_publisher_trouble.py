@@ -1,4 +1,4 @@
-"""What the publisher does, and whom it blames, when the bus, the disk or its connection fails."""
+"""The behaviour of the publisher, and the cause that it reports, when the bus, the disk or its connection fails."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ from tests.unit.gateway.publishing import feedback, numbers, running
 
 
 class Connections:
-    """Makes producers and notes what becomes of them. While `taking` is clear, the bus is there and takes nothing."""
+    """Factory of producers that counts how many were created, abandoned and stopped.
+
+    While `taking` is clear, the bus accepts connections but no records.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.bus = ListBus()
         self.blobs = BlobStore((folder / "blobs").as_uri())
         self.taking = asyncio.Event()
         self.taking.set()
-        self.made = 0
+        self.producer_count = 0
         self.abandoned = 0
         self.stopped = 0
 
     def __call__(self) -> ListProducer:
-        self.made += 1
+        self.producer_count += 1
         return _Producer(self)
 
 
 class _Producer(ListProducer):
-    def __init__(self, of: Connections) -> None:
-        super().__init__(of.bus, of.blobs)
-        self._of = of
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections.bus, connections.blobs)
+        self._connections = connections
 
     async def stop(self) -> None:
         await asyncio.sleep(0.01)
-        self._of.stopped += 1
+        self._connections.stopped += 1
 
     async def abandon(self) -> None:
-        self._of.abandoned += 1
+        self._connections.abandoned += 1
 
     async def send_raw(self, records: Iterable[Outgoing]) -> None:
-        await self._of.taking.wait()
+        await self._connections.taking.wait()
         await super().send_raw(records)
 
 
@@ -80,9 +83,9 @@ async def fill(publisher: Publisher, spool: Spool) -> None:
 async def test_a_disk_without_room_matters_only_while_events_go_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Spool(tmp_path / "spool", 100_000) as spool:
-        publisher = publisher_of(made, spool)
+        publisher = publisher_of(connections, spool)
 
         def lack() -> str | None:
             return publisher.lacks_room
@@ -92,52 +95,52 @@ async def test_a_disk_without_room_matters_only_while_events_go_to_it(
         async with running(publisher):
             await until(lambda: publisher.connected)
             assert lack() is None
-            made.taking.clear()
+            connections.taking.clear()
             await publisher.publish(feedback(1))
             assert lack() == "no room"
-            made.taking.set()
+            connections.taking.set()
             await until(lambda: lack() is None)
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["at the start", "after direct ones"])
 async def test_a_full_spool_that_is_being_sent_does_not_blame_the_bus(tmp_path: Path, direct: bool) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Spool(tmp_path / "spool", 1024) as spool:
-        publisher = publisher_of(made, spool)
+        publisher = publisher_of(connections, spool)
         if direct:
             async with running(publisher):
                 await until(lambda: publisher.connected)
                 await publisher.publish(feedback(0))
         await fill(publisher, spool)
         assert "the bus is away" in str(publisher.lacks_room), "there is no connection"
-        made.taking.clear()
+        connections.taking.clear()
         async with running(publisher):
             await until(lambda: publisher.connected)
             assert "is being sent to the bus" in str(publisher.lacks_room)
-            made.taking.set()
+            connections.taking.set()
             await until(lambda: publisher.lacks_room is None)
 
 
 async def test_a_bus_that_takes_nothing_of_the_spool_for_long_is_away(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
-    made.taking.clear()
+    connections = Connections(tmp_path)
+    connections.taking.clear()
     async with Spool(tmp_path / "spool", 1024) as spool:
-        publisher = publisher_of(made, spool, send_timeout_s=0.05)
+        publisher = publisher_of(connections, spool, send_timeout_s=0.05)
         await fill(publisher, spool)
         async with running(publisher):
             await until(lambda: publisher.connected)
             await until(lambda: "the bus is away" in str(publisher.lacks_room))
-            made.taking.set()
+            connections.taking.set()
             await until(lambda: publisher.lacks_room is None)
 
 
 async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Spool(tmp_path / "spool", 1024) as spool:
-        publisher = publisher_of(made, spool)
+        publisher = publisher_of(connections, spool)
         async with running(publisher):
             await until(lambda: publisher.connected)
-            made.taking.clear()
+            connections.taking.clear()
             await fill(publisher, spool)
             assert "the bus is away" in str(publisher.lacks_room)
 
@@ -146,71 +149,71 @@ async def test_one_of_several_tenants_may_fill_its_part_and_not_a_byte_more(tmp_
     event, bytes_max = feedback(1), 8192
     size = len(event.to_json())
 
-    async def refused(tenants: int | None, share_bytes: int, tenant: str = "default") -> bool:
+    async def is_refused(tenants: int | None, share_bytes: int, tenant: str = "default") -> bool:
         async with Spool(tmp_path / f"{tenants}-{share_bytes}-{tenant}", bytes_max) as spool:
-            room = {"spool_bytes_max": bytes_max, "spool_tenant_share": share_bytes / bytes_max}
-            publisher = publisher_of(Connections(tmp_path), spool, tenants=tenants, **room)
+            limits = {"spool_bytes_max": bytes_max, "spool_tenant_share": share_bytes / bytes_max}
+            publisher = publisher_of(Connections(tmp_path), spool, tenants=tenants, **limits)
             await publisher.publish(event)
             with contextlib.suppress(ApiError):
                 publisher.admit(tenant)
                 return False
             return True
 
-    assert await refused(2, size)
-    assert not await refused(2, size + 1)
-    assert not await refused(2, size, "other")
-    assert not await refused(1, size), "who is alone has all of it"
-    assert not await refused(None, size)
+    assert await is_refused(2, size)
+    assert not await is_refused(2, size + 1)
+    assert not await is_refused(2, size, "other")
+    assert not await is_refused(1, size), "who is alone has all of it"
+    assert not await is_refused(None, size)
 
 
 async def test_what_neither_the_bus_nor_the_disk_took_is_given_up_with_its_connection(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Spool(tmp_path / "spool", 100_000) as spool:
-        publisher = publisher_of(made, spool)
+        publisher = publisher_of(connections, spool)
         async with running(publisher):
             await until(lambda: publisher.connected)
-            made.taking.clear()
+            connections.taking.clear()
             with full_error(in_place=False), pytest.raises(Unavailable):
                 await publisher.publish(feedback(1))
-            assert (made.abandoned, publisher._shares.of("default")) == (1, 0)
-            made.taking.set()
-            await until(lambda: made.made == 2 and publisher.connected)
+            assert (connections.abandoned, publisher._shares.of("default")) == (1, 0)
+            connections.taking.set()
+            await until(lambda: connections.producer_count == 2 and publisher.connected)
             await publisher.publish(feedback(2))
-            assert numbers(made.bus) == [2]
+            assert numbers(connections.bus) == [2]
 
 
 async def test_a_connection_that_hangs_is_made_anew(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
 
     class Hanging(_Producer):
         async def start(self) -> None:
-            await made.taking.wait()
+            await connections.taking.wait()
 
     def make() -> ListProducer:
-        made.made += 1
-        return Hanging(made)
+        connections.producer_count += 1
+        return Hanging(connections)
 
-    made.taking.clear()
+    connections.taking.clear()
     async with Spool(tmp_path / "spool", 1024) as spool:
         publisher = publisher_of(make, spool, send_timeout_s=0.05)
         async with running(publisher):
-            await until(lambda: made.made == 2)
-            made.taking.set()
+            await until(lambda: connections.producer_count == 2)
+            connections.taking.set()
             await until(lambda: publisher.connected)
 
 
 async def test_a_bus_that_is_away_is_not_asked_without_a_pause(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
-    made.bus.back.clear()
-    async with Spool(tmp_path / "spool", 1024) as spool, running(publisher_of(made, spool)):
-        await until(lambda: made.made)
+    connections = Connections(tmp_path)
+    connections.bus.back.clear()
+    async with Spool(tmp_path / "spool", 1024) as spool, running(publisher_of(connections, spool)):
+        await until(lambda: connections.producer_count)
         for _ in range(200):
             await asyncio.sleep(0)
-        assert made.made < 20
+        assert connections.producer_count < 20
 
 
 async def test_a_connection_is_closed_with_all_that_belongs_to_it(tmp_path: Path) -> None:
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     stopped: list[object] = []
 
     class Offsets:
@@ -221,26 +224,26 @@ async def test_a_connection_is_closed_with_all_that_belongs_to_it(tmp_path: Path
 
     async with Spool(tmp_path / "spool", 1024) as spool:
         publisher = Publisher(
-            made, spool, CaptureSettings(), send_timeout_s=30, log_ends=lambda: LogEnds(cast("Any", Offsets()))
+            connections, spool, CaptureSettings(), send_timeout_s=30, log_ends=lambda: LogEnds(cast("Any", Offsets()))
         )
         async with running(publisher):
             await until(lambda: publisher.connected)
-        assert (made.stopped, len(stopped), publisher.connected) == (1, 1, False)
+        assert (connections.stopped, len(stopped), publisher.connected) == (1, 1, False)
 
 
 async def test_what_is_still_on_its_way_to_the_disk_is_asked_for_again(tmp_path: Path) -> None:
     class Late(Spool):
-        asked = 0
+        call_count = 0
 
         async def oldest(self, limit: int) -> list[Spooled]:
-            self.asked += 1
-            return [] if self.asked == 1 else await super().oldest(limit)
+            self.call_count += 1
+            return [] if self.call_count == 1 else await super().oldest(limit)
 
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Late(tmp_path / "spool", 1024) as spool:
         await spool.append([Spooled("feedback", feedback(1).to_json())])
-        async with running(publisher_of(made, spool)):
-            await until(lambda: numbers(made.bus) == [1])
+        async with running(publisher_of(connections, spool)):
+            await until(lambda: numbers(connections.bus) == [1])
 
 
 async def test_a_damaged_event_becomes_a_dead_letter_with_what_is_left_of_it(tmp_path: Path) -> None:
@@ -248,13 +251,13 @@ async def test_a_damaged_event_becomes_a_dead_letter_with_what_is_left_of_it(tmp
         async def oldest(self, limit: int) -> list[Spooled]:
             return [replace(item, damage="0.spool, byte 7") for item in await super().oldest(limit)]
 
-    made = Connections(tmp_path)
+    connections = Connections(tmp_path)
     async with Damaged(tmp_path / "spool", 10_000_000) as spool:
         await spool.append([Spooled("feedback", b"x" * 800_000)])
-        async with running(publisher_of(made, spool)):
-            await until(lambda: made.bus.records)
-    (sent,) = made.bus.records
-    letter = (await decode(Record(sent.topic, 0, 0, sent.key, sent.value, sent.headers), made.blobs)).event
+        async with running(publisher_of(connections, spool)):
+            await until(lambda: connections.bus.records)
+    (sent,) = connections.bus.records
+    letter = (await decode(Record(sent.topic, 0, 0, sent.key, sent.value, sent.headers), connections.blobs)).event
     assert isinstance(letter, DeadLetter)
     assert (letter.reason, letter.error) == ("spool_damaged", "0.spool, byte 7")
     assert (letter.source_topic, letter.source_partition, letter.source_offset) == ("spool", None, None)
@@ -262,33 +265,33 @@ async def test_a_damaged_event_becomes_a_dead_letter_with_what_is_left_of_it(tmp
 
 
 async def test_between_the_events_of_one_request_others_have_their_turn(tmp_path: Path) -> None:
-    made, turns = Connections(tmp_path), 0
+    connections, turns = Connections(tmp_path), 0
 
-    async def other() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
     async with Spool(tmp_path / "spool", 10_000) as spool:
-        publisher = publisher_of(made, spool, bus_wait_s=5)
+        publisher = publisher_of(connections, spool, bus_wait_s=5)
         async with running(publisher):
             await until(lambda: publisher.connected)
-            beside = asyncio.create_task(other())
+            task = asyncio.create_task(count_turns())
             await publisher.publish(*map(feedback, range(10)))
-            beside.cancel()
+            task.cancel()
             assert turns >= 9
-            assert (numbers(made.bus), spool.events) == (list(range(10)), 0)
+            assert (numbers(connections.bus), spool.events) == (list(range(10)), 0)
 
 
 async def test_events_are_counted_by_where_they_became_durable(tmp_path: Path) -> None:
     def counts() -> list[float]:
-        labels = [{"topic": "feedback", "where": where} for where in ("bus", "spool")]
-        return [REGISTRY.get_sample_value("headrace_gateway_published_total", one) or 0.0 for one in labels]
+        label_sets = [{"topic": "feedback", "where": where} for where in ("bus", "spool")]
+        return [REGISTRY.get_sample_value("headrace_gateway_published_total", labels) or 0.0 for labels in label_sets]
 
-    made, before = Connections(tmp_path), counts()
+    connections, before = Connections(tmp_path), counts()
     async with Spool(tmp_path / "spool", 10_000) as spool:
-        publisher = publisher_of(made, spool, bus_wait_s=5)
+        publisher = publisher_of(connections, spool, bus_wait_s=5)
         await publisher.publish(feedback(1))
         async with running(publisher):
             await until(lambda: publisher.connected and spool.events == 0)
@@ -300,7 +303,7 @@ async def test_events_are_counted_by_where_they_became_durable(tmp_path: Path) -
 async def test_a_spooled_event_that_cannot_be_sent_is_named_and_the_others_are_sent(
     tmp_path: Path, error: type[Exception]
 ) -> None:
-    """The spool is on the disk: whatever stops it once would stop it after every restart."""
+    """The spool is on the disk, so an event that blocks it once would block it after every restart."""
 
     class Strict(_Producer):
         async def encode(self, event: Event, *rest: Any, **named: Any) -> Outgoing:
@@ -308,19 +311,23 @@ async def test_a_spooled_event_that_cannot_be_sent_is_named_and_the_others_are_s
                 raise InvalidEvent("too_large", "it is") if error is InvalidEvent else error("poison \x00 \ud83d")
             return await super().encode(event, *rest, **named)
 
-    class Made(Connections):
+    class StrictConnections(Connections):
         def __call__(self) -> ListProducer:
             return Strict(self)
 
-    made = Made(tmp_path)
+    connections = StrictConnections(tmp_path)
     async with Spool(tmp_path / "spool", 10_000_000) as spool:
         await spool.append([Spooled("feedback", feedback(number).to_json()) for number in range(5)])
         await spool.append([Spooled("no-such-topic", b"{}")])
-        async with running(publisher_of(made, spool)):
+        async with running(publisher_of(connections, spool)):
             await until(lambda: not spool.events)
-    letters = [record for record in made.bus.records if record.topic == "dead-letters"]
+    letters = [record for record in connections.bus.records if record.topic == "dead-letters"]
     assert len(letters) == 2
     reasons = [DeadLetter.from_json(letter.value or b"").reason for letter in letters]
     assert sorted(reasons) == ["undecodable", "unsendable"]
-    sent = [Feedback.from_json(one.value or b"").value for one in made.bus.records if one.topic == "feedback"]
+    sent = [
+        Feedback.from_json(record.value or b"").value
+        for record in connections.bus.records
+        if record.topic == "feedback"
+    ]
     assert set(sent) == {0, 1, 3, 4}

@@ -1,4 +1,4 @@
-"""The Responses API: the unmodified `openai` package, and what a call becomes."""
+"""The Responses API: calls of the unmodified `openai` package, and the turns that they become."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ALL = ("response_format", "tool_choice")
 async def served(folder: Path, replica: FakeReplica) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
     async with (
         replica.running(),
-        gateway(folder, replica) as made,
-        openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client,
+        gateway(folder, replica) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield made, client
+        yield server, client
 
 
 async def test_text_in_and_out_is_one_captured_turn(tmp_path: Path) -> None:
     replica = FakeReplica(script=["Hello there, friend."])
-    async with served(tmp_path, replica) as (made, client):
+    async with served(tmp_path, replica) as (server, client):
         answer = await client.responses.create(
             model="tiny", input="hello", instructions="Be brief.", temperature=0.5, max_output_tokens=50, store=False,
             metadata={"session_id": "run-1"},
@@ -48,7 +48,7 @@ async def test_text_in_and_out_is_one_captured_turn(tmp_path: Path) -> None:
         assert answer.output_text == "Hello there, friend."
         assert (answer.status, answer.model, answer.incomplete_details) == ("completed", VERSION, None)
         assert answer.usage is not None
-        (turn,) = made.turns
+        (turn,) = server.turns
         assert turn.turn_id == answer.id, "feedback on it needs no other name"
         assert answer.usage.input_tokens == turn.usage.prompt_tokens
         assert answer.usage.output_tokens == turn.usage.completion_tokens
@@ -60,49 +60,53 @@ async def test_it_is_the_turn_that_a_chat_call_would_be(tmp_path: Path) -> None:
     replica = FakeReplica(grammars=ALL)
     schema = {"type": "object", "properties": {}}
     chat_tool = {"type": "function", "function": {name: SEARCH[name] for name in SEARCH if name != "type"}}
-    async with served(tmp_path, replica) as (made, client):
+    async with served(tmp_path, replica) as (server, client):
         await client.responses.create(
             model="tiny", input=[{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
             tools=[SEARCH], tool_choice={"type": "function", "name": "search"}, parallel_tool_calls=False,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
         )  # type: ignore[call-overload]  # fmt: skip
-        await made.chat(
+        await server.chat(
             tools=[chat_tool], tool_choice={"type": "function", "function": {"name": "search"}},
             parallel_tool_calls=False,
             response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
         )  # fmt: skip
-        one, other = made.turns
-    same = {"time", "turn_id", "started_at", "messages"}
-    assert one.model_dump(exclude=same) == other.model_dump(exclude=same)
+        responses_turn, chat_turn = server.turns
+    differing = {"time", "turn_id", "started_at", "messages"}
+    assert responses_turn.model_dump(exclude=differing) == chat_turn.model_dump(exclude=differing)
     assert replica.requests[0] == replica.requests[1]
-    assert [message.text for message in one.messages] == ["hello"]
+    assert [message.text for message in responses_turn.messages] == ["hello"]
 
 
 async def test_a_tool_is_called_and_its_output_comes_back_as_items(tmp_path: Path) -> None:
     replica = FakeReplica(script=[Called("search", {"query": "mail"}), "You have one."])
-    async with served(tmp_path, replica) as (made, client):
-        said: list[Any] = [{"role": "user", "content": "Any mail?"}]
-        first = await client.responses.create(model="tiny", input=said, tools=[SEARCH])  # type: ignore[list-item]
+    async with served(tmp_path, replica) as (server, client):
+        input_items: list[Any] = [{"role": "user", "content": "Any mail?"}]
+        first = await client.responses.create(model="tiny", input=input_items, tools=[SEARCH])  # type: ignore[list-item]
         (call,) = first.output
         assert call.type == "function_call"
         assert (call.name, json.loads(call.arguments)) == ("search", {"query": "mail"})
-        said += [item.to_dict() for item in first.output]
-        said.append({"type": "function_call_output", "call_id": call.call_id, "output": "1"})
-        second = await client.responses.create(model="tiny", input=said, tools=[SEARCH])  # type: ignore[list-item]
+        input_items += [item.to_dict() for item in first.output]
+        input_items.append({"type": "function_call_output", "call_id": call.call_id, "output": "1"})
+        second = await client.responses.create(model="tiny", input=input_items, tools=[SEARCH])  # type: ignore[list-item]
         assert second.output_text == "You have one."
-        one, two = made.turns
-    assert two.messages[1].tool_calls == one.choices[0].message.tool_calls
-    assert (two.messages[2].role, two.messages[2].tool_call_id, two.messages[2].text) == ("tool", call.call_id, "1")
-    assert one.session_key == two.session_key
+        first_turn, second_turn = server.turns
+    assert second_turn.messages[1].tool_calls == first_turn.choices[0].message.tool_calls
+    assert (second_turn.messages[2].role, second_turn.messages[2].tool_call_id, second_turn.messages[2].text) == (
+        "tool",
+        call.call_id,
+        "1",
+    )
+    assert first_turn.session_key == second_turn.session_key
 
 
 @pytest.mark.parametrize("script", ["Hello there, friend.", Called("search", {"query": "mail"})])
 async def test_a_stream_ends_with_the_response_that_a_plain_call_gets(tmp_path: Path, script: Any) -> None:
     replica = FakeReplica(script=[script, script])
-    async with served(tmp_path, replica) as (made, client):
-        asked: dict[str, Any] = {"model": "tiny", "input": "hello", "tools": [SEARCH]}
-        plain = await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as stream:
+    async with served(tmp_path, replica) as (server, client):
+        fields: dict[str, Any] = {"model": "tiny", "input": "hello", "tools": [SEARCH]}
+        plain = await client.responses.create(**fields)
+        async with client.responses.stream(**fields) as stream:
             events = [event async for event in stream]
             final: Response = await stream.get_final_response()
         names = [event.type for event in events]
@@ -113,10 +117,10 @@ async def test_a_stream_ends_with_the_response_that_a_plain_call_gets(tmp_path: 
         assert text == plain.output_text == final.output_text
         arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
         assert arguments == [item.arguments for item in plain.output if item.type == "function_call"]
-        bare = {"id", "created_at", "output"}
-        assert final.to_dict() | dict.fromkeys(bare) == plain.to_dict() | dict.fromkeys(bare)
-        one, two = made.turns
-    assert one.choices[0].token_ids == two.choices[0].token_ids
+        differing = {"id", "created_at", "output"}
+        assert final.to_dict() | dict.fromkeys(differing) == plain.to_dict() | dict.fromkeys(differing)
+        plain_turn, streamed_turn = server.turns
+    assert plain_turn.choices[0].token_ids == streamed_turn.choices[0].token_ids
 
 
 async def test_an_answer_that_is_cut_says_so(tmp_path: Path) -> None:
@@ -132,32 +136,32 @@ async def test_an_answer_that_is_cut_says_so(tmp_path: Path) -> None:
 
 
 async def test_logprobs_where_they_are_asked_for(tmp_path: Path) -> None:
-    async with served(tmp_path, FakeReplica(script=["one two", "one two"])) as (made, client):
+    async with served(tmp_path, FakeReplica(script=["one two", "one two"])) as (server, client):
         answer = await client.responses.create(
             model="tiny", input="x", include=["message.output_text.logprobs"], top_logprobs=2
         )
         plain = await client.responses.create(model="tiny", input="x")
-        turn = made.turns[0]
+        turn = server.turns[0]
     (item,) = answer.output
     assert item.type == "message"
     assert item.content[0].type == "output_text"
     logprobs = item.content[0].logprobs
     assert logprobs is not None
-    assert [one.logprob for one in logprobs] == pytest.approx(turn.choices[0].logprobs)
-    assert [len(one.top_logprobs) for one in logprobs] == [2, 2]
+    assert [token.logprob for token in logprobs] == pytest.approx(turn.choices[0].logprobs)
+    assert [len(token.top_logprobs) for token in logprobs] == [2, 2]
     assert "logprobs" not in plain.output[0].to_dict()["content"][0]  # type: ignore[index]
 
 
 async def test_a_stream_that_breaks_says_so_and_is_no_turn(tmp_path: Path) -> None:
     replica = FakeReplica(resumes=False, faults=[Fault(drop_after=2)])
-    async with served(tmp_path, replica) as (made, client):
+    async with served(tmp_path, replica) as (server, client):
         stream = await client.responses.create(model="tiny", input="hello", stream=True)
         last = [event async for event in stream][-1]
         assert (last.type, getattr(last, "code", None)) == ("error", "overloaded")
-        assert made.turns == []
+        assert server.turns == []
 
 
-def refused(**fields: Any) -> ApiError:
+def refusal(**fields: Any) -> ApiError:
     body = {"model": "tiny", "input": "hello", **fields}
     with pytest.raises(ApiError) as caught:
         parse_responses(json.dumps(body).encode(), strict())
@@ -168,7 +172,7 @@ def refused(**fields: Any) -> ApiError:
 def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     for neutral in (None, *NEUTRAL[name]):
         parse_responses(json.dumps({"model": "m", "input": "x", name: neutral}).encode(), strict())
-    error = refused(**{name: "resp_1"})
+    error = refusal(**{name: "resp_1"})
     assert (error.status, error.param) == (400, name)
     assert str(error).startswith(f"{name}: ")
 
@@ -200,14 +204,14 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str, words: str) -> None:
     if fields == {"messages": []}:
         return  # an empty field asks for nothing, whatever its name
-    error = refused(**fields)
+    error = refusal(**fields)
     assert error.status == (404 if "item with this id" in words else 400)
     assert str(error.param).startswith(param)
     assert words in str(error)
 
 
 def test_the_items_of_one_turn_are_one_message() -> None:
-    said = [
+    input_items = [
         {"role": "user", "content": "q"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "id": "m", "role": "assistant", "status": "completed",
@@ -219,7 +223,7 @@ def test_the_items_of_one_turn_are_one_message() -> None:
         {"role": "assistant", "content": "Done."},
         {"role": "assistant", "content": "Really."},
     ]  # fmt: skip
-    request = parse_responses(json.dumps({"model": "m", "input": said}).encode(), strict()).chat
+    request = parse_responses(json.dumps({"model": "m", "input": input_items}).encode(), strict()).chat
     roles = [message.role for message in request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
     turn = request.messages[1].event()

@@ -23,7 +23,7 @@ from tests.support.requests import lenient, strict
 from tests.unit.gateway.test_responses_api import SEARCH, served
 
 
-def parsed(context: RequestContext, **fields: Any) -> ChatRequest:
+def parse_chat_request(context: RequestContext, **fields: Any) -> ChatRequest:
     return parse_responses(json.dumps({"model": "m", "input": "x", **fields}).encode(), context).chat
 
 
@@ -41,7 +41,7 @@ CODEX: dict[str, Any] = {
 
 def test_the_hints_of_codex_and_other_agents_are_accepted_and_reported() -> None:
     context = lenient()
-    request = parsed(context, **CODEX)
+    request = parse_chat_request(context, **CODEX)
     assert [tool.function.name for tool in request.tools or ()] == ["search"]
     assert set(context.ignored) == {
         "client_metadata", "truncation", "text.verbosity", "reasoning.effort", "reasoning.summary", "tools.web_search",
@@ -52,13 +52,15 @@ def test_the_hints_of_codex_and_other_agents_are_accepted_and_reported() -> None
 @pytest.mark.parametrize("effort", ["none", "minimal"])
 def test_an_effort_of_none_switches_thinking_off(effort: str) -> None:
     context = strict()
-    assert parsed(context, reasoning={"effort": effort}).chat_template_kwargs == {"enable_thinking": False}
+    assert parse_chat_request(context, reasoning={"effort": effort}).chat_template_kwargs == {"enable_thinking": False}
     assert context.ignored == ()
 
 
 def test_items_of_server_tools_are_left_out_and_reported() -> None:
     context = lenient()
-    request = parsed(context, input=[{"role": "user", "content": "q"}, {"type": "web_search_call", "id": "ws_1"}])
+    request = parse_chat_request(
+        context, input=[{"role": "user", "content": "q"}, {"type": "web_search_call", "id": "ws_1"}]
+    )
     assert len(request.messages) == 1
     assert context.ignored == ("input.web_search_call",)
 
@@ -74,50 +76,50 @@ NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "mail", "description":
 
 def test_custom_tools_and_namespaces_are_functions_for_the_model() -> None:
     context = lenient()
-    tools = parsed(context, tools=[PATCH, NAMESPACE]).tools or ()
+    tools = parse_chat_request(context, tools=[PATCH, NAMESPACE]).tools or ()
     assert [tool.function.name for tool in tools] == ["apply_patch", "mail__search", "mail__apply_patch"]
-    described = tools[0].function.description or ""
-    assert described.startswith("Edits files.")
-    assert described.endswith("lark grammar:\nstart: /x+/")
+    description = tools[0].function.description or ""
+    assert description.startswith("Edits files.")
+    assert description.endswith("lark grammar:\nstart: /x+/")
     assert context.ignored == ("tools.format",)
 
 
 def test_allowed_tools_are_the_ones_that_are_offered() -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]}
-    request = parsed(lenient(), tools=[SEARCH, PATCH], tool_choice=choice)
+    request = parse_chat_request(lenient(), tools=[SEARCH, PATCH], tool_choice=choice)
     assert [tool.function.name for tool in request.tools or ()] == ["search"]
     assert request.tool_choice == "required"
 
 
 def test_tools_that_an_item_adds_are_offered() -> None:
-    said = [{"type": "additional_tools", "tools": [SEARCH]}, {"role": "user", "content": "q"}]
-    assert [tool.function.name for tool in parsed(strict(), input=said).tools or ()] == ["search"]
+    input_items = [{"type": "additional_tools", "tools": [SEARCH]}, {"role": "user", "content": "q"}]
+    assert [tool.function.name for tool in parse_chat_request(strict(), input=input_items).tools or ()] == ["search"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_of_a_custom_tool_and_of_a_namespace_has_its_own_name(tmp_path: Path, *, stream: bool) -> None:
     script: list[Any] = [Called("apply_patch", {"input": "*** a"}), Called("mail__search", {"query": "q"}), "Done."]
-    said: list[Any] = [{"role": "user", "content": "Mend it."}]
-    async with served(tmp_path, FakeReplica(script=script)) as (made, client):
+    input_items: list[Any] = [{"role": "user", "content": "Mend it."}]
+    async with served(tmp_path, FakeReplica(script=script)) as (server, client):
         for _ in range(3):
-            asked: dict[str, Any] = {"model": "tiny", "input": said, "tools": [PATCH, NAMESPACE]}
+            fields: dict[str, Any] = {"model": "tiny", "input": input_items, "tools": [PATCH, NAMESPACE]}
             if stream:
-                async with client.responses.stream(**asked) as events:
+                async with client.responses.stream(**fields) as events:
                     kinds = [event.type async for event in events]
                     response: Response = await events.get_final_response()
             else:
-                response = await client.responses.create(**asked)
+                response = await client.responses.create(**fields)
                 kinds = []
-            said += [item.to_dict() for item in response.output]
+            input_items += [item.to_dict() for item in response.output]
             (item,) = response.output
             if item.type == "custom_tool_call":
                 assert (item.name, item.input) == ("apply_patch", "*** a")
                 assert not stream or "response.custom_tool_call_input.done" in kinds
-                said.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "patched"})
+                input_items.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "patched"})
             elif item.type == "function_call":
                 assert (item.namespace, item.name, item.arguments) == ("mail", "search", '{"query": "q"}')
-                said.append({"type": "function_call_output", "call_id": item.call_id, "output": "1"})
-        last = made.turns[-1]
+                input_items.append({"type": "function_call_output", "call_id": item.call_id, "output": "1"})
+        last = server.turns[-1]
     assert response.output_text == "Done."
     calls = [call for message in last.messages for call in message.tool_calls or ()]
     assert [(call.function.name, call.function.arguments) for call in calls] == [
@@ -127,7 +129,7 @@ async def test_a_call_of_a_custom_tool_and_of_a_namespace_has_its_own_name(tmp_p
 
 async def test_a_conversation_goes_on_from_the_previous_response(tmp_path: Path) -> None:
     replica = FakeReplica(script=[Called("search", {"query": "mail"}), "You have one.", "Yes."])
-    async with served(tmp_path, replica) as (made, client):
+    async with served(tmp_path, replica) as (server, client):
         first = await client.responses.create(model="tiny", input="Any mail?", tools=[SEARCH])  # type: ignore[list-item]
         (call,) = first.output
         assert call.type == "function_call"
@@ -140,7 +142,7 @@ async def test_a_conversation_goes_on_from_the_previous_response(tmp_path: Path)
         ) as stream:
             second = await stream.get_final_response()
         third = await client.responses.create(model="tiny", input="Sure?", previous_response_id=second.id)
-        turns = made.turns
+        turns = server.turns
     assert (third.output_text, third.previous_response_id) == ("Yes.", second.id)
     assert [message.role for message in turns[-1].messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert turns[1].messages[1].tool_calls == turns[0].choices[0].message.tool_calls
@@ -148,11 +150,14 @@ async def test_a_conversation_goes_on_from_the_previous_response(tmp_path: Path)
 
 
 async def test_an_item_is_found_by_a_reference_to_it(tmp_path: Path) -> None:
-    async with served(tmp_path, FakeReplica(script=["Hello.", "Again."])) as (made, client):
+    async with served(tmp_path, FakeReplica(script=["Hello.", "Again."])) as (server, client):
         first = await client.responses.create(model="tiny", input="hi")
-        said: list[Any] = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": first.output[0].id}]
-        await client.responses.create(model="tiny", input=[*said, {"role": "user", "content": "and?"}])
-        assert [message.text for message in made.turns[1].messages] == ["hi", "Hello.", "and?"]
+        input_items: list[Any] = [
+            {"role": "user", "content": "hi"},
+            {"type": "item_reference", "id": first.output[0].id},
+        ]
+        await client.responses.create(model="tiny", input=[*input_items, {"role": "user", "content": "and?"}])
+        assert [message.text for message in server.turns[1].messages] == ["hi", "Hello.", "and?"]
 
 
 async def test_a_stored_response_is_read_and_deleted(tmp_path: Path) -> None:
@@ -175,13 +180,13 @@ async def test_tenants_and_bound_keys_read_their_own_responses_only(tmp_path: Pa
 
     keys = (key("a", tenant="acme"), key("b", tenant="other"), key("c", tenant="acme", session_id="s"))
     replica = FakeReplica()
-    async with replica.running(), gateway(tmp_path, replica, keys=keys) as made:
-        asked = {"model": "tiny", "input": "hi"}
+    async with replica.running(), gateway(tmp_path, replica, keys=keys) as server:
+        body = {"model": "tiny", "input": "hi"}
         headers = {name: {"authorization": f"Bearer {name}"} for name in "abc"}
-        first = (await made.client.post("/v1/responses", json=asked, headers=headers["a"])).json()["id"]
-        bound = (await made.client.post("/v1/responses", json=asked, headers=headers["c"])).json()["id"]
+        first = (await server.client.post("/v1/responses", json=body, headers=headers["a"])).json()["id"]
+        bound = (await server.client.post("/v1/responses", json=body, headers=headers["c"])).json()["id"]
         read = {
-            (name, response): (await made.client.get(f"/v1/responses/{response}", headers=headers[name])).status_code
+            (name, response): (await server.client.get(f"/v1/responses/{response}", headers=headers[name])).status_code
             for name in "abc"
             for response in (first, bound)
         }
@@ -193,29 +198,29 @@ def test_the_store_drops_the_oldest_response_of_the_largest_tenant() -> None:
     store = ResponseStore(100)
     for tenant, name in (("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")):
         store.add(tenant, StoredResponse({"id": name, "output": []}, (), (), 30))
-    kept = [(tenant, name) for tenant in "ab" for name in "1234" if store.get(tenant, name)]
-    assert kept == [("a", "2"), ("a", "4"), ("b", "3")]
+    stored_ids = [(tenant, name) for tenant in "ab" for name in "1234" if store.get(tenant, name)]
+    assert stored_ids == [("a", "2"), ("a", "4"), ("b", "3")]
     assert not store.delete("b", "1")
     assert store.delete("b", "3")
 
 
 async def test_reasoning_comes_back_from_its_encoded_form(tmp_path: Path) -> None:
     encoded = encode_reasoning("hm")
-    said = [
+    input_items = [
         {"role": "user", "content": "q"},
         {"type": "reasoning", "summary": [], "encrypted_content": encoded},
         {"role": "assistant", "content": "a"},
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB-of-another-server"},
         {"role": "user", "content": "r"},
     ]
-    messages = parsed(strict(), input=said).messages
+    messages = parse_chat_request(strict(), input=input_items).messages
     assert [message.reasoning_content for message in messages] == [None, "hm", None]
 
 
 async def test_input_tokens_are_counted_as_the_call_counts_them(tmp_path: Path) -> None:
-    async with served(tmp_path, FakeReplica()) as (made, client):
+    async with served(tmp_path, FakeReplica()) as (server, client):
         counted = await client.responses.input_tokens.count(model="tiny", input="hi", instructions="s")
-        assert made.turns == []
+        assert server.turns == []
         response = await client.responses.create(model="tiny", input="hi", instructions="s")
     assert response.usage is not None
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)

@@ -1,4 +1,8 @@
-"""What the spool promises: on the disk when `append` returns, in order, bounded, one owner, never thrown away."""
+"""Guarantees of the spool.
+
+Events are on the disk when `append` returns, keep their order, and are never discarded. The size is bounded, and each
+spool has one owner.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +78,9 @@ def _killed_while_writing(folder: Path) -> list[int]:
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     acknowledged = _killed_while_writing(tmp_path)
     async with Spool(tmp_path, 1000) as spool:
-        found = await values(spool)
-        assert found[:40] == acknowledged
-        assert found == list(range(len(found)))
+        numbers = await values(spool)
+        assert numbers[:40] == acknowledged
+        assert numbers == list(range(len(numbers)))
 
 
 async def test_what_is_appended_is_synced(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ async def test_a_disk_that_refuses_is_an_error_and_not_a_loss_of_count(tmp_path:
 
 
 async def test_what_was_refused_is_not_found_by_a_later_process(tmp_path: Path) -> None:
-    """The bytes were written and only then could not be synced: nobody was told that they are there."""
+    """The bytes were written, but the sync failed afterwards, so that `append` did not acknowledge them."""
     async with Spool(tmp_path, 1000) as spool:
         await spool.append(items(1))
         refusal = OSError(errno.EIO, "Input/output error")
@@ -197,18 +201,18 @@ async def test_a_flipped_byte_costs_the_record_that_it_hits(tmp_path: Path, runn
             await spool.append(written)
             if running:
                 _flip(folder, rng, spool._log._segments[0].end)
-                found = await spool.oldest(1000)
+                read_events = await spool.oldest(1000)
             end = spool._log._segments[0].end
         if not running:
             _flip(folder, rng, end)
             async with Spool(folder, 1_000_000, reserve_bytes=65_536) as spool:
-                found = await spool.oldest(1000)
-        whole = [item.value for item in found if not item.damage]
-        silent += len([value for value in whole if value not in {item.value for item in written}])
-        lost += len(written) - len(whole)
-        assert len(whole) >= len(written) - 1
-        assert all(".spool, byte " in item.damage for item in found if item.damage)
-        assert len(found) - len(whole) == len(written) - len(whole), "each loss is told"
+                read_events = await spool.oldest(1000)
+        intact_values = [event.value for event in read_events if not event.damage]
+        silent += len([value for value in intact_values if value not in {event.value for event in written}])
+        lost += len(written) - len(intact_values)
+        assert len(intact_values) >= len(written) - 1
+        assert all(".spool, byte " in event.damage for event in read_events if event.damage)
+        assert len(read_events) - len(intact_values) == len(written) - len(intact_values), "each loss is told"
     assert (silent, lost) == (0, 150)
 
 
@@ -231,9 +235,9 @@ async def test_a_damaged_position_only_sends_again(tmp_path: Path) -> None:
         await spool.append(items(*range(10)))
         for _ in range(3):
             await spool.remove(await spool.oldest(2))
-    whole = (tmp_path / "position").read_bytes()
-    for at in range(len(whole)):
-        (tmp_path / "position").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    position = (tmp_path / "position").read_bytes()
+    for at in range(len(position)):
+        (tmp_path / "position").write_bytes(position[:at] + bytes([position[at] ^ 1]) + position[at + 1 :])
         async with Spool(tmp_path, 1000, reserve_bytes=65_536) as spool:
             assert await values(spool) in ([6, 7, 8, 9], [4, 5, 6, 7, 8, 9])
     (tmp_path / "position").write_bytes(b"?" * 80)

@@ -7,24 +7,26 @@ import pytest
 from math_agent.calculator import LENGTH_MAX, Calculator, calculate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 
-MANY = 300
+PROBLEM_COUNT = 300
 
 
-def first(split: Split, seed: int = 0, many: int = MANY) -> list[Problem]:
-    return list(itertools.islice(stream(split, seed), many))
+def first(split: Split, seed: int = 0, count: int = PROBLEM_COUNT) -> list[Problem]:
+    return list(itertools.islice(stream(split, seed), count))
 
 
 def test_the_answer_is_that_of_somebody_who_reads_the_question() -> None:
-    """The oracle sees the sentences alone: a word for each sign, in the order of the text."""
+    """The oracle reads only the sentences: each verb stands for a sign, and changes apply in the order of the text."""
     for problem in first("train"):
         opening, *sentences, _ = problem.question.split(". ")
-        held = int(opening.split()[2])
+        amount = int(opening.split()[2])
         for sentence in sentences:
             verb, number = sentence.split()[-2:]
             by = int(number)
-            held = {"becomes": held * by}.get(verb, held + by if verb in ("buys", "finds", "picks") else held - by)
-            assert held > 0
-        assert held == problem.expected
+            amount = {"becomes": amount * by}.get(
+                verb, amount + by if verb in ("buys", "finds", "picks") else amount - by
+            )
+            assert amount > 0
+        assert amount == problem.expected
         assert problem.steps_min == 2 * len(sentences)
 
 
@@ -36,15 +38,15 @@ def test_one_by_hand() -> None:
 
 
 def test_no_two_splits_share_a_question_and_none_comes_twice() -> None:
-    asked = [problem.question for split in SPLITS for seed in (0, 1) for problem in first(split, seed, 100)]
+    questions = [problem.question for split in SPLITS for seed in (0, 1) for problem in first(split, seed, 100)]
     by_split = {split: {problem.question for seed in (0, 1) for problem in first(split, seed, 100)} for split in SPLITS}
-    assert len(set(asked)) == sum(map(len, by_split.values())) > 790
-    assert all(len({problem.id for problem in first(split)}) == MANY for split in SPLITS)
+    assert len(set(questions)) == sum(map(len, by_split.values())) > 790
+    assert all(len({problem.id for problem in first(split)}) == PROBLEM_COUNT for split in SPLITS)
 
 
 def test_the_seed_decides_alone_and_both_lengths_come_in_turn() -> None:
     assert first("audit") == first("audit") != first("audit", 1)
-    assert [problem.kind for problem in first("gate", many=4)] == ["2 changes", "3 changes"] * 2
+    assert [problem.kind for problem in first("gate", count=4)] == ["2 changes", "3 changes"] * 2
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_the_calculator_calculates(expression: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ('{"expression": "2 ** 9999"}', "only whole numbers"),
         ('{"expression": "__import__(1)"}', "only whole numbers"),
@@ -70,6 +72,6 @@ def test_the_calculator_calculates(expression: str, value: int) -> None:
         ('{"expression": "1', "arguments are not JSON"),
     ],
 )
-def test_a_wrong_call_is_an_answer_for_the_model(arguments: str, said: str) -> None:
-    assert Calculator().call("calculator", arguments).startswith(f"error: {said}")
+def test_a_wrong_call_is_an_answer_for_the_model(arguments: str, message: str) -> None:
+    assert Calculator().call("calculator", arguments).startswith(f"error: {message}")
     assert Calculator().call("abacus", '{"expression": "1 + 1"}') == "error: no tool abacus"

@@ -34,15 +34,15 @@ from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
 from tests.support.hindsight_world import (
-    ASKED,
     LETTERS,
     OPENING,
+    QUESTION,
     contradiction,
     conversations,
     encoder,
     of_version,
-    said,
-    taught,
+    train_base,
+    user_message,
 )
 from tests.support.torch_learners import policy_of, torch_learner
 from tests.unit.trainer.conftest import Make
@@ -189,10 +189,12 @@ def oracle(
     letters = [_letters(base, event) for event in ordered]
     block = 5  # ten runs make two blocks
     for index, (first, second, named) in enumerate(letters):
-        prompt, wrong, right = encode(ASKED + OPENING), encode(f"{first}<|im_end|>"), encode(f"{second}<|im_end|>")
-        told_prompt = encode(ASKED + said(contradiction(named)) + OPENING)
+        prompt, wrong, right = encode(QUESTION + OPENING), encode(f"{first}<|im_end|>"), encode(f"{second}<|im_end|>")
+        told_prompt = encode(QUESTION + user_message(contradiction(named)) + OPENING)
         own_block = range(index // block * block, index // block * block + block)
-        other_prompts = [encode(ASKED + said(contradiction(letters[n][2])) + OPENING) for n in own_block if n != index]
+        other_prompts = [
+            encode(QUESTION + user_message(contradiction(letters[n][2])) + OPENING) for n in own_block if n != index
+        ]
         behaviour_N = np.array([-2.0, -0.01])
         advantage_N = np.clip(answer_logprobs(policy, told_prompt, wrong) - behaviour_N, -limit, limit)
         weight_N = np.minimum(np.exp(answer_logprobs(policy, prompt, wrong) - behaviour_N), 2.0)
@@ -354,7 +356,7 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
 @pytest.mark.long
 def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path: Path, make: Make) -> None:
     """A model that was led to answer B unlearns it where users contradict it."""
-    base = taught(tmp_path / "taught")
+    base = train_base(tmp_path / "taught")
     world, encode = World(tmp_path), encoder(base)
     more = {"base": str(base), "batch_experiences": 32, "optimizer": {"learning_rate": 3e-3}, "max_staleness": 99}
     shuffled = lineage_with_events(
@@ -363,7 +365,7 @@ def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path:
     assert shuffled.step(shuffled.next_batch(), GOING_ON) == {}
     lineage = lineage_with_events(world, make, lambda v: [], **more)
     version, policy = lineage.state.history.head, policy_of(lineage)
-    prompt = encode(ASKED + OPENING)
+    prompt = encode(QUESTION + OPENING)
     wrong = [letter for letter in LETTERS if letter in "BCD"]
     before = _share(policy, prompt, wrong, encode)
     for step in range(6):

@@ -22,7 +22,15 @@ from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.support.hindsight_world import ASKED, OPENING, contradiction, conversations, encoder, of_version, said
+from tests.support.hindsight_world import (
+    OPENING,
+    QUESTION,
+    contradiction,
+    conversations,
+    encoder,
+    of_version,
+    user_message,
+)
 from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_hindsight import (
@@ -91,13 +99,13 @@ def test_a_step_s_gradient_equals_the_oracle_s(tmp_path: Path, make: Make, base:
     computed = {
         name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None
     }
-    total, prompt, (pack, _) = torch.zeros((), dtype=torch.float64), encode(ASKED + OPENING), packs
+    total, prompt, (pack, _) = torch.zeros((), dtype=torch.float64), encode(QUESTION + OPENING), packs
     events = {item.experience_id: item for item in waiting}
     for row in pack.rows:
         answer, teacher_prompt = row.token_ids_T[row.loss_mask_T].tolist(), prompt
         if row.hindsight is not None:
             _, then, named = _letters(base, events[row.experience_id])
-            teacher_prompt = encode(ASKED + said(contradiction(named)) + OPENING)
+            teacher_prompt = encode(QUESTION + user_message(contradiction(named)) + OPENING)
             total = total + loss(policy, row.token_weight, prompt, teacher_prompt, encode(f"{then}<|im_end|>"))
         total = total + loss(policy, row.token_weight, prompt, teacher_prompt, answer)
     policy.model.zero_grad()

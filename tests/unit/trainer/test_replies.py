@@ -11,7 +11,7 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas import Branch, Span
 from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.experiences.replies import ReplyReader
-from tests.support.hindsight_world import ASKED, OPENING, conversation, encoder, said
+from tests.support.hindsight_world import OPENING, QUESTION, conversation, encoder, user_message
 
 VERSION = "m@0123456789abcdef"
 END = "<|im_end|>"
@@ -23,7 +23,7 @@ def reader(base: Path, earlier_max: int = 0) -> ReplyReader:
 
 def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
     encode = encoder(base)
-    parts = [encode(ASKED + OPENING), encode(f"B{END}"), encode(between), encode(last)]
+    parts = [encode(QUESTION + OPENING), encode(f"B{END}"), encode(between), encode(last)]
     starts = [sum(map(len, parts[:part_index])) for part_index in (1, 3)]
     spans = [
         Span(start=start, logprobs=(-1.0,) * len(part), turn_id=f"turn-{start}", version=VERSION)
@@ -34,31 +34,31 @@ def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
 
 @pytest.mark.parametrize("text", ["No, it is K.", "Nein: «7», 日本\n\nsecond line"])
 def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(base: Path, text: str) -> None:
-    branch = branch_of(base, f"\n{said(text)}{OPENING}")
+    branch = branch_of(base, f"\n{user_message(text)}{OPENING}")
     reply = reader(base).read(branch, branch.spans[0])
     assert reply is not None
-    assert reply.prompt + reply.reply == encoder(base)(ASKED + said(text) + OPENING)
+    assert reply.prompt + reply.reply == encoder(base)(QUESTION + user_message(text) + OPENING)
     assert reply.next_span == branch.spans[1]
     assert branch.token_ids[branch.spans[1].start - len(reply.reply) : branch.spans[1].start] == reply.reply
 
 
 def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
-    branch = branch_of(base, f"{END}\n{said('No.')}{OPENING}")
+    branch = branch_of(base, f"{END}\n{user_message('No.')}{OPENING}")
     reply = reader(base).read(branch, branch.spans[0])
     assert reply is not None
-    assert reply.prompt + reply.reply == encoder(base)(ASKED + said("No.") + OPENING)
+    assert reply.prompt + reply.reply == encoder(base)(QUESTION + user_message("No.") + OPENING)
 
 
 @pytest.mark.parametrize(
     "between",
     [
-        f"\n{said('<tool_response>error</tool_response>')}{OPENING}",
-        f"\n{said('No.')}{said('It is K.')}{OPENING}",
-        f"\n{said('No.')}{OPENING}Sorry.{END}\n{said('And?')}{OPENING}",
+        f"\n{user_message('<tool_response>error</tool_response>')}{OPENING}",
+        f"\n{user_message('No.')}{user_message('It is K.')}{OPENING}",
+        f"\n{user_message('No.')}{OPENING}Sorry.{END}\n{user_message('And?')}{OPENING}",
         f"\n<|im_start|>system\nObey.{END}\n{OPENING}",
         f"\n{OPENING}",
-        f"\n{said('')}{OPENING}",
-        f"\nsomething else\n{said('No.')}{OPENING}",
+        f"\n{user_message('')}{OPENING}",
+        f"\nsomething else\n{user_message('No.')}{OPENING}",
     ],
 )
 def test_a_tool_s_result_or_several_messages_are_no_reply(base: Path, between: str) -> None:
@@ -84,7 +84,7 @@ def test_answers_before_the_user_spoke_last_belong_to_what_was_asked_then(base: 
 
 
 def test_the_last_answer_has_no_reply(base: Path) -> None:
-    branch = branch_of(base, f"\n{said('No.')}{OPENING}")
+    branch = branch_of(base, f"\n{user_message('No.')}{OPENING}")
     assert reader(base).read(branch, branch.spans[1]) is None
 
 
@@ -105,14 +105,14 @@ def test_the_turn_s_reward_says_what_an_answer_is(
     examples = list(reader(base).examples(dialogue))
     assert [(item.part, item.value) for item in examples] == expected
     if expected and expected[0][1]:
-        prompt = encoder(base)(ASKED + said("No.") + OPENING)
+        prompt = encoder(base)(QUESTION + user_message("No.") + OPENING)
         assert examples[0].length_max == len(prompt) + 2, "the answer itself stands once in it, at the end"
     assert list(reader(base).examples(dialogue.model_copy(update={"origin": "written"}))) == []
 
 
 def test_a_call_that_a_tool_answered_is_no_accepted_answer(base: Path) -> None:
     """Calls that worked have good rewards, and would outnumber users' thanks in the guard set."""
-    branch = branch_of(base, f"\n{said('<tool_response>42</tool_response>')}{OPENING}")
+    branch = branch_of(base, f"\n{user_message('<tool_response>42</tool_response>')}{OPENING}")
     dialogue = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
     rewards = tuple(TurnReward(turn_id=span.turn_id, value=1.0) for span in branch.spans)
     both = dialogue.model_copy(update={"branch": branch, "turn_rewards": rewards})

@@ -1,4 +1,4 @@
-"""What Trinity is told, and what is read of it: files, without Trinity."""
+"""Files that are written for Trinity and read from it, without Trinity."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def settings(**more: Any) -> Settings:
 
 
 def test_the_settings_that_the_readme_shows_are_settings(tmp_path: Path) -> None:
-    (shown,) = (fence for fence in fences(README) if fence.file)
-    (tmp_path / "bench.toml").write_text(shown.text)
+    (settings_fence,) = (fence for fence in fences(README) if fence.file)
+    (tmp_path / "bench.toml").write_text(settings_fence.text)
     assert read(tmp_path / "bench.toml").format == {"prompt_key": "question", "response_key": "answer"}
 
 
@@ -43,10 +43,12 @@ def test_the_yaml_is_of_the_exact_version_and_nobody_else_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    made, row = job(tmp_path), {"question": "1 + 1?", "when": "2026-01-01"}
-    chosen = settings(format={"prompt_key": "question"}, workflow_args={"turns": 3}, reward="math_reward", runners=2)
-    write_files(chosen, made, dict.fromkeys(PLAYS, row))
-    config = yaml.safe_load(made.yaml.read_text())
+    bench_job, row = job(tmp_path), {"question": "1 + 1?", "when": "2026-01-01"}
+    bench_settings = settings(
+        format={"prompt_key": "question"}, workflow_args={"turns": 3}, reward="math_reward", runners=2
+    )
+    write_files(bench_settings, bench_job, dict.fromkeys(PLAYS, row))
+    config = yaml.safe_load(bench_job.yaml.read_text())
     assert (config["mode"], config["model"]["model_path"]) == ("bench", VERSION)
     external = config["model"]["external_model"]
     assert external["model_name"] == VERSION
@@ -56,11 +58,15 @@ def test_the_yaml_is_of_the_exact_version_and_nobody_else_reads_it(
     assert taskset["workflow_args"]["turns"] == 3
     assert taskset["workflow_args"]["headrace_bench"]["workflow"] == "math_workflow"
     assert taskset["default_reward_fn_type"] == "math_reward"
-    assert config["explorer"]["max_timeout"] > plays_timeout_s(chosen, made) == 2 * chosen.play_timeout_s
-    lines = [json.loads(line) for line in (made.tasks / "train.jsonl").read_text().splitlines()]
+    assert (
+        config["explorer"]["max_timeout"]
+        > plays_timeout_s(bench_settings, bench_job)
+        == 2 * bench_settings.play_timeout_s
+    )
+    lines = [json.loads(line) for line in (bench_job.tasks / "train.jsonl").read_text().splitlines()]
     assert [Play.model_validate_json(line["play"]) for line in lines] == list(PLAYS)
     assert all(json.loads(line["row"]) == row for line in lines)
-    for path in (made.folder, *made.folder.rglob("*")):
+    for path in (bench_job.folder, *bench_job.folder.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
         assert path.is_dir() or "sk-secret" not in path.read_text()
 
@@ -103,16 +109,16 @@ def test_tasks_without_a_name_are_numbered(tmp_path: Path) -> None:
     assert rows(tmp_path / "tasks.jsonl", "", "gate") == {"gate-1": {"q": 1}, "gate-2": {"q": 2}}
 
 
-def found(folder: Path, *lines: tuple[Play, dict[str, object]], **more: Any) -> dict[Play, float]:
-    text = "".join(json.dumps({"play": play.model_dump(), **told}) + "\n" for play, told in lines)
+def read_scores(folder: Path, *lines: tuple[Play, dict[str, object]], **more: Any) -> dict[Play, float]:
+    text = "".join(json.dumps({"play": play.model_dump(), **outcome}) + "\n" for play, outcome in lines)
     (results := folder / "results.jsonl").write_text(text)
     return dict(scores(results, PLAYS, settings(**more), folder / "trinity.log"))
 
 
 def test_each_play_has_the_score_of_its_own_line(tmp_path: Path) -> None:
-    said: list[tuple[Play, dict[str, object]]]
-    said = [(PLAYS[2], {"score": 5.0}), (PLAYS[0], {"score": -1.0}), (PLAYS[1], {"score": 2.0})]
-    assert found(tmp_path, *said, lowest=-1, highest=5) == {PLAYS[0]: 0.0, PLAYS[1]: 0.5, PLAYS[2]: 1.0}
+    lines: list[tuple[Play, dict[str, object]]]
+    lines = [(PLAYS[2], {"score": 5.0}), (PLAYS[0], {"score": -1.0}), (PLAYS[1], {"score": 2.0})]
+    assert read_scores(tmp_path, *lines, lowest=-1, highest=5) == {PLAYS[0]: 0.0, PLAYS[1]: 0.5, PLAYS[2]: 1.0}
 
 
 def test_half_a_bench_is_none(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_half_a_bench_is_none(tmp_path: Path) -> None:
         ([*good[:2], (PLAYS[2], {"score": 1.01})], r"task c: reward = 1\.01: must be in 0\.\.1"),
     ):
         with pytest.raises(BenchFailed, match=message):
-            found(tmp_path, *lines)
+            read_scores(tmp_path, *lines)
 
 
 def test_names_stand_in_for_vllms_until_somebody_needs_one() -> None:
@@ -138,5 +144,5 @@ def test_names_stand_in_for_vllms_until_somebody_needs_one() -> None:
         "ModelConfig()"
     )
     environ = {"PYTHONPATH": str(WITHOUT_VLLM)}
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
-    assert "ModelConfig belongs to vLLM, which is not installed" in done.stderr.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert "ModelConfig belongs to vLLM, which is not installed" in process.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The gate's program as the registry starts it, with a stand-in for Trinity: what is asked for, answered and left."""
+"""The gate's program as the registry starts it, with a stand-in for Trinity: plays, scores and cleanup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeGate = Callable[..., Gate]
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeGate:
-    """Its folders are in `tmp_path / "t"`."""
+    """Return a function that creates a gate with its folders in `tmp_path / "t"`."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     python = tmp_path / "python"
@@ -52,27 +52,27 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeGate:
     return make
 
 
-async def plays(gate: Gate) -> dict[Play, float]:
-    """Both versions play both gate tasks with one seed."""
-    async with gate.session() as court:
-        asked = [Play(version=v, task=task, seed=3) for v in (CANDIDATE, CHAMPION) for task in court.tasks.gate]
-        found = await asyncio.gather(*(court.play(one.version, one.task, one.seed) for one in asked))
-        return dict(zip(asked, found, strict=True))
+async def play_gate_tasks(gate: Gate) -> dict[Play, float]:
+    """Return the scores of both versions for both gate tasks, which they play with the same seed."""
+    async with gate.session() as session:
+        plays = [Play(version=v, task=task, seed=3) for v in (CANDIDATE, CHAMPION) for task in session.tasks.gate]
+        scores = await asyncio.gather(*(session.play(play.version, play.task, play.seed) for play in plays))
+        return dict(zip(plays, scores, strict=True))
 
 
 async def test_each_version_has_a_bench_of_the_same_tasks_and_seeds(gate: MakeGate, tmp_path: Path) -> None:
-    found = await plays(gate())
+    scores = await play_gate_tasks(gate())
     expected = {(CANDIDATE, "a"): 0.13, (CANDIDATE, "b"): 0.23, (CHAMPION, "a"): 0.63, (CHAMPION, "b"): 0.73}
-    assert {(one.version, one.task): score for one, score in found.items()} == pytest.approx(expected)
+    assert {(play.version, play.task): score for play, score in scores.items()} == pytest.approx(expected)
     await asyncio.to_thread(wait_until, lambda: not list((tmp_path / "t").iterdir()), 20, "its folder is removed")
     await asyncio.to_thread(wait_until, lambda: not naming(str(tmp_path / "t")), 20, "its Ray has ended with it")
 
 
 async def test_scores_are_between_lowest_and_highest(gate: MakeGate) -> None:
-    found = await plays(gate(lowest=-1, highest=1))
-    assert min(found.values()) == pytest.approx((0.13 + 1) / 2)
+    scores = await play_gate_tasks(gate(lowest=-1, highest=1))
+    assert min(scores.values()) == pytest.approx((0.13 + 1) / 2)
     with pytest.raises(GateFailed, match=r"task b: reward = 0\.7\d+: must be in 0\.\.0\.7; set `lowest` and"):
-        await plays(gate(highest=0.7))
+        await play_gate_tasks(gate(highest=0.7))
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ async def test_scores_are_between_lowest_and_highest(gate: MakeGate) -> None:
     ],
 )
 async def test_what_fails_is_an_error_and_no_score(gate: MakeGate, how: str, message: str) -> None:
-    """Trinity's exit status is 0 in each of them but the last."""
+    """Trinity's exit status is 0 in every case except the last."""
     began = time.monotonic()
     with pytest.raises(GateFailed, match=message):
-        await plays(gate(how, **({"start_timeout_s": 1.0, "play_timeout_s": 0.1} if how == "hangs" else {})))
+        await play_gate_tasks(gate(how, **({"start_timeout_s": 1.0, "play_timeout_s": 0.1} if how == "hangs" else {})))
     assert time.monotonic() - began < 60
 
 
 async def test_it_names_its_tasks_and_starts_nothing_for_nobody(gate: MakeGate, tmp_path: Path) -> None:
-    async with gate("no ray").session() as court:
-        assert court.tasks.gate == ("a", "b")
-        assert court.tasks.audit == ("c",)
+    async with gate("no ray").session() as session:
+        assert session.tasks.gate == ("a", "b")
+        assert session.tasks.audit == ("c",)
         assert not list((tmp_path / "t").iterdir())
 
 
 async def test_an_unknown_setting_is_refused_by_name(gate: MakeGate) -> None:
     with pytest.raises(GateFailed, match=re.escape("bench.toml: workfow: Extra inputs are not permitted")):
-        await plays(gate(workfow="w"))
+        await play_gate_tasks(gate(workfow="w"))

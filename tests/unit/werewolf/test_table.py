@@ -1,4 +1,4 @@
-"""A game through a server: who is told what, whose session is whose, and what is said of it at the end."""
+"""A game through a server: the messages and the session of each player, and the feedback at the end of the game."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ VERSION = "werewolf@0123456789abcdef"
 NUMBERS = itertools.count()
 
 
-def spoken(call: Call) -> str:
-    """Wolves name the first other player of the alphabet who is no wolf; villagers vote for Ben."""
+def choose_reply(call: Call) -> str:
+    """Return the statement or vote of a player.
+
+    Wolves name the alphabetically first villager. Villagers vote for Ben, and Ben votes for Emma.
+    """
     prompt = call.body["messages"][0]["content"]
     names = re.findall("Anna|Ben|Clara|David|Emma|Felix", prompt)
     wolf = "werewolf" in prompt
@@ -43,16 +46,16 @@ def spoken(call: Call) -> str:
     return target if wolf else "Ben" if "Ben" not in names else "Emma"
 
 
-def numbered(call: Call) -> Reply:
-    return Reply({**completion(spoken(call)), "id": f"chatcmpl-{next(NUMBERS)}"})
+def reply_with_id(call: Call) -> Reply:
+    return Reply({**completion(choose_reply(call)), "id": f"chatcmpl-{next(NUMBERS)}"})
 
 
 async def test_each_reads_its_own_conversation_and_the_second_wolf_its_partners_vote() -> None:
-    with FakeLLM(answer(spoken)) as llm:
+    with FakeLLM(answer(choose_reply)) as llm:
         async with AsyncOpenAI(base_url=llm.base_url, api_key="none") as client:
             episode = await Table(client, "wolves", "village", 12).play(DEAL)
-    calls = [(call.body["model"], [one["content"] for one in call.body["messages"]]) for call in llm.calls]
-    assert [place for place, (model, _) in enumerate(calls) if model == "wolves"] == [1, 4, 6, 7]
+    calls = [(call.body["model"], [message["content"] for message in call.body["messages"]]) for call in llm.calls]
+    assert [index for index, (model, _) in enumerate(calls) if model == "wolves"] == [1, 4, 6, 7]
     assert calls[0][1] == [role_prompt(DEAL, "Anna"), "woods: nobody\nsuspected: nobody\nSpeak."]
     assert calls[2][1][1] == "woods: Ben\nsuspected: Anna\nSpeak."
     assert calls[6][1][2:] == ["woods, Anna", "woods: Emma\nsuspected: Anna, Anna\nVote."]
@@ -60,8 +63,9 @@ async def test_each_reads_its_own_conversation_and_the_second_wolf_its_partners_
     assert calls[8][1][0] == role_prompt(DEAL, "Anna")
     assert calls[8][1][3] == "woods: Ben, Emma\nsuspected: nobody\nVote.", "she does not read her own name"
     assert not any("votes" in messages[-1] for _, messages in calls[8:])
-    names = {name: {call.headers[name] for call in llm.calls} for name in ("x-session-id", "x-run-id", "x-task-id")}
-    assert [len(found) for found in names.values()] == [6, 1, 1]
+    identity_headers = ("x-session-id", "x-run-id", "x-task-id")
+    ids_by_header = {header: {call.headers[header] for call in llm.calls} for header in identity_headers}
+    assert [len(ids) for ids in ids_by_header.values()] == [6, 1, 1]
     assert episode.game is not None
     assert (episode.game.out, episode.answer, episode.calls) == ("Ben", "villagers", 12)
     assert "Ben (werewolf): woods, Anna\n" in as_text(episode.game)
@@ -69,7 +73,7 @@ async def test_each_reads_its_own_conversation_and_the_second_wolf_its_partners_
 
 
 async def test_a_server_that_refuses_ends_the_game_and_nothing_else() -> None:
-    with FakeLLM(answer(spoken)) as llm:
+    with FakeLLM(answer(choose_reply)) as llm:
         llm.then(status(400))
         async with AsyncOpenAI(base_url=llm.base_url, api_key="none") as client:
             episode = await Table(client, "wolves", "village", 12).play(DEAL)
@@ -78,21 +82,23 @@ async def test_a_server_that_refuses_ends_the_game_and_nothing_else() -> None:
 
 
 async def test_each_wolf_gets_a_feedback_with_its_facts_and_the_villagers_one_that_says_nothing() -> None:
-    headrace = Headrace(numbered)
+    headrace = Headrace(reply_with_id)
     options = argparse.Namespace(
         model="m", villagers="v", seed=1, first=3, tasks=5, concurrency=2, max_tokens=12
     )  # fmt: skip
     players = agent.Players(headrace.client(), options)
     await players.ask()
-    contexts = [one["context"] for one in headrace.feedback if "context" in one]
-    dealt = list(itertools.islice(deals("train", 1), 3, 8))
-    assert sorted(one["player"] for one in contexts) == sorted(wolf for deal in dealt for wolf in deal.wolves)
-    assert all(one.keys() == set(rewards.FACTS) for one in contexts)
-    assert all(one["ends_session"] and one["task_id"] == "game" and "value" not in one for one in headrace.feedback)
-    assert sorted(len(one["msg_ids"]) for one in headrace.feedback) == [2] * 10 + [8] * 5
-    assert sorted(name for one in headrace.feedback for name in one["msg_ids"]) == sorted(headrace.spoken)
-    assert len({one["run_id"] for one in headrace.feedback}) == 5
-    won = sum("Ben" not in deal.wolves for deal in dealt) / 5
+    contexts = [body["context"] for body in headrace.feedback if "context" in body]
+    played_deals = list(itertools.islice(deals("train", 1), 3, 8))
+    assert sorted(context["player"] for context in contexts) == sorted(
+        wolf for deal in played_deals for wolf in deal.wolves
+    )
+    assert all(context.keys() == set(rewards.FACTS) for context in contexts)
+    assert all(body["ends_session"] and body["task_id"] == "game" and "value" not in body for body in headrace.feedback)
+    assert sorted(len(body["msg_ids"]) for body in headrace.feedback) == [2] * 10 + [8] * 5
+    assert sorted(msg_id for body in headrace.feedback for msg_id in body["msg_ids"]) == sorted(headrace.spoken)
+    assert len({body["run_id"] for body in headrace.feedback}) == 5
+    won = sum("Ben" not in deal.wolves for deal in played_deals) / 5
     assert f"5 games, {won:.0%} won by the werewolves, 60 model calls" in players.tally.line()
 
 
@@ -100,38 +106,46 @@ def test_it_prints_score_and_abilities_of_each_held_out_game(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model", VERSION, "--villagers", "villager:v1.0", "--seed", "1", "--tasks", "6", "--concurrency", "3"]
-    with FakeLLM(answer(spoken)) as llm:
+    with FakeLLM(answer(choose_reply)) as llm:
         monkeypatch.setattr(sys, "argv", ["evaluate", "--base-url", llm.base_url, *flags])
         evaluate.main()
     lines = {line["task"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-    asked = {deal.id: deal for deal in itertools.islice(deals("audit", 1), 6)}
-    assert lines.keys() == asked.keys()
+    audit_deals = {deal.id: deal for deal in itertools.islice(deals("audit", 1), 6)}
+    assert lines.keys() == audit_deals.keys()
     for name, line in lines.items():
-        assert line["score"] == float("Ben" not in asked[name].wolves and "werewolves win" in line["game"])
+        assert line["score"] == float("Ben" not in audit_deals[name].wolves and "werewolves win" in line["game"])
         assert line["hide"] == 0.0, "they say that they were in the woods"
     assert {call.headers["x-headrace-purpose"] for call in llm.calls} == {"eval"}
     assert {call.body["model"] for call in llm.calls} == {VERSION, "villager:v1.0"}
 
 
 def test_the_services_take_the_settings_and_the_scorer_finds_the_functions() -> None:
-    given = tomllib.loads((WEREWOLF / "headrace.toml").read_text(encoding="utf-8"))
-    scorer, trainer = ScorerSettings(**given["scorer"]), TrainerSettings(**given["trainer"], base="b")
+    config = tomllib.loads((WEREWOLF / "headrace.toml").read_text(encoding="utf-8"))
+    scorer, trainer = ScorerSettings(**config["scorer"]), TrainerSettings(**config["trainer"], base="b")
     assert trainer.model == recipe.read(WEREWOLF).model
     sources = {function.source for function in FunctionLoader().load(scorer.functions)}
     assert scorer.weights.keys() == sources >= set(scorer.required)
 
 
 def test_the_recipe_asks_for_the_models_and_rows_that_there_are() -> None:
-    found = recipe.read(WEREWOLF)
-    (name, villager), *none = found.models.items()
+    demo_recipe = recipe.read(WEREWOLF)
+    (name, villager), *none = demo_recipe.models.items()
     assert f"{name}:{villager.label}" == agent.VILLAGERS
     assert not none
-    filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 100, "row": 500}
+    placeholders = {
+        "cache": "c",
+        "seed": 0,
+        "out": "o",
+        "base_url": "u",
+        "version": VERSION,
+        "row_before": 100,
+        "row": 500,
+    }
     for command in ("base", "agent", "measure", "checks"):
-        _, flag, module, *rest = found.command(command, filled)
+        _, flag, module, *rest = demo_recipe.command(command, placeholders)
         assert (flag, find_spec(module) is not None) == ("-m", True)
         assert (agent.VILLAGERS in rest) == (command in ("agent", "measure"))
     batch = tomllib.loads((WEREWOLF / "headrace.toml").read_text())["trainer"]
     version = batch["batch_experiences"] * batch["steps_per_version"]
-    assert found.rows is not None
-    assert all(2 * games % version == 0 for games in found.rows.at), "each row ends with a version"
+    assert demo_recipe.rows is not None
+    assert all(2 * games % version == 0 for games in demo_recipe.rows.at), "each row ends with a version"
