@@ -74,6 +74,9 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
             "started_at": call.started_at,
             "assignment": transcript.assignment,
             "shadow_of": identity.shadow_of,
+            "side_call": call.side_call,
+            "repeats": call.repeats,
+            "sub_agent": call.sub_agent,
         }
     )
 

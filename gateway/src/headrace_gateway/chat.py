@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from starlette.types import Receive, Scope, Send
@@ -20,6 +20,7 @@ from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswe
 from headrace_gateway.capture import event_of
 from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
+from headrace_gateway.client_calls import side_call, sub_agent
 from headrace_gateway.client_connection import ClientConnection
 from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify
 from headrace_gateway.limits import Work
@@ -27,6 +28,7 @@ from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded
 from headrace_gateway.relay import Relay
+from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.request_context import RequestContext, metric_label
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
@@ -75,6 +77,7 @@ class Chat:
     clock: Clock
     workers: WorkerThreads
     recent: RecentTurns
+    repeated: RepeatedRequests
     responses: ResponseStore
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,6 +86,7 @@ class Chat:
             call, shape = await self.understand(scope, admitted)
             if call.identity.shadow_of is not None:
                 self.relay.beside_users(call, self.settings.shadow_load_max)
+            call = replace(call, repeats=self.repeated.begin(call))
             mode = "stream" if call.request.stream else "plain"
             choices, tokens = call.request.choices, tokens_asked(call, len(admitted.body))
             with (
@@ -137,6 +141,8 @@ class Chat:
             started_at=started_at,
             core=core_of(asked_json, request),
             cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
+            side_call=side_call(admitted.headers, self.settings.side_calls, messages, has_tools=bool(request.tools)),
+            sub_agent=sub_agent(admitted.headers),
             ignored=ignored,
         )
 
@@ -164,7 +170,7 @@ class Chat:
         streamed = shape.streamed(call) if call.request.stream else None
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
-                async with client.watched(lambda: self._hurry(deadline)):
+                async with client.watched(lambda: self._abandon(call, deadline)):
                     if streamed is None:
                         await self._plain(call, shape, work, client)
                     else:
@@ -184,9 +190,10 @@ class Chat:
             refusal = overloaded("the gateway stops before the answer is complete; send the request again", 1)
             await self._fail(client, streamed, refusal)
 
-    def _hurry(self, deadline: asyncio.Timeout) -> None:
+    def _abandon(self, call: ChatCall, deadline: asyncio.Timeout) -> None:
         """Shorten the deadline of a call after its client disconnected: an answer that ends soon is captured, others
         are dropped."""
+        self.repeated.disconnected(call)
         soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))
@@ -235,3 +242,4 @@ class Chat:
         stored = len(call.core) + prompt * _STORED_PROMPT_BYTES + transcript.sampled * _STORED_ANSWER_BYTES
         self.admission.limits.store(call.identity.tenant, stored)
         self.recent.note(call.identity.tenant, call.response_id, event)
+        self.repeated.end(call)

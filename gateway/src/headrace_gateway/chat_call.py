@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
-from headrace_schemas import Message, Sampling
+from headrace_schemas import Message, Sampling, SubAgent
 from headrace_schemas.answer_form import constraint_fields
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
@@ -37,6 +37,11 @@ class ChatCall:
     """The replica's request as a JSON object without `model` and `stream`."""
     cache_salt: str = ""
     """vLLM's name for the salt that separates the prefix caches of tenants."""
+    side_call: str | None = None
+    """The kind of a call beside the client's task (`headrace_gateway.client_calls`)."""
+    sub_agent: SubAgent | None = None
+    repeats: str | None = None
+    """The turn whose request came again, if its client may not have got the answer."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the request that were accepted without an effect."""
 

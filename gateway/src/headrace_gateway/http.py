@@ -25,6 +25,7 @@ from headrace_gateway.prefixes import Prefixes
 from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
+from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.responses_api.answers import read_responses
@@ -69,8 +70,8 @@ def application(parts: Parts) -> ASGIApp:
     dispatchers = Dispatchers(parts.replica_set.capacity)
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
     workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns()
-    stored = ResponseStore(parts.settings.responses_bytes_max)
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, stored)
+    repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, repeated, stored)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
     messages = Chat(read_messages, *shared)
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})

@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from headrace_gateway import prefixes
 from headrace_gateway.access import Caller
+from headrace_gateway.client_calls import SESSION_HEADERS
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Message, ids
 from headrace_schemas.events.turn import Purpose, SessionSource
@@ -22,8 +23,6 @@ _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "ev
 it."""
 PURPOSE_HEADER = b"x-headrace-purpose"
 _SESSION_KEY = r"[a-z2-7]{16}"
-_CLIENT_SESSION_HEADERS = (b"x-claude-code-session-id", b"session-id", b"thread-id", b"x-session-affinity")
-"""Headers in which Claude Code, Codex CLI and other agents send their session."""
 CLIENT_SESSION = "headrace_client_session"
 """The name under which a reader stores the session that it found inside of another field."""
 
@@ -64,7 +63,7 @@ class RequestMetadata:
 
         Such a name only groups calls: an invalid name is ignored, and a key that is bound to a session has precedence.
         """
-        for header in _CLIENT_SESSION_HEADERS:
+        for header in SESSION_HEADERS:
             if header in self.headers and is_name(name := decode_name(self.headers[header])):
                 return name, "header"
         value = self.metadata.get(CLIENT_SESSION)

@@ -181,6 +181,10 @@ class GatewaySettings(ServiceSettings):
     responses_bytes_max: Annotated[int, Field(ge=0)] = 134_217_728
     """Most bytes of requests and responses of `POST /v1/responses` that this process stores in memory for
     `previous_response_id`, `item_reference` and `GET`; the oldest are dropped first. 0: none is stored."""
+    side_calls: dict[Label, Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default={})
+    """Kinds of calls that your agent makes beside its task, each with a text that the first or the last message of such
+    a call contains, e.g. `title = "Write a title for this conversation"`. Side calls are captured and do not get the
+    reward of the run (`collector.side_calls`)."""
     shadow_load_max: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Part of a replica's places in use from which on calls with purpose `shadow` are refused with 429: users go
     first."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace_schemas.events.reward import Reward
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
     from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
-    from headrace_schemas.events.turn import Choice, Turn, UnitAssignment, Usage
+    from headrace_schemas.events.turn import Choice, SubAgent, Turn, UnitAssignment, Usage
     from headrace_schemas.reward_result import RewardResult
 else:
     __getattr__, __dir__ = lazily(
@@ -79,7 +79,7 @@ else:
                 "TrafficSplit",
             ),
             "headrace_schemas.events.trajectory": ("Branch", "Dialogue", "LeftOut", "Span", "Trajectory"),
-            "headrace_schemas.events.turn": ("Choice", "Turn", "UnitAssignment", "Usage"),
+            "headrace_schemas.events.turn": ("Choice", "SubAgent", "Turn", "UnitAssignment", "Usage"),
             "headrace_schemas.reward_result": ("RewardResult",),
         },
     )
@@ -119,6 +119,7 @@ __all__ = [
     "ServedVersion",
     "SessionEnd",
     "Span",
+    "SubAgent",
     "TextPart",
     "Tool",
     "ToolCall",

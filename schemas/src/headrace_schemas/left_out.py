@@ -5,6 +5,11 @@ from __future__ import annotations
 from headrace_schemas.events.trajectory import LeftOut, LeftOutReason
 from headrace_schemas.events.turn import Turn
 
+SIDE_CALL = "side_call"
+"""`Trajectory.untrained` of calls that a client made beside its task."""
+NO_TOOLS = "no_tools"
+"""`Turn.side_call` of a call that may be a side call, because an agent's client offers no tools in it."""
+
 
 def left_out_reason(turn: Turn) -> LeftOutReason | None:
     """Return the reason why the turn cannot be in a branch, or None if it can.

@@ -61,3 +61,31 @@ def test_equal_answer_to_the_retry_supersedes_the_first() -> None:
 def test_different_request_is_not_a_retry() -> None:
     other = ask([user("other")], at=0, delivered=False)
     assert superseded_ids(other, call(at=5, retry=1)) == {}
+
+
+def test_uncounted_retry_supersedes_an_undelivered_turn() -> None:
+    first = call("a", at=0, delivered=False)
+    retry = call("b", at=5, repeats=first.turn_id)
+    assert superseded_ids(retry, first) == {first.turn_id: retry.turn_id}
+
+
+def test_uncounted_retry_supersedes_a_delivered_answer_only_once_the_client_uses_its_own() -> None:
+    first = call("a", at=0)
+    retry = call("b", at=5, repeats=first.turn_id)
+    goes_on = ask(after(retry, user("more")), at=6)
+    used = ask(after(first, user("more")), at=6)
+    assert superseded_ids(first, retry) == {}, "two samples, one after the other"
+    assert superseded_ids(first, retry, goes_on) == {first.turn_id: retry.turn_id}
+    assert superseded_ids(first, retry, used) == superseded_ids(first, retry, used, goes_on) == {}
+
+
+def test_repeated_request_of_an_unnamed_session_is_another_user() -> None:
+    first = call("a", at=0, session_source="implicit")
+    retry = call("b", at=5, session_source="implicit", repeats=first.turn_id)
+    goes_on = ask(after(retry, user("more")), at=6, session_source="implicit")
+    assert superseded_ids(first, retry, goes_on) == {}
+
+
+def test_repeated_turn_of_another_request_or_session_is_not_superseded() -> None:
+    first = ask([user("p")], "a", at=0, delivered=False)
+    assert superseded_ids(first, call("b", at=5, repeats=first.turn_id), call("c", repeats="unknown")) == {}

@@ -10,7 +10,7 @@ from headrace_schemas.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
 from headrace_schemas.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
 from headrace_schemas.events.chat import FinishReason, Message, Tool
-from headrace_schemas.events.turn import Purpose
+from headrace_schemas.events.turn import Purpose, SubAgent
 from headrace_schemas.ids import derived_id
 
 EndReason = Literal["end_call", "feedback", "commit", "idle", "limit", "ingest"]
@@ -114,7 +114,10 @@ class Trajectory(Event):
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     untrained: Text | None = None
-    """The reason why none of its turns is trained although its purpose is `train`: a fixed version answered."""
+    """The reason why none of its turns is trained although its purpose is `train`: a fixed version answered, or it is
+    a `side_call`, which the client made beside its task."""
+    sub_agent: SubAgent | None = None
+    """The sub-agent whose run this is, with the agent that called it. None for the session's own agent."""
     shadow_of: SessionKey | None = None
     """The user's session whose prompt this shadow run answers again, as in its turns."""
     parts: Annotated[int, Field(ge=1), INT32] = 1

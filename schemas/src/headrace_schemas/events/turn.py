@@ -54,6 +54,14 @@ class UnitAssignment(Model):
     another version if no replica had the candidate ready. Arms are compared as they were assigned."""
 
 
+class SubAgent(Model):
+    """A sub-agent of a session, which works on a part of the session's task in a conversation of its own."""
+
+    agent: Text
+    parent: Text | None = None
+    """The agent that called it: another sub-agent, or None for the session's own agent."""
+
+
 class Turn(Event):
     """One model call as the engine executed it. Produced by the gateway once the response is complete.
 
@@ -99,6 +107,14 @@ class Turn(Event):
     shadow_of: SessionKey | None = None
     """The user's session whose prompt this turn answers again, invisible to the user. Its purpose is `eval`, so that no
     reader of any release trains it or counts it as a user's turn."""
+    side_call: Text | None = None
+    """The kind of a call that the client made beside its task, such as a title for its conversation. `no_tools` is a
+    guess by the gateway, which the collector checks against the other turns of the session."""
+    repeats: Text | None = None
+    """The earlier turn of the session with the same request, if its client may not have got the answer: the connection
+    closed before its end, or the request came again within seconds."""
+    sub_agent: SubAgent | None = None
+    """The sub-agent that made the call. None for the session's own agent."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

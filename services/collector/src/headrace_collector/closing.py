@@ -56,7 +56,7 @@ async def close_runs(
     if session is None or not session["open_turns"] or session["tenant"] != tenant:
         return []
     turns, feedback = await load_session(tx, now, settings, session)
-    runs = await find_open_runs(tx, turns, feedback)
+    runs = await find_open_runs(tx, settings, turns, feedback)
     candidates = [
         Candidate(
             run,
@@ -93,13 +93,18 @@ async def load_session(
 
 
 async def find_open_runs(
-    tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[OrderedFeedback]
+    tx: AsyncConnection,
+    settings: CollectorSettings,
+    turns: Sequence[TurnFacts],
+    feedback: Sequence[OrderedFeedback],
 ) -> Sequence[SessionRun]:
     """Return the open runs of a session. Tokens are read only if the conversations are ambiguous."""
     listings = feedback_targets.listings_in(feedback)
-    partition = partition_runs(turns, listings)
+    apart = settings.side_calls == "apart"
+    partition = partition_runs(turns, listings, separates_side_calls=apart)
     if partition.ties:
-        partition = partition_runs(turns, listings, await store.load_tokens(tx, partition.ties))
+        tokens = await store.load_tokens(tx, partition.ties)
+        partition = partition_runs(turns, listings, tokens, separates_side_calls=apart)
     return partition.runs
 
 
@@ -115,6 +120,7 @@ async def _close(
         about_session=candidate.general,
         reason=reason,
         models=candidate.run.models,
+        is_side_call=candidate.run.is_side_call,
         turns_from=candidate.run.log_offset,
         now=now,
     )

@@ -34,6 +34,12 @@ class TurnFacts:
     """Length of its longest branch: the prompt and the longest completion."""
     prefixes: tuple[bytes, ...]
     replies: tuple[bytes, ...]
+    side_call: str | None = None
+    """The kind of a call beside the client's task, as in the turn."""
+    agent: str | None = None
+    """The sub-agent that made the call."""
+    repeats: str | None = None
+    """The earlier turn whose request the call repeats."""
     trajectory_id: str | None = None
     """The trajectory that contains it; None while its run is open."""
 
@@ -62,4 +68,7 @@ def turn_facts(turn: Turn, seen: datetime, log_offset: int) -> TurnFacts:
         tokens=len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices),
         prefixes=prefixes,
         replies=digests.reply_digests(turn, prefixes[-1]),
+        side_call=turn.side_call,
+        agent=turn.sub_agent.agent if turn.sub_agent else None,
+        repeats=turn.repeats,
     )

@@ -38,7 +38,7 @@ async def end_idle_runs(
     async def examine(row: RowMapping) -> list[Event]:
         last_seen = [row["seen_ms"]]
         if row["seen_ms"] > since_ms:  # another run of the session may be idle all the same
-            runs = await find_open_runs(tx, *await load_session(tx, now, settings, row))
+            runs = await find_open_runs(tx, settings, *await load_session(tx, now, settings, row))
             last_seen = [run.seen_ms for run in runs]
         if min(last_seen) <= since_ms:
             await store_ends(tx, now, end_of(row))

@@ -1,9 +1,9 @@
-"""Finds turns that an SDK repeated, so that only the delivered one is trained."""
+"""Finds turns whose request a client repeated, so that only the answer that it used is trained."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from headrace_collector.facts import TurnFacts
 
@@ -14,6 +14,10 @@ def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
     A retry has the digest of the request that it repeats and a higher retry count, and replaces at most one turn:
     parallel samples have equal digests too, and all of them stay. An answer that the client continued was not
     superseded. Among several possible turns, the undelivered one is taken, else the one that was captured last.
+
+    Clients that do not count their retries are recognised by `repeats`, which the gateway sets where the client may not
+    have got the answer. If it was delivered, only the conversation of a named session shows that the client used the
+    answer to the repeated request and not the first one.
     """
     continued = {digest for turn in turns for digest in turn.prefixes}
     retries: dict[str, str] = {}
@@ -34,6 +38,20 @@ def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
                     possible, key=lambda turn: (not turn.delivered, turn.retry, turn.log_offset, turn.turn_id)
                 )
                 retries[superseded.turn_id] = retry.turn_id
+    return retries | _uncounted_retries(turns, continued, retries)
+
+
+def _uncounted_retries(turns: Sequence[TurnFacts], continued: Set[bytes], counted: Mapping[str, str]) -> dict[str, str]:
+    by_id = {turn.turn_id: turn for turn in turns}
+    retries: dict[str, str] = {}
+    for retry in sorted(turns, key=lambda turn: turn.order):
+        earlier = by_id.get(retry.repeats or "")
+        if earlier is None or earlier.turn_id in counted or earlier.request_digest != retry.request_digest:
+            continue
+        is_used = not (continued - set(retry.replies)).isdisjoint(earlier.replies)
+        is_replaced = retry.explicit and not is_used and not continued.isdisjoint(retry.replies)
+        if not earlier.delivered or is_replaced:
+            retries[earlier.turn_id] = retry.turn_id
     return retries
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_collector.facts import TurnFacts
 from headrace_collector.listings import Listing, groups_by_turn, run_ids_by_turn
 from headrace_collector.retries import superseded_turns
+from headrace_collector.side_calls import side_call_ids
 
 Label = tuple[object, ...]
 """Value that the turns of one run share."""
@@ -24,6 +25,8 @@ class SessionRun:
     turns: tuple[TurnFacts, ...]
     models: int
     """Number of models that the run called; each has a trajectory of its own."""
+    is_side_call: bool = False
+    """Whether its calls are no part of the client's task."""
 
     @property
     def turn_ids(self) -> frozenset[str]:
@@ -52,22 +55,32 @@ class RunPartition:
 
 
 def partition_runs(
-    turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None
+    turns: Sequence[TurnFacts],
+    listings: Sequence[Listing],
+    tokens: Tokens | None = None,
+    *,
+    separates_side_calls: bool = True,
 ) -> RunPartition:
     """Divide the open turns of a session into runs.
 
     A session that the client named is one run, unless feedback or the client's own run ids name several. Otherwise a
     feedback that lists turns defines exactly one run, and each other turn belongs to the run of the conversation that
-    it continues. A turn that continues a closed run starts a new one.
+    it continues. A turn that continues a closed run starts a new one. Each sub-agent of a run, and each conversation of
+    side calls, is a run of its own.
     """
-    labels = _Labels(turns, listings, tokens or {})
+    side_calls = side_call_ids(turns) if separates_side_calls else frozenset()
+    labels = _Labels(turns, listings, tokens or {}, side_calls)
     by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))
     for turn in sorted(turns, key=lambda turn: turn.order):
         label = labels.assign(turn)
         if turn.trajectory_id is None:
             by_label[label][turn.model].append(turn)
     runs = [
-        SessionRun(tuple(sorted(members, key=lambda turn: (turn.log_offset, turn.turn_id))), len(models))
+        SessionRun(
+            tuple(sorted(members, key=lambda turn: (turn.log_offset, turn.turn_id))),
+            len(models),
+            is_side_call=all(turn.turn_id in side_calls for turn in members),
+        )
         for models in by_label.values()
         for members in models.values()
     ]
@@ -79,8 +92,11 @@ def partition_runs(
 class _Labels:
     """Assigns labels to turns one by one, in their `order`."""
 
-    def __init__(self, turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens) -> None:
+    def __init__(
+        self, turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens, side_calls: Collection[str]
+    ) -> None:
         self._tokens = tokens
+        self._side_calls = side_calls
         self._explicit = any(turn.explicit for turn in turns)
         self._listed = run_ids_by_turn(listings) if self._explicit else groups_by_turn(listings)
         names = {self._listed.get(turn.turn_id, turn.run_id) for turn in turns} - {None}
@@ -92,7 +108,8 @@ class _Labels:
         self.ties: set[str] = set()
 
     def assign(self, turn: TurnFacts) -> Label:
-        label = self._explicit_label(turn) or self._inherited_label(turn)
+        is_side_call = turn.turn_id in self._side_calls
+        label = (None if is_side_call else self._explicit_label(turn)) or self._inherited_label(turn)
         self._label[turn.turn_id] = ("after", turn.trajectory_id) if turn.trajectory_id else label
         if self._may_be_joined(turn.turn_id):
             for choice, reply in enumerate(turn.replies):
@@ -101,13 +118,13 @@ class _Labels:
 
     def _explicit_label(self, turn: TurnFacts) -> Label | None:
         if not self._split:
-            return ("session",)
+            return ("session", turn.agent)
         if self._explicit:
             name = self._listed.get(turn.turn_id, turn.run_id)
-            return ("named", name) if name else None
+            return ("named", name, turn.agent) if name else None
         if turn.turn_id in self._listed:
             return ("listed", self._listed[turn.turn_id])
-        return ("named", turn.task_id, turn.run_id) if turn.run_id else None
+        return ("named", turn.task_id, turn.run_id, turn.agent) if turn.run_id else None
 
     def _may_be_joined(self, turn_id: str) -> bool:
         """Return whether other turns may join the run of this turn. A run that a feedback lists is exact."""
@@ -118,12 +135,18 @@ class _Labels:
         if original in self._label and self._may_be_joined(original):
             return self._label[original]
         for prefix in reversed(turn.prefixes[:-1]):
-            continues = self._by_reply.get(prefix)
+            continues = [reply for reply in self._by_reply.get(prefix, ()) if self._have_one_role(turn, reply[0])]
             if continues:
                 parent, choice = self._closest(turn, continues)
                 self._continued[parent.turn_id, choice] += 1
                 return self._label[parent.turn_id]
-        return ("session",) if self._explicit else ("starts", turn.turn_id)
+        if self._explicit and turn.turn_id not in self._side_calls:
+            return ("session", turn.agent)
+        return ("starts", turn.turn_id)
+
+    def _have_one_role(self, turn: TurnFacts, other: TurnFacts) -> bool:
+        """Return whether both turns are of one agent, and both or none of them side calls."""
+        return turn.agent == other.agent and (turn.turn_id in self._side_calls) == (other.turn_id in self._side_calls)
 
     def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
         """Return the parent among equal conversations: longest exact token prefix, then open run, then fewest

@@ -71,6 +71,9 @@ turns = Table(
     Column("tokens", Integer, nullable=False),
     Column("prefixes", LargeBinary, nullable=False),
     Column("replies", LargeBinary, nullable=False),
+    Column("side_call", Text),
+    Column("agent", Text),
+    Column("repeats", Text),
     Column("trajectory_id", Text),  # null while the run is open
     Column("closed_ms", BigInteger),
     Column("payload", LargeBinary),  # the event; null once a closed run's retention is over

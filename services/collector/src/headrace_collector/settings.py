@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,10 @@ class CollectorSettings(ServiceSettings):
     """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
     """Number of open sessions beyond which the sessions that were idle for longest are closed (`limit`)."""
+    side_calls: Literal["apart", "in_run"] = "apart"
+    """Calls that an agent makes beside its task, such as a title for the conversation. `apart`: each conversation of
+    them is a run that no reward of the session is trained on; feedback that lists its turns is. `in_run`: they are
+    part of the session's run and get its reward."""
     retention_s: Annotated[float, Field(ge=0)] = 900.0
     """Seconds that the content of closed turns stays in the database."""
     remember_s: Annotated[float, Field(gt=0)] = 604_800.0

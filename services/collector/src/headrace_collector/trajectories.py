@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from headrace_collector.branches import build_branches
+from headrace_collector.feedback_targets import has_judgement
 from headrace_schemas import Feedback, Tool, Trajectory, Turn
 from headrace_schemas.bounds import merge_contexts
 from headrace_schemas.events.trajectory import EndReason, LeftOutReason
 from headrace_schemas.ids import derived_id
-from headrace_schemas.left_out import left_out, left_out_reason
+from headrace_schemas.left_out import SIDE_CALL, left_out, left_out_reason
 
 _TOOLS_MAX = 1024
 
@@ -23,6 +24,7 @@ def build_trajectory(
     about_session: Sequence[Feedback],
     reason: EndReason,
     models: int,
+    is_side_call: bool = False,
     turns_from: int,
     now: datetime,
 ) -> Trajectory:
@@ -33,6 +35,7 @@ def build_trajectory(
         about_run: Feedback that lists turns of the run. The last one wins, also over `about_session`.
         about_session: Feedback without listed turns. The last one wins.
         models: Number of models that the run called.
+        is_side_call: Whether its calls are no part of the client's task. Then only feedback about the run trains it.
         turns_from: Offset of its first turn on `turns`.
 
     Raises:
@@ -43,6 +46,7 @@ def build_trajectory(
     branch_turns = [turn for turn in ordered if reasons.get(turn.turn_id) in (None, "truncated_sampling")]
     graph, dialogues = build_branches(branch_turns)
     feedback = [*about_session, *about_run]
+    side_call = SIDE_CALL if is_side_call and not has_judgement(about_run) else None
     return Trajectory(
         time=now,
         trajectory_id=derived_id("trajectory", first.session_key, first.turn_id),
@@ -57,7 +61,8 @@ def build_trajectory(
         dialogues=tuple(dialogues),
         tools=_tools(ordered),
         left_out=tuple(left_out(turn, reasons[turn.turn_id]) for turn in ordered if turn.turn_id in reasons),
-        untrained=next((turn.untrained for turn in ordered if turn.untrained), None),
+        untrained=next((turn.untrained for turn in ordered if turn.untrained), side_call),
+        sub_agent=next((turn.sub_agent for turn in ordered if turn.sub_agent), None),
         shadow_of=next((turn.shadow_of for turn in ordered if turn.shadow_of), None),
         parts=max([1, *(item.run_sessions for item in about_run)]) * models,
         end_reason=reason,
