@@ -25,7 +25,7 @@ from email_agent import users
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Experience, Feedback, Trajectory
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from headrace_scorer.answer_remarks import source_reward
 from headrace_scorer.feedback_entries import entries_of
 from headrace_scorer.feedback_matching import FeedbackSet

@@ -25,7 +25,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.wire import decode
 from headrace_schemas import Experience
-from headrace_schemas.stack_access import key_for
+from headrace_schemas.http.stack_access import key_for
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger
 from tests.chaos.load import Load

@@ -34,9 +34,9 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache
 from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Choice, Message, Sampling, Turn, Usage
-from headrace_schemas.base import utcnow
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.ids import response_id, session_key
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.ids import response_id, session_key
 from headrace_statistics.clustered_means import Score
 
 PLAYERS = 64

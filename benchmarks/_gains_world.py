@@ -31,8 +31,8 @@ from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
 from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
-from headrace_schemas.base import utcnow
-from headrace_schemas.replay import FeedbackLine
+from headrace_schemas.programs.replay import FeedbackLine
+from headrace_schemas.values.base import utcnow
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.learned.models import Features

@@ -30,7 +30,7 @@ from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model.policy import Policy

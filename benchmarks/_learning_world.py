@@ -24,8 +24,8 @@ from headrace_collector.trajectories import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
-from headrace_schemas.base import utcnow
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.values.base import utcnow
 from headrace_scorer.answer_remarks import Corrections
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scores import experience

@@ -1,9 +1,9 @@
 """Rollouts of several candidates with an adaptive split, computed with the registry's own statistics and rule.
 
-Users arrive one by one at random positions of `headrace_schemas.assignment`. Sessions of each candidate and its control
-are read some arrivals later, and after every 20 readings of a candidate its share may change. A harmful candidate is
-rolled back, and its block returns to the champion. To count errors, no candidate is promoted and all rollouts continue
-to the end. To count exposure, the first candidate that is good enough ends the rollout.
+Users arrive one by one at random positions of `headrace_schemas.rules.assignment`. Sessions of each candidate and its
+control are read some arrivals later, and after every 20 readings of a candidate its share may change. A harmful
+candidate is rolled back, and its block returns to the champion. To count errors, no candidate is promoted and all
+rollouts continue to the end. To count exposure, the first candidate that is good enough ends the rollout.
 """
 
 from __future__ import annotations

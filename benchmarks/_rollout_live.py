@@ -30,9 +30,9 @@ from headrace_operations.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Checkpoint
-from headrace_schemas.base import utcnow
-from headrace_schemas.registry_api import VersionState
-from headrace_schemas.rollout_api import RolloutState
+from headrace_schemas.http.registry_api import VersionState
+from headrace_schemas.http.rollout_api import RolloutState
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 
 MODEL = "clerk"

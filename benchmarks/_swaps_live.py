@@ -29,7 +29,7 @@ from headrace.registry import ModelRegistry
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Checkpoint
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.gateway_process import GatewayProcess, wait_healthy
 

@@ -38,7 +38,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Routing, ServedVersion
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.replica_process import ReplicaProcess

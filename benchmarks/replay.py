@@ -37,7 +37,7 @@ from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime import topics
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Span, Trajectory
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support.broker_process import BrokerProcess
 
 RATE_MIN = 2_000

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_runtime.settings_table import parse_toml
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import read_user_text
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

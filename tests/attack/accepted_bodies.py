@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace_schemas.arrays import MAX_LENGTH
+from headrace_schemas.values.arrays import MAX_LENGTH
 from tests.attack import worst_bodies
 from tests.attack.serving import beside, block_s
 from tests.attack.small_stack import SmallStack, small_stack

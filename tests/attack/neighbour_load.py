@@ -19,9 +19,10 @@ from typing import Any
 import aiohttp
 from aiokafka import AIOKafkaProducer
 
-from headrace_schemas import Feedback, ids
-from headrace_schemas.base import utcnow
-from headrace_schemas.envelope import Envelope
+from headrace_schemas import Feedback
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.attack.serving import MODEL
 
 TENANT = "mallory"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from headrace_schemas import ids
-from headrace_schemas.base import utcnow
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.attack.inputs import TEXTS, Raw, mutate
 
 EXAMPLES = Path(ids.__file__).parent / "examples"

@@ -16,7 +16,7 @@ import httpx
 from headrace_operations.toml_text import toml
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Routing
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy

@@ -11,8 +11,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from headrace_schemas import Feedback, Trajectory, ids
-from headrace_schemas.bounds import CONTEXT_KEYS_MAX, JSON_CHARACTERS_MAX, JSON_DEPTH_MAX, JSON_VALUES_MAX
+from headrace_schemas import Feedback, Trajectory
+from headrace_schemas.values import ids
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JSON_CHARACTERS_MAX, JSON_DEPTH_MAX, JSON_VALUES_MAX
 
 BODY_BYTES = 8_388_608
 _SLACK_BYTES = 4_096

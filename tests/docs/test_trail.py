@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_schemas import Checkpoint, Event, Experience, Reward, RewardPart, Trajectory, Turn
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from tests.docs.trail import Log, Missing, follow
 from tests.support.account_events import report, verdict
 from tests.support.streams import START

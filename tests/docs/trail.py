@@ -20,7 +20,7 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
-from headrace_schemas.ids import derived_id, key_of_response
+from headrace_schemas.values.ids import derived_id, key_of_response
 
 FOLLOWED = ["turns", "feedback", "trajectories", "rewards", "experiences", "training-metrics", "checkpoints",
             "model-events", "routing", "replicas"]  # fmt: skip

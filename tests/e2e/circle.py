@@ -35,7 +35,7 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
-from headrace_schemas.registry_api import VersionState
+from headrace_schemas.http.registry_api import VersionState
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp, as_setting
 

@@ -22,7 +22,7 @@ from email_agent.tools import DEFINITIONS, Mailtools
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn
-from headrace_schemas.stack_access import login_for
+from headrace_schemas.http.stack_access import login_for
 from tests.e2e import circle
 from tests.e2e.circle import MODEL, Observed, Work
 from tests.support import presence

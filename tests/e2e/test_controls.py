@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Branch, Experience, RewardPart, Span
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support import tiny_model
 from tests.support.headrace_up import HEADRACE
 

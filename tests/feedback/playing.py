@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace_schemas import Experience
-from headrace_schemas.replay import ClosedLine, FeedbackLine
+from headrace_schemas.programs.replay import ClosedLine, FeedbackLine
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.rescoring import Rescoring
 from headrace_scorer.settings import ScorerSettings

@@ -15,8 +15,9 @@ from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
 from headrace_runtime.processor import Step, Unfinished
 from headrace_runtime.wire import Record
-from headrace_schemas import Branch, Event, Experience, Feedback, Span, Trajectory, ids
-from headrace_schemas.envelope import Envelope
+from headrace_schemas import Branch, Event, Experience, Feedback, Span, Trajectory
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values import ids
 from headrace_scorer import schema, upkeep
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.handlers import Scorer

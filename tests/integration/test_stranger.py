@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from headrace import Client
 from headrace_schemas import Checkpoint, Experience
-from headrace_schemas.stack_access import key_for
+from headrace_schemas.http.stack_access import key_for
 from tests.support import tiny_model
 from tests.support.headrace_up import HEADRACE, HeadraceUp
 from tests.support.processes import wait_until

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace_schemas import Event, Experience
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
 from tests.support.torch_learners import policy_of

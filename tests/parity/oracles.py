@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace_schemas import Dialogue, FunctionCall, Message, ToolCall, Trajectory
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 
 EXPLORER: dict[str, Any] = {
     "mode": "serve", "project": "test", "name": "test", "checkpoint_root_dir": "/tmp/shared",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.rewards.natural_signals import _alike
-from headrace_schemas.source_patterns import _expression
-from headrace_schemas.text import closest
+from headrace_schemas.values.sources import _expression
+from headrace_schemas.values.text import closest
 from tests.repo.pattern_attacks import Use, slowest, uses
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +31,12 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
         r"\A(\w+ \w+)$",
         r"^(\d+) mails",
     ),
-    ("schemas/src/headrace_schemas/redaction.py", "__init__"): ("abab|abac|aaaa", r"4711\-4711|a\ a\ a"),
+    ("schemas/src/headrace_schemas/values/errors.py", "__init__"): ("abab|abac|aaaa", r"4711\-4711|a\ a\ a"),
     ("packages/sdk/src/headrace/scenarios/games.py", "mentioned_player"): ("wolf_1|wolf_2|villager_1", "$^"),
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
-    ("schemas/src/headrace_schemas/source_patterns.py", "_compiled"): tuple(
+    ("schemas/src/headrace_schemas/values/sources.py", "_compiled"): tuple(
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
 }
@@ -68,7 +68,10 @@ def test_difflib_is_used_in_its_two_bounded_places() -> None:
     users = {
         path for path in _tracked() if re.search(r"^(?:import|from) difflib", (ROOT / path).read_text(), re.MULTILINE)
     }
-    assert users == {"schemas/src/headrace_schemas/text.py", "packages/sdk/src/headrace/rewards/natural_signals.py"}
+    assert users == {
+        "schemas/src/headrace_schemas/values/text.py",
+        "packages/sdk/src/headrace/rewards/natural_signals.py",
+    }
 
 
 @pytest.mark.parametrize("word", ["a ", "a b ", "b a ", "\ufdfa", "a"])

@@ -14,8 +14,8 @@ from headrace_registry import store
 from headrace_registry.rollouts import rollout_store
 from headrace_runtime.database import Database
 from headrace_schemas import ModelEvent, Routing
-from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import TrafficSplit
+from headrace_schemas.rules.assignment import assign_unit
 from tests.rollouts.visitors import Call, key_of
 
 SOON_S = 10.0

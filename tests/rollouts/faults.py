@@ -20,7 +20,7 @@ from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Routing, ServedVersion
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.rollouts.spoiled import FORMS, Spoiled, Workshop, sound
 from tests.system.line import Line, caught, no_problems
 from tests.unit.inference.conftest import Models, make_models

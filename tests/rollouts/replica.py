@@ -18,7 +18,7 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import LoadedVersion, Probe, Replica, Routing
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import FakeReplica
 
 LOADING = "loading"

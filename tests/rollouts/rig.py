@@ -21,7 +21,7 @@ from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_schemas import ModelEvent, Routing
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import GATE
 from tests.rollouts.kept import KeptProcess
 from tests.rollouts.mortal import FAULT, FOLDER

@@ -19,7 +19,7 @@ from torch import Tensor, nn, rand_like, zeros_like
 from headrace_inference.torch_engine import loader
 from headrace_inference.torch_engine.program import share
 from headrace_schemas import ServedVersion
-from headrace_schemas.manifest import File, Manifest
+from headrace_schemas.values.blobs import File, Manifest
 from tests.unit.inference.conftest import Models, Stored
 from tests.unit.inference.importing.test_faults import damaged, damages
 

@@ -13,8 +13,9 @@ import httpx2
 
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.wire import decode
-from headrace_schemas import Reward, Turn, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import Reward, Turn
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.rollouts.rig import RolloutRig
 
 _USERS = 4

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from headrace_schemas import Event, Feedback, Message, Reward, SessionEnd, Trajectory, Turn
-from headrace_schemas.ids import response_id, session_key
+from headrace_schemas.values.ids import response_id, session_key
 from tests.simulation.ledger import Acknowledged, EndedBy, Ledger, Run
 from tests.support.turns import after, ask, tool, user
 

@@ -13,7 +13,7 @@ from typing import Any
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Trajectory
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
 from tests.simulation import agents, faults, rest
 from tests.simulation.bus import Bus
 from tests.simulation.database import Server, picture_of

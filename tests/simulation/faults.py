@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from aiokafka import TopicPartition
 
 from headrace_schemas import Feedback
-from headrace_schemas.envelope import Envelope
-from headrace_schemas.ids import response_id, session_key
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values.ids import response_id, session_key
 from tests.simulation.loop import VirtualClock
 from tests.simulation.mishaps import USUAL_COMMIT_S
 

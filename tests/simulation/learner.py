@@ -17,8 +17,8 @@ from typing import Any
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import ModelEvent
-from headrace_schemas.base import Model
-from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_schemas.values.base import Model
+from headrace_schemas.values.blobs import Fingerprint, Manifest
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.state import LineageState

@@ -26,8 +26,8 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Trajectory
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.values.blobs import BlobRef
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import Outcome, outcome_of
 from headrace_scorer.functions.pool import FunctionPool
@@ -182,7 +182,9 @@ def installed(seed: int) -> Iterator[None]:
     environ = {
         **_names(),
         "os.urandom": lambda size: noise.randbytes(size),
-        "headrace_schemas.ids.time": SimpleNamespace(time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)),
+        "headrace_schemas.values.ids.time": SimpleNamespace(
+            time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)
+        ),
     }
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", SAWarning)  # who dies while connecting does not give the connection back

@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from headrace_schemas import LoadedVersion, Replica
-from headrace_schemas.resume import Resume
+from headrace_schemas.http.replica_api import Resume
 
 VERSION = "tiny@0123456789abcdef"
 LENGTH = 6

@@ -35,7 +35,7 @@ from headrace_runtime.settings import BusSettings
 from headrace_runtime.source_values import SourceValues
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Event, Routing, ServedVersion, Turn
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from tests.support.fake_replica import VERSION, FakeReplica
 
 E = TypeVar("E", bound=Event)

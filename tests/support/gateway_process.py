@@ -22,7 +22,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import Event
-from headrace_schemas.errors import InvalidEvent
+from headrace_schemas.values.errors import InvalidEvent
 from tests.support.ports import free_port, wait_open
 
 E = TypeVar("E", bound=Event)

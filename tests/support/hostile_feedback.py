@@ -8,7 +8,7 @@ import sys
 
 import httpx2
 
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 
 SESSIONS = 64
 _AT_ONCE = 4

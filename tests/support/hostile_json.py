@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 

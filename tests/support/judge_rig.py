@@ -21,7 +21,7 @@ from headrace_runtime.processor import Processor
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support.fake_llm import FakeLLM
 from tests.support.streams import START, Bench, ManualClock, MemoryProducer, Service, bench
 

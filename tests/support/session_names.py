@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 
 Carrier = Literal["latin-1 header", "utf-8 header", "http.client header", "path", "latin-1 path", "metadata"]
 _LETTERS = "äöüßéèñçåøÄÖÜÉ"

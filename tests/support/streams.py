@@ -28,9 +28,9 @@ from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event, Reward
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.envelope import Envelope
-from headrace_schemas.sources import giver_of
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from headrace_schemas.values.sources import giver_of
 from tests.support.migrated import make_tables
 
 E = TypeVar("E", bound=Event)

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import ServedVersion
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 SPECIAL = (

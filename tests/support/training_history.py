@@ -22,8 +22,8 @@ from headrace_schemas import (
     Trajectory,
     Undone,
 )
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.ids import session_key
 from tests.support.account_events import START, branch, trajectory
 
 Name = tuple[str, int]

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from headrace_schemas import Branch, Dialogue, Span, Trajectory, Turn
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.ids import derived_id
 from tests.support.streams import START
 from tests.support.turns import ask, user
 

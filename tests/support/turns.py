@@ -13,7 +13,8 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from headrace_schemas import Choice, Feedback, Message, Sampling, SessionEnd, Turn, Usage, ids
+from headrace_schemas import Choice, Feedback, Message, Sampling, SessionEnd, Turn, Usage
+from headrace_schemas.values import ids
 from tests.support.streams import START
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}

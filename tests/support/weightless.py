@@ -7,8 +7,7 @@ from datetime import datetime
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Checkpoint
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 
 
 def version(

@@ -15,8 +15,8 @@ from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Routing, Turn
-from headrace_schemas.base import utcnow
-from headrace_schemas.gate import Play
+from headrace_schemas.programs.gate import Play
+from headrace_schemas.values.base import utcnow
 from tests.attack.serving import MODEL, Serving, serving
 from tests.support import tiny_model
 from tests.support.gateway_process import BusView, bus_view

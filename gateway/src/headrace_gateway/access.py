@@ -15,7 +15,7 @@ from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSetting
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Section, is_loopback
 from headrace_runtime.settings_table import parse_toml
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 
 _AGENTS: frozenset[Scope] = frozenset(("chat", "feedback"))
 ALL_SCOPES: frozenset[Scope] = _AGENTS | {"admin"}

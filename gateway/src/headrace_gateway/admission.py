@@ -19,7 +19,7 @@ from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime import tracing
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Event
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 
 _TURNS = 8
 _ENVELOPE_BYTES = 500

@@ -42,7 +42,7 @@ from headrace_runtime.settings import Common, SecuritySettings
 from headrace_runtime.source_values import SourceValues
 from headrace_runtime.wire import Record
 from headrace_schemas import Replica, Routing
-from headrace_schemas.ingest import KnownModels
+from headrace_schemas.rules.ingest import KnownModels
 
 SOURCE = "headrace/gateway"
 _SPOOL_SHARE = 0.5

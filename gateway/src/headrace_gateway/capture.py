@@ -13,7 +13,7 @@ from headrace_gateway.transcript import ChoiceSoFar, Transcript
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_schemas import DeadLetter, Turn
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 
 log = get_logger(__name__)
 _NAME_LENGTH_MAX, _LENGTH_MAX = 512, 1_048_576

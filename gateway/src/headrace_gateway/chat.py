@@ -35,7 +35,7 @@ from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
 from headrace_runtime.clock import Clock
 from headrace_runtime.worker_threads import WorkerThreads
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ROUTING_POLL_S = 0.05

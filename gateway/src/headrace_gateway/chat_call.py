@@ -13,10 +13,8 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling, SubAgent
-from headrace_schemas.answer_form import constraint_fields
-from headrace_schemas.resume import FIELD as RESUME_FIELD
-from headrace_schemas.resume import Resume
-from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
+from headrace_schemas.http.answer_form import constraint_fields
+from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, RESUME_FIELD, SESSION_HEADER, Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class ChatCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers by which a replica shares its places and its time (`headrace_schemas.scheduling`)."""
+        """Headers by which a replica shares its places and its time (`headrace_schemas.http.replica_api`)."""
         background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
         return {SESSION_HEADER: self.identity.session_key, **background}
 

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, mod
 from headrace_gateway.hints import MESSAGE_HINTS
 from headrace_gateway.request_context import context_of
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
-from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.events.chat import Role
-from headrace_schemas.plain_values import none_if_empty
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.plain_values import none_if_empty
 
 MEDIA_PARTS = (
     "image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",

@@ -12,7 +12,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
-from headrace_schemas.answer_form import (
+from headrace_schemas.http.answer_form import (
     TOOL_CHOICE,
     ResponseFormat,
     ToolChoice,
@@ -20,9 +20,9 @@ from headrace_schemas.answer_form import (
     constrained_fields,
     grammar_of,
 )
-from headrace_schemas.base import Finite, Model, Text
-from headrace_schemas.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
-from headrace_schemas.plain_values import stop_strings
+from headrace_schemas.values.base import Finite, Model, Text
+from headrace_schemas.values.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
+from headrace_schemas.values.plain_values import stop_strings
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change the sampled distribution. Any value is accepted."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Message, SubAgent
 from headrace_schemas.left_out import NO_TOOLS
-from headrace_schemas.names import decode_name, is_name
+from headrace_schemas.values.ids import decode_name, is_name
 
 SIDE_CALL_HEADER = b"x-headrace-side-call"
 AGENT_HEADER, PARENT_HEADER = b"x-headrace-agent-id", b"x-headrace-parent-agent-id"

@@ -11,7 +11,7 @@ from typing import Any, Required
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
-from headrace_schemas.text import is_storable, storable
+from headrace_schemas.values.text import is_storable, storable
 
 
 class EngineModel(BaseModel):

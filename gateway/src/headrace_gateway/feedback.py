@@ -16,10 +16,11 @@ from headrace_gateway.requests import refusal_of
 from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
 from headrace_runtime.source_values import SourceValues
-from headrace_schemas import Feedback, ids
+from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import metric_source, values_of
-from headrace_schemas.text import printable
+from headrace_schemas.values import ids
+from headrace_schemas.values.text import printable
 
 _HEADERS_BYTES = 300
 """Estimated bytes that an event's envelope adds on the log."""

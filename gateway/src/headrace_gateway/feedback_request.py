@@ -8,8 +8,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
 from headrace_schemas import Message
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import CONTEXT_KEYS_MAX, JSON_BOUNDS, Score
 from headrace_schemas.events.opinion import (
     CHOICE_MAX,
     ChoiceIndex,
@@ -20,7 +18,9 @@ from headrace_schemas.events.opinion import (
     Preference,
     rule_error,
 )
-from headrace_schemas.names import NAME
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JSON_BOUNDS, Score
+from headrace_schemas.values.ids import NAME
 
 TARGETS_MAX = 4095
 """Response ids in one feedback, one less than an event can carry."""

@@ -14,9 +14,10 @@ from headrace_gateway import prefixes
 from headrace_gateway.access import Caller
 from headrace_gateway.client_calls import SESSION_HEADERS
 from headrace_gateway.refusals import ApiError
-from headrace_schemas import Message, ids
+from headrace_schemas import Message
 from headrace_schemas.events.turn import Purpose, SessionSource
-from headrace_schemas.names import decode_name, is_name
+from headrace_schemas.values import ids
+from headrace_schemas.values.ids import decode_name, is_name
 
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
 """Purposes in requests and in events. A shadow is an evaluation with a `shadow_of`, so that old readers understand

@@ -10,8 +10,9 @@ from pydantic_core import from_json
 
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
-from headrace_schemas import Trajectory, ids
-from headrace_schemas.ingest import KnownModels, find_objection
+from headrace_schemas import Trajectory
+from headrace_schemas.rules.ingest import KnownModels, find_objection
+from headrace_schemas.values import ids
 
 _PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches", "invalid_id"})
 """Objections that are about one value alone."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Routing, UnitAssignment
-from headrace_schemas.assignment import assign_unit
-from headrace_schemas.text import closest, printable
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values.text import closest, printable
 
 CHAMPION = "champion"
 ANY_NAME = "*"

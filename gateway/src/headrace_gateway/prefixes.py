@@ -3,14 +3,14 @@
 `/t/{key}` is an API key and `/sessions/{id}` names the session: `http://host:8000/t/KEY/sessions/run-7/v1/...`. Doubled
 slashes are one: AgentScope's client appends `/feedback` to an endpoint that may end with a slash. A slash at the end
 has no meaning, and `/v1` may be missing or doubled: clients differ in whether a base URL ends with it. The server's own
-decoding of percent forms is not used, because it replaces bytes that are no UTF-8 (see `headrace_schemas.names`).
+decoding of percent forms is not used, because it replaces bytes that are no UTF-8 (see `headrace_schemas.values.ids`).
 """
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_schemas.names import decode_segment
+from headrace_schemas.values.ids import decode_segment
 
 KEY = "headrace.key"
 SESSION = "headrace.session"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_schemas import DeadLetter, Feedback, Turn
-from headrace_schemas.left_out import untrained_reason
+from headrace_schemas.events.trajectory import untrained_reason
 
 TURNS_MAX = 65_536
 """Responses that are remembered, about 15 MB; the oldest are forgotten first."""

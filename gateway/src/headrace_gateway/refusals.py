@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_runtime.errors import Refused
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 REQUEST_ID_HEADER = "request-id"

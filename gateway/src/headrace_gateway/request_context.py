@@ -12,7 +12,7 @@ from headrace_gateway.settings import RequestRules
 
 if TYPE_CHECKING:
     from headrace_gateway.response_store import CallerResponses
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 IGNORED_HEADER = "x-headrace-ignored"
 """The response header that names the fields without an effect."""

@@ -13,7 +13,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_runtime.json_bounds import more_values_than
 from headrace_runtime.worker_threads import run_off_loop
-from headrace_schemas.text import closest, printable
+from headrace_schemas.values.text import closest, printable
 
 M = TypeVar("M", bound=BaseModel)
 _DEPTH_SHOWN = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_gateway.access import Caller
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 
 _RESPONSE_PREFIX = "chatcmpl-"
 

@@ -23,7 +23,8 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.source_values import SourceValues
 from headrace_runtime.topics import catalogue
 from headrace_runtime.worker_threads import WorkerThreads
-from headrace_schemas import Event, Feedback, SessionEnd, Trajectory, ids
+from headrace_schemas import Event, Feedback, SessionEnd, Trajectory
+from headrace_schemas.values import ids
 
 T = TypeVar("T")
 _TRINITY_OK = {"status": "success"}

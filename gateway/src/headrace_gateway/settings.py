@@ -9,8 +9,8 @@ from pydantic import Field
 
 from headrace_gateway.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings, is_loopback
-from headrace_schemas.base import ModelName
-from headrace_schemas.names import NAME
+from headrace_schemas.values.base import ModelName
+from headrace_schemas.values.ids import NAME
 
 Scope = Literal["chat", "feedback", "admin"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
 from headrace_schemas import UnitAssignment
-from headrace_schemas.resume import Resume
+from headrace_schemas.http.replica_api import Resume
 
 
 @dataclass(slots=True)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_schemas.base import Event
-    from headrace_schemas.by_topic import EVENTS
     from headrace_schemas.events.chat import (
         FunctionCall,
         FunctionDefinition,
@@ -28,22 +26,22 @@ if TYPE_CHECKING:
         TrainingOutcome,
         Undone,
     )
-    from headrace_schemas.events.dead_letter import DeadLetter
-    from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
+    from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
+    from headrace_schemas.events.envelope import EVENTS
     from headrace_schemas.events.experience import Edit, Experience, PreferenceSide, RewardPart, TurnReward
     from headrace_schemas.events.feedback import Feedback, SessionEnd
     from headrace_schemas.events.model_event import ModelEvent, RolloutStep
-    from headrace_schemas.events.reward import Reward
+    from headrace_schemas.events.reward import Reward, RewardResult
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
     from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
     from headrace_schemas.events.turn import Choice, SubAgent, Turn, UnitAssignment, Usage
-    from headrace_schemas.reward_result import RewardResult
+    from headrace_schemas.values.base import Event
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "headrace_schemas.base": ("Event",),
-            "headrace_schemas.by_topic": ("EVENTS",),
+            "headrace_schemas.values.base": ("Event",),
+            "headrace_schemas.events.envelope": ("EVENTS",),
             "headrace_schemas.events.chat": (
                 "FunctionCall",
                 "FunctionDefinition",
@@ -63,12 +61,11 @@ else:
                 "TrainingOutcome",
                 "Undone",
             ),
-            "headrace_schemas.events.dead_letter": ("DeadLetter",),
-            "headrace_schemas.events.dead_letter_decision": ("DeadLetterDecision",),
+            "headrace_schemas.events.dead_letter": ("DeadLetter", "DeadLetterDecision"),
             "headrace_schemas.events.experience": ("Edit", "Experience", "PreferenceSide", "RewardPart", "TurnReward"),
             "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
             "headrace_schemas.events.model_event": ("ModelEvent", "RolloutStep"),
-            "headrace_schemas.events.reward": ("Reward",),
+            "headrace_schemas.events.reward": ("Reward", "RewardResult"),
             "headrace_schemas.events.routing": (
                 "Arm",
                 "LoadedVersion",
@@ -80,7 +77,6 @@ else:
             ),
             "headrace_schemas.events.trajectory": ("Branch", "Dialogue", "LeftOut", "Span", "Trajectory"),
             "headrace_schemas.events.turn": ("Choice", "SubAgent", "Turn", "UnitAssignment", "Usage"),
-            "headrace_schemas.reward_result": ("RewardResult",),
         },
     )
 

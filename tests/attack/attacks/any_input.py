@@ -23,8 +23,9 @@ from aiokafka.errors import KafkaError
 
 from headrace.bus_access import client_options
 from headrace.topics import Range, connected
-from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory, ids
-from headrace_schemas.stack_access import read_token
+from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
+from headrace_schemas.http.stack_access import read_token
+from headrace_schemas.values import ids
 from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import mutate, to_bytes
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_headers, topic_inputs

@@ -16,7 +16,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import VersionCache
-from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_schemas.values.blobs import Fingerprint, Manifest
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings

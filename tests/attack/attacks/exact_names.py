@@ -13,7 +13,8 @@ from urllib.parse import quote
 import httpx2
 
 from headrace_operations.toml_text import toml
-from headrace_schemas import Feedback, SessionEnd, Turn, ids
+from headrace_schemas import Feedback, SessionEnd, Turn
+from headrace_schemas.values import ids
 from tests.support import session_names
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica

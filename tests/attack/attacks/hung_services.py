@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from headrace_operations.supervisor import ServiceState, Supervisor, read
-from headrace_schemas.stack_access import key_for
+from headrace_schemas.http.stack_access import key_for
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.system.line import Line, at_most, none_of

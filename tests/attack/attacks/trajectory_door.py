@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 
 from headrace_operations.from_topics import read_turn_account
-from headrace_schemas import DeadLetter, Experience, Routing, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import DeadLetter, Experience, Routing
 from headrace_schemas.events.routing import ServedVersion
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 from tests.attack.small_stack import Place, SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user

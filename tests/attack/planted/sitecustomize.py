@@ -31,7 +31,7 @@ def _plant_in_gateway() -> None:
 
 
 def _plant_in_scorer() -> None:
-    from headrace_schemas.errors import InvalidEvent
+    from headrace_schemas.values.errors import InvalidEvent
     from headrace_scorer.handlers import Scorer
 
     handle = Scorer.on_feedback

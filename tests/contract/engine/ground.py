@@ -14,7 +14,7 @@ from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.importing.native import load_model
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model
 
 CONTEXT = 512

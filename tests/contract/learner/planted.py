@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, StepResult
 from headrace_trainer.whole import Frozen, WholeCopy

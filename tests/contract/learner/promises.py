@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.learner import GRADIENT_FACTOR, MEASURED, OPTIMIZER, WEIGHTS, Abandoned, Copy, Learner, NotFinite
 from headrace_trainer.learner import VERSION as FILES

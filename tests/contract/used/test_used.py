@@ -11,7 +11,7 @@ import pytest
 from headrace_runtime.bus_client import check_login
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import BusSettings
-from headrace_schemas.stack_access import BusLogin, remember_login
+from headrace_schemas.http.stack_access import BusLogin, remember_login
 from tests.contract.used.ground import Scenario
 from tests.contract.used.grounds import play_for_real, play_simulated
 from tests.contract.used.hosting import hosts_beside_each_other

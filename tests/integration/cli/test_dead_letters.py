@@ -22,8 +22,8 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import DeadLetter, Trajectory
-from headrace_schemas.envelope import SEQUENCE_HEADER
-from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
+from headrace_schemas.events.dead_letter import RETRY_HEADER
+from headrace_schemas.events.envelope import SEQUENCE_HEADER
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import StreamsRig
 from tests.support.service_process import ServiceProcess

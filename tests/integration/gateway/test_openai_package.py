@@ -8,7 +8,8 @@ import httpx2
 import openai
 import pytest
 
-from headrace_schemas import Feedback, SessionEnd, ids
+from headrace_schemas import Feedback, SessionEnd
+from headrace_schemas.values import ids
 from tests.integration.gateway.conftest import Circle
 from tests.support.fake_replica import LENGTH, Fault
 

@@ -17,7 +17,7 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Replica, Routing, Turn
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy

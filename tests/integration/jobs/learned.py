@@ -15,7 +15,7 @@ from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.journal import JobJournal
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
-from headrace_schemas.written import WrittenBranch
+from headrace_schemas.programs.models import WrittenBranch
 
 PROGRAM = "from headrace_cli.app import main; main()"
 _TIMEOUT_S = 900.0

@@ -19,8 +19,8 @@ from headrace_operations.jobs.job import Job, PreparedJob, prepare
 from headrace_operations.jobs.journal import JobJournal
 from headrace_operations.replay import copying
 from headrace_schemas import Experience
-from headrace_schemas.base import utcnow
-from headrace_schemas.written import WrittenBranch, WrittenSpan
+from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
+from headrace_schemas.values.base import utcnow
 from tests.support.broker_process import BrokerProcess
 
 ROWS, EPOCHS = 700, 2

@@ -20,7 +20,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import Reward
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import trajectory

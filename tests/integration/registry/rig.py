@@ -20,7 +20,7 @@ from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import LoadedVersion, ModelEvent, Probe, Replica, Routing
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support import weightless
 from tests.support.ports import free_port
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from headrace_schemas import Choice, Message, Reward, Routing, Sampling, Turn, Usage, ids
-from headrace_schemas.assignment import assign_unit
-from headrace_schemas.base import utcnow
+from headrace_schemas import Choice, Message, Reward, Routing, Sampling, Turn, Usage
 from headrace_schemas.events.routing import Arm, TrafficSplit
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.attack.serving import beside
 from tests.integration.gateway.conftest import circle
 from tests.integration.registry.rig import RegistryRig

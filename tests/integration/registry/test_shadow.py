@@ -15,8 +15,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_schemas import Experience, Feedback, Reward, Trajectory, Turn, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import Experience, Feedback, Reward, Trajectory, Turn
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation

@@ -10,7 +10,7 @@ import pytest
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience, Feedback, Span, Trajectory
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.integration.replay.conftest import ReplayRig

@@ -13,8 +13,8 @@ from safetensors.numpy import load
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.records import Records
 from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
-from headrace_schemas.base import utcnow
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.ids import session_key
 from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore

@@ -15,7 +15,7 @@ from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import rig_on
 from tests.support.gateway_process import read_topic

@@ -18,7 +18,7 @@ from aiokafka.partitioner import murmur2
 
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import DeadLetter, Experience, Trajectory
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
 from tests.integration.streams.rig import StreamsRig, rig_on

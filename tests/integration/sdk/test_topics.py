@@ -20,9 +20,9 @@ from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import EVENTS, Event
-from headrace_schemas.base import utcnow
 from headrace_schemas.events.chat import Message
-from headrace_schemas.ids import session_key, uuid7
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.ids import session_key, uuid7
 from tests.support.account_events import READY, report, turn, verdict
 from tests.support.broker_process import BrokerProcess
 

@@ -17,8 +17,8 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
-from headrace_schemas.base import utcnow
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.ids import derived_id
 from tests.support.gateway_process import BusView
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess

@@ -25,8 +25,8 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
 from headrace_schemas import Event, Feedback
-from headrace_schemas.base import utcnow
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.ids import session_key
 from tests.contract.bus.clients import eventually
 
 metadata = MetaData()

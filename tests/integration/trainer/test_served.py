@@ -21,7 +21,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Branch, Experience, Span
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings

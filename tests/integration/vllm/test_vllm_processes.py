@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Turn
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.contract.engine.ground import Stored, recomputed
 from tests.support import presence, tiny_model
 from tests.support.broker_process import BrokerProcess

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
-from headrace_schemas.replay import RecordedBatch, recorded_batches
+from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
 from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation.services import TRAINER
 

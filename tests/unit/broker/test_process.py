@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 
 START_CPU_RATIO_MAX = 4.0
 """Cost relative to an import of the event contracts here and now, because machines and their load differ."""
-_IMPORTS = "import headrace_schemas.by_topic, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
+_IMPORTS = "import headrace_schemas.events.envelope, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
 
 
 @pytest.fixture

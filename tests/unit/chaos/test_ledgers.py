@@ -20,7 +20,7 @@ from headrace_schemas import (
     Turn,
     Undone,
 )
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.chaos.client import Acked, ClientLedger, Verdict, digest, tokens_digest
 from tests.chaos.facts import Facts
 from tests.chaos.ledgers import DOUBLE, FAILED, LOST, VALUES, Findings, TrainerLedger, compare

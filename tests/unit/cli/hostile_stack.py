@@ -18,11 +18,11 @@ from pydantic import BaseModel, ValidationError
 from headrace.topics import Entry, Progress, Range
 from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_schemas import EVENTS
-from headrace_schemas.catalog import AuditList, GarbageReport, NoteList
-from headrace_schemas.registry_api import ModelList, ModelState, VersionList
-from headrace_schemas.rollout_api import RolloutList, RolloutState
-from headrace_schemas.source_api import SourceList
-from headrace_schemas.text import printable
+from headrace_schemas.http.catalog import AuditList, GarbageReport, NoteList
+from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList
+from headrace_schemas.http.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.source_api import SourceList
+from headrace_schemas.values.text import printable
 from tests.unit.cli.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -19,7 +19,7 @@ from headrace_cli.app import app
 from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_runtime.services import SERVICES
 from headrace_schemas import ModelEvent
-from headrace_schemas.registry_api import ModelList, ModelState, VersionList, VersionState
+from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList, VersionState
 from tests.support.ports import free_port
 from tests.unit.cli.http_fake import HttpFake
 
@@ -74,7 +74,7 @@ sys.argv = ["headrace", "--help"]
 try:
     main()
 except SystemExit:
-    heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas.base", "headrace_runtime")
+    heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas.values.base", "headrace_runtime")
     print("MODULES", len(sys.modules))
     print("HEAVY", [name for name in heavy if name in sys.modules])
 """

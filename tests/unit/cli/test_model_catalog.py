@@ -12,11 +12,10 @@ import pytest
 from headrace_operations.catalog import comparing, exporting, importing
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
-from headrace_schemas.importing import MANIFEST_FILE, StoredLine
-from headrace_schemas.manifest import File, Fingerprint, Manifest
-from headrace_schemas.registry_api import ModelState, VersionList, VersionState
+from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
+from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
+from headrace_schemas.programs.models import MANIFEST_FILE, StoredLine
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from tests.unit.cli.http_fake import HttpFake
 from tests.unit.cli.test_cli import headrace
 

@@ -18,7 +18,7 @@ from headrace_cli.commands.shared import table
 from headrace_cli.progress import ProgressDisplay
 from headrace_operations import drawing
 from headrace_runtime.errors import HeadraceError
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 from tests.unit.cli.hostile_stack import HOSTILE, hidden
 from tests.unit.cli.http_fake import HttpFake
 from tests.unit.cli.test_cli import headrace

@@ -24,7 +24,7 @@ from headrace_operations.evaluation import tasks
 from headrace_operations.jobs import recipe as job_recipe
 from headrace_operations.jobs.sources import RowFile
 from headrace_runtime.settings_table import read as read_settings
-from headrace_schemas.user_text import decode_text
+from headrace_schemas.values.text import decode_text
 from trinity_bench import settings as bench
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +129,7 @@ OWN = {
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
     "packages/runtime/src/headrace_runtime/dead_letters.py", "packages/runtime/src/headrace_runtime/holders.py",
-    "schemas/src/headrace_schemas/topics/__init__.py", "schemas/src/headrace_schemas/stack_access.py",
+    "schemas/src/headrace_schemas/topics/__init__.py", "schemas/src/headrace_schemas/http/stack_access.py",
     "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
 """Modules that decode by themselves: files that Headrace or the kernel wrote."""
@@ -145,7 +145,7 @@ def test_files_of_users_are_decoded_in_one_place() -> None:
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and _decodes(node):
                     decoding_modules.add(path.relative_to(ROOT).as_posix())
-    assert decoding_modules - OWN == set(), "read them with headrace_schemas.user_text.read_user_text"
+    assert decoding_modules - OWN == set(), "read them with headrace_schemas.values.text.read_user_text"
     assert OWN - decoding_modules == set(), "these decode nothing any more"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Trajectory, Turn
-from headrace_schemas.ids import response_id, session_key
+from headrace_schemas.values.ids import response_id, session_key
 from tests.support.loop_block import blocked
 from tests.support.turns import after, ask, end, user
 from tests.unit.collector.conftest import Open, pass_time

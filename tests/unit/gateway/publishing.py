@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from headrace_gateway.publisher import Publisher
-from headrace_schemas import Feedback, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import Feedback
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.support.gateway import ListBus
 
 KEY = ids.session_key("default", "run")

@@ -10,10 +10,10 @@ import pytest
 
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.placement import Upstream
-from headrace_schemas import ids
-from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.events.turn import Purpose
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values import ids
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway
 from tests.unit.gateway.test_placement import V1, V2, Rig

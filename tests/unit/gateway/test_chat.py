@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_schemas import Sampling, Turn, ids
+from headrace_schemas import Sampling, Turn
+from headrace_schemas.values import ids
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import gateway, until
 

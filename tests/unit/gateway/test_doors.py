@@ -30,9 +30,9 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.bounds import JSON_DEPTH_MAX
-from headrace_schemas.records import parse_record
+from headrace_schemas.events.envelope import parse_record
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.bounds import JSON_DEPTH_MAX
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests

@@ -13,8 +13,9 @@ import pytest
 
 from headrace_gateway.settings import KeySettings
 from headrace_runtime.wire import Received, Record
-from headrace_schemas import Feedback, SessionEnd, ids
-from headrace_schemas.envelope import Envelope
+from headrace_schemas import Feedback, SessionEnd
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values import ids
 from tests.support import session_names
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until

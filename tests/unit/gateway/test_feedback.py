@@ -11,7 +11,8 @@ from headrace_gateway.feedback import events_of, turns_by_session
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
-from headrace_schemas import Feedback, ids
+from headrace_schemas import Feedback
+from headrace_schemas.values import ids
 from tests.support.streams import ManualClock
 
 OWN, OTHER = ids.session_key("t", "own"), ids.session_key("t", "other")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace_schemas import Feedback, ids
-from headrace_schemas.errors import InvalidEvent
+from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
+from headrace_schemas.values import ids
+from headrace_schemas.values.errors import InvalidEvent
 from tests.support.gateway import PARTITIONS, Gateway, gateway, until
 
 ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))

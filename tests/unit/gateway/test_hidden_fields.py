@@ -15,8 +15,8 @@ from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.model_catalog import Target
 from headrace_gateway.transcript import Transcript
-from headrace_schemas import ids
-from headrace_schemas.base import utcnow
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, Fault, Generation, entry
 from tests.support.requests import strict
 

@@ -13,7 +13,8 @@ from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.identity import CallIdentity, RequestMetadata, identify, opening
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
-from headrace_schemas import Message, ids
+from headrace_schemas import Message
+from headrace_schemas.values import ids
 
 SYSTEM = Message(role="system", content="You are helpful.")
 HELLO = Message(role="user", content="hello")

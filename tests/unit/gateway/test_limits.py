@@ -11,7 +11,7 @@ from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.limits import Meter, RequestLimits
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 
 
 class Clock:

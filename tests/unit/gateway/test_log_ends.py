@@ -17,7 +17,8 @@ from headrace_gateway.spool import Spool
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.offsets import Offsets
 from headrace_runtime.wire import Outgoing, Record, decode
-from headrace_schemas import Feedback, ids
+from headrace_schemas import Feedback
+from headrace_schemas.values import ids
 from tests.support.gateway import ListBus, ListProducer, until
 
 

@@ -9,7 +9,7 @@ import pytest
 from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Routing, ServedVersion
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 
 V1, V2, V3 = (f"tiny@{digit * 16}" for digit in "123")
 BLOB = BlobRef(uri="memory://m", sha256="0" * 64, size=1)

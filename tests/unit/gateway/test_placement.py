@@ -18,9 +18,10 @@ from headrace_gateway.placement import Placement
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import StickySettings
 from headrace_gateway.sticky_versions import StickyVersions
-from headrace_schemas import LoadedVersion, Replica, Sampling, ids
+from headrace_schemas import LoadedVersion, Replica, Sampling
 from headrace_schemas.events.routing import LoadState
 from headrace_schemas.events.turn import SessionSource
+from headrace_schemas.values import ids
 from tests.support.gateway import routing
 from tests.support.streams import ManualClock
 

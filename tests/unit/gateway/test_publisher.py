@@ -18,7 +18,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, SessionEnd
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until
 from tests.unit.gateway.publishing import KEY, feedback, numbers, running
 

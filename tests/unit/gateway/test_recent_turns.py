@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from headrace_gateway import recent_turns
-from headrace_schemas import Feedback, Trajectory, ids
-from headrace_schemas.left_out import untrained_reason
+from headrace_schemas import Feedback, Trajectory
+from headrace_schemas.events.trajectory import untrained_reason
+from headrace_schemas.values import ids
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.turns import ask, user

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace_schemas import Feedback, SessionEnd, Trajectory, ids
+from headrace_schemas import Feedback, SessionEnd, Trajectory
+from headrace_schemas.values import ids
 from tests.support.fake_replica import VERSION
 from tests.support.gateway import PARTITIONS, Gateway, gateway, until
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_gateway.stages import in_stages
-from headrace_schemas import Event, Feedback, SessionEnd, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import Event, Feedback, SessionEnd
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 
 KEYS = [ids.session_key("default", name) for name in ("a", "b", "c")]
 

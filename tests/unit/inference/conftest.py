@@ -17,7 +17,7 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import ServedVersion
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model
 
 torch.set_num_threads(1)

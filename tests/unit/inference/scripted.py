@@ -23,7 +23,7 @@ from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.settings import Common
 from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 VERSION = "tiny@0123456789abcdef"
 CONTEXT = 512

@@ -14,7 +14,7 @@ from headrace_inference import metrics
 from headrace_inference.engine import Sampling, Share, Start
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.torch_engine.engine import TorchEngine, default_threads
-from headrace_schemas.scoring import TokensToScore
+from headrace_schemas.http.replica_api import TokensToScore
 from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
 
 LOGPROB_TOLERANCE = 1e-4

@@ -15,8 +15,8 @@ from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Probe, Routing, ServedVersion
-from headrace_schemas.base import utcnow
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model
 from tests.unit.inference.conftest import Models
 

@@ -23,7 +23,7 @@ from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
-from headrace_schemas.answer_form import NamedFunction, NamedTool
+from headrace_schemas.http.answer_form import NamedFunction, NamedTool
 from tests.unit.inference.asking import FULL, TOOLS, Json, joined
 from tests.unit.inference.conftest import Models, prompt_of, sample
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client

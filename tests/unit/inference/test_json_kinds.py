@@ -11,7 +11,7 @@ import pytest
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.http.request import ChatRequest
-from headrace_schemas.scoring import ScoreRequest, TokensToScore
+from headrace_schemas.http.replica_api import ScoreRequest, TokensToScore
 from tests.support.hostile_json import FORMAT, MESSAGES, TOOL, kinds_everywhere
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
 

@@ -18,7 +18,7 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.forward import _attention, forward
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.program import Programs, direct, tensors_of
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from tests.support import tiny_model
 from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
 

@@ -16,7 +16,7 @@ from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpo
 from headrace_judge.prompts import ChatMessage
 from headrace_judge.settings import EndpointSettings, RetrySettings
 from headrace_judge.worker import backoff_s
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 from tests.attack.inputs import mutate
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply

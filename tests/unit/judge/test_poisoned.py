@@ -20,7 +20,7 @@ from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.settings import BudgetSettings
 from headrace_judge.tables import STREAM
 from headrace_schemas import DeadLetter
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import Rig, judge, settings, trajectory

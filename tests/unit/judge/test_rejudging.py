@@ -12,7 +12,7 @@ from headrace_judge import rejudging
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.replay import JudgedLine
+from headrace_schemas.programs.replay import JudgedLine
 from tests.support.fake_llm import FakeLLM
 from tests.support.judge_rig import settings, trajectory
 

@@ -10,7 +10,7 @@ from headrace_registry.rollouts import steps as rollouts
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.transition import Transition
 from headrace_schemas import Checkpoint, ModelEvent, Routing
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 from tests.unit.registry.rig import MODEL, Rig
 
 OTHER = "other"

@@ -36,10 +36,9 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import Envelope
-from headrace_schemas.gate import Tasks
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.support import weightless
 from tests.support.migrated import make_tables
 from tests.support.streams import producer_of

@@ -15,9 +15,10 @@ from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.settings import GateSettings, RegistrySettings
-from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage, ids
-from headrace_schemas.assignment import assign_unit
+from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage
 from headrace_schemas.events.routing import TrafficSplit
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values import ids
 from tests.unit.registry.rig import MODEL, Rig
 
 HALF = (RolloutStage(share=Fraction(1, 2)),)

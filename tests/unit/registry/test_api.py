@@ -13,7 +13,7 @@ from headrace_registry.api import RegistryApi
 from headrace_registry.changes import RegistryChanges
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
-from headrace_schemas.registry_api import ModelList, ModelState, VersionList
+from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList
 from tests.unit.registry.rig import MODEL, Rig, loaded
 
 

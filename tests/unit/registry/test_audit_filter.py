@@ -13,7 +13,7 @@ from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
-from headrace_schemas.controls import Measure, Measured
+from headrace_schemas.programs.replay import Measure, Measured
 
 PROGRAM = """
 import json, sys

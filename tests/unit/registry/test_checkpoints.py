@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace_runtime.errors import CorruptBlob
 from headrace_schemas import Checkpoint
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, Rig
 
 

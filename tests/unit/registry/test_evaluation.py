@@ -14,7 +14,7 @@ from headrace_registry.evaluation import AuditLimiter, draw_tasks, run_audit, ru
 from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)

@@ -16,7 +16,7 @@ from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
 from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
-from headrace_schemas.assignment import assign_unit
+from headrace_schemas.rules.assignment import assign_unit
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 from tests.unit.registry.test_holds import post

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_registry.gate import Gate, GateFailed, GateSession
 from headrace_registry.settings import GateSettings
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
 from tests.support.processes import alive, wait_until
 
 V1, V2 = "m@0123456789ab", "m@ba9876543210"

@@ -16,7 +16,7 @@ from headrace_registry.gate_workers.__main__ import serve
 from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_runtime.errors import SettingError
-from headrace_schemas.gate import Play, Tasks
+from headrace_schemas.programs.gate import Play, Tasks
 
 TASKS = Tasks(gate=("a", "b"), audit=("c",))
 PLAYS = [Play(version="m@0123456789ab", task="ab"[seed % 2], seed=seed) for seed in range(40)]

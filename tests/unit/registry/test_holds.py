@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_schemas.registry_api import ModelState
+from headrace_schemas.http.registry_api import ModelState
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.test_api import client, error
 

@@ -27,7 +27,7 @@ from headrace_registry.lifecycle import (
 )
 from headrace_registry.records import AnchorState, ModelRecord, ModelView, TrialResult, VersionRecord
 from headrace_schemas import LoadedVersion, Replica
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, START, loaded
 from tests.unit.registry.test_probe import replica
 

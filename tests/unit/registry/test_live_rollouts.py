@@ -18,8 +18,9 @@ from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.metrics import Compute, Metric
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.transition import Transition
-from headrace_schemas import DeadLetter, ModelEvent, Routing, ids
-from headrace_schemas.assignment import assign_unit
+from headrace_schemas import DeadLetter, ModelEvent, Routing
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values import ids
 from tests.support.turns import feedback
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import HALF, Traffic, canary, steps, under_way

@@ -15,8 +15,8 @@ from headrace_registry.rollouts.api import RolloutApi
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
 from headrace_schemas import ModelEvent
-from headrace_schemas.catalog import WHO_HEADER
-from headrace_schemas.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.catalog import WHO_HEADER
+from headrace_schemas.http.rollout_api import RolloutList, RolloutState
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 

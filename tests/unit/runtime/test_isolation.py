@@ -19,7 +19,7 @@ from headrace_runtime.processor import StepFailed
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
 
 metadata = MetaData()

@@ -11,7 +11,7 @@ import structlog
 
 from headrace_runtime import logs
 from headrace_runtime.settings import LogSettings
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 
 @pytest.fixture

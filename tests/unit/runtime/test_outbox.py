@@ -14,8 +14,8 @@ from headrace_runtime.outbox import Outbox
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Reward
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
+from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
 
 metadata = MetaData()

@@ -21,7 +21,7 @@ from headrace_runtime.refusal_limit import RefusalBounds, TenantLimits
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
 
 metadata = MetaData()

@@ -9,7 +9,7 @@ from headrace_runtime import sources as module
 from headrace_runtime import web
 from headrace_runtime.settings import Common
 from headrace_runtime.sources import Sources
-from headrace_schemas.source_api import SourceList
+from headrace_schemas.http.source_api import SourceList
 
 
 class Log:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from headrace_runtime import metrics, web
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 from tests.support.full_disk import full_error
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"

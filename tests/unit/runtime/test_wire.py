@@ -12,9 +12,9 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.wire import Outgoing, Record, decode, encode
 from headrace_schemas import Feedback
-from headrace_schemas.base import utcnow
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from tests.support.loop_block import blocked
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from headrace_schemas.arrays import Logprobs, TokenIds, pack_float32, pack_int32
+from headrace_schemas.values.arrays import Logprobs, TokenIds, pack_float32, pack_int32
 
 IDS: TypeAdapter[tuple[int, ...]] = TypeAdapter(TokenIds)
 LOGPROBS: TypeAdapter[tuple[float, ...]] = TypeAdapter(Logprobs)

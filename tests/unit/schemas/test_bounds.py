@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 import headrace_schemas
-from headrace_schemas import EVENTS, Event, Feedback, Reward, Trajectory, bounds
-from headrace_schemas.bounds import JsonObject, check_json, merge_contexts
-from headrace_schemas.errors import InvalidEvent
+from headrace_schemas import EVENTS, Event, Feedback, Reward, Trajectory
+from headrace_schemas.values import bounds
+from headrace_schemas.values.bounds import JsonObject, check_json, merge_contexts
+from headrace_schemas.values.errors import InvalidEvent
 
 EXAMPLES = sorted((Path(headrace_schemas.__file__).parent / "examples").glob("*/*.json"))
 FREE: TypeAdapter[dict[str, Any]] = TypeAdapter(JsonObject)

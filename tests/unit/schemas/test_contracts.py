@@ -13,8 +13,7 @@ import yaml
 
 import headrace_schemas
 from headrace_schemas import EVENTS, topics
-from headrace_schemas.compatibility import breaking_changes
-from headrace_schemas.generate import JSON_FOLDER, RELEASED_FOLDER, documents
+from headrace_schemas.generate import JSON_FOLDER, RELEASED_FOLDER, breaking_changes, documents
 
 EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from pydantic import ValidationError
 
-from headrace_schemas.assignment import Split, assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
+from headrace_schemas.rules.assignment import Split, assign_unit
 
 OLD, NEW, OTHER = (f"m@{digit * 16}" for digit in "123")
 

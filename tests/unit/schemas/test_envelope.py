@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from headrace_schemas import Feedback, Reward
-from headrace_schemas.envelope import Envelope, type_of
+from headrace_schemas.events.envelope import Envelope, type_of
 
 REWARD = Reward(
     time=datetime(2026, 11, 20, tzinfo=UTC), trajectory_id="t-1", session_key="a" * 16, source="mine", value=0.5

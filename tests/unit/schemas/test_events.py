@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import headrace_schemas
 from headrace_schemas import EVENTS, Event, Experience, Reward, Trajectory, Turn
-from headrace_schemas.errors import InvalidEvent
+from headrace_schemas.values.errors import InvalidEvent
 
 EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
 ALL = sorted(EXAMPLES.glob("*/*.json"))

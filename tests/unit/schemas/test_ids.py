@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_schemas.ids import derived_id, key_of_response, response_id, session_key, uuid7
+from headrace_schemas.values.ids import derived_id, key_of_response, response_id, session_key, uuid7
 
 names = st.text(st.characters(blacklist_characters="\0"), max_size=40)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_schemas import EVENTS, ids
-from headrace_schemas.errors import InvalidEvent
+from headrace_schemas import EVENTS
+from headrace_schemas.values import ids
+from headrace_schemas.values.errors import InvalidEvent
 from tests.support.hostile_json import kinds_everywhere
 
 EXAMPLES = sorted((Path(ids.__file__).parent / "examples").glob("*/*.json"))

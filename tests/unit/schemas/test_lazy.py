@@ -23,7 +23,7 @@ def test_every_public_name_is_what_its_module_defines(package: object) -> None:
     assert dir(package) == sorted(names)
     for name in names:
         attribute = getattr(package, name)
-        home = getattr(attribute, "__module__", "headrace_schemas.by_topic")
+        home = getattr(attribute, "__module__", "headrace_schemas.events.envelope")
         assert attribute is getattr(import_module(home), name)
 
 
@@ -36,7 +36,7 @@ def test_a_type_checker_sees_the_same_names(package: object) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    get, _ = lazily("headrace_schemas", {"headrace_schemas.base": ("Event",)})
+    get, _ = lazily("headrace_schemas", {"headrace_schemas.values.base": ("Event",)})
     with pytest.raises(AttributeError, match="module 'headrace_schemas' has no attribute 'Evnt'"):
         get("Evnt")
     assert not hasattr(headrace_schemas, "Evnt")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_schemas.linear_pattern import PATTERN_LENGTH_MAX, fits_whole
+from headrace_schemas.values.linear_pattern import PATTERN_LENGTH_MAX, fits_whole
 
 ATOMS = [
     "a",

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from headrace_schemas.names import decode_name, decode_path, decode_segment, is_name
+from headrace_schemas.values.ids import decode_name, decode_path, decode_segment, is_name
 
 
 def test_bytes_that_are_no_utf_8_are_read_as_latin_1() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headrace_schemas import RewardResult
-from headrace_schemas.plain_values import describe_error, plain_number, plain_value, stop_strings
+from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value, stop_strings
 
 DTYPES = [np.bool_, np.int8, np.int64, np.uint8, np.float16, np.float32, np.float64, np.longdouble]
 TENSORS = [torch.bool, torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -65,7 +65,7 @@ def test_what_is_no_single_finite_number_is_refused(value: Any) -> None:
 
 def test_no_library_is_imported() -> None:
     code = (
-        "import sys; from headrace_schemas import plain_values; plain_values.plain_number(1.5);"
+        "import sys; from headrace_schemas.values import plain_values; plain_values.plain_number(1.5);"
         "assert not {'numpy', 'torch', 'pandas', 'jax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,10 +7,9 @@ import hashlib
 import pytest
 
 from headrace_schemas import Feedback
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import SEQUENCE_HEADER, sequence_of
-from headrace_schemas.errors import InvalidEvent
-from headrace_schemas.records import parse_record
+from headrace_schemas.events.envelope import SEQUENCE_HEADER, parse_record, sequence_of
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.errors import InvalidEvent
 
 REF = BlobRef(uri="file:///x", sha256=hashlib.sha256(b"data").hexdigest(), size=4)
 

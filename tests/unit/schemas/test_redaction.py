@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from headrace_schemas.errors import HeadraceError
-from headrace_schemas.redaction import HIDDEN, Redactor, is_secret, redacted, redacted_value
+from headrace_schemas.values.errors import HIDDEN, HeadraceError, Redactor, is_secret, redacted, redacted_value
 
 
 @pytest.mark.parametrize(

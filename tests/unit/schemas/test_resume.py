@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from headrace_schemas.resume import Resume
+from headrace_schemas.http.replica_api import Resume
 
 
 def test_arrays_travel_packed_and_come_back() -> None:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace_schemas import Feedback, ids
-from headrace_schemas.base import utcnow
-from headrace_schemas.sources import RESERVED, owner_of, refusal_of
+from headrace_schemas import Feedback
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.sources import RESERVED, owner_of, refusal_of
 
 words = st.sampled_from(sorted(RESERVED))
 ALIKE = {

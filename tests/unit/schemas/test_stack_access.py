@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_schemas import stack_access
-from headrace_schemas.stack_access import BusLogin, key_for, login_for, make_token, read_token
+from headrace_schemas.http import stack_access
+from headrace_schemas.http.stack_access import BusLogin, key_for, login_for, make_token, read_token
 
 GATEWAY, BUS = "http://127.0.0.1:8000", "127.0.0.1:9092"
 

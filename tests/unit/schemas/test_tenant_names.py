@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from headrace_schemas.ids import ingested_trajectory_id, tenant_name
+from headrace_schemas.values.ids import ingested_trajectory_id, tenant_name
 
 _PARTS = ["a", "b", "a/b", "/", "a/", "/1/a", "1", "default", "tenant-aaaaaaaaaaaaaaaa/x", "é", "x" * 512]
 

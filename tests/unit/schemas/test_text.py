@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_schemas.text import is_storable, printable, storable
+from headrace_schemas.values.text import is_storable, printable, storable
 
 HIDING = (
     [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from headrace_schemas import DeadLetter, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.bounds import CONTEXT_KEYS_MAX, SCORE_MAX, TOTAL_MAX, WEIGHT_MAX
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, SCORE_MAX, TOTAL_MAX, WEIGHT_MAX
 from headrace_scorer import schema
 from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
 from tests.support.trajectories import closed

@@ -8,8 +8,9 @@ import httpx
 
 from headrace_runtime import web
 from headrace_runtime.settings import Common
-from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult, ids
+from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
+from headrace_schemas.values import ids
 from headrace_scorer import api
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.settings import ScorerSettings

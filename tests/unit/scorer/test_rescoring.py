@@ -12,7 +12,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.filters import Lines
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer.learned.replaying import LearnedReplay
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.rescoring import Rescoring, _work

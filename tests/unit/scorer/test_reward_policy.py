@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_schemas.events.reward import Outcome
-from headrace_schemas.source_patterns import fits
+from headrace_schemas.values.sources import fits
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
 EQUAL = RewardPolicy({"*": 1.0})

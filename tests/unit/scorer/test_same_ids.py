@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory, ids
+from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
+from headrace_schemas.values import ids
 from headrace_scorer import schema
 from tests.support.trajectories import closed
 from tests.support.turns import ask, feedback, said, user

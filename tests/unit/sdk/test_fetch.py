@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import HeadraceError
 from headrace.topics import event_of, fetch
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from tests.support.account_events import experience
 
 

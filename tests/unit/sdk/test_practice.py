@@ -11,7 +11,7 @@ from headrace.errors import Unreachable, UsageError
 from headrace.practice import OutcomeWatch, Run, plugged, train_on_tasks
 from headrace.practice.runs import task_id_of
 from headrace_schemas import Branch, Experience, LeftOut, Span, TrainingMetrics, TrainingOutcome, Trajectory, Undone
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from tests.unit.sdk.adapter_rig import VERSION, Bus, RecordingGatewayStack
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -12,8 +12,8 @@ import pytest
 from headrace.errors import UsageError
 from headrace.registry import ModelRegistry
 from headrace.rollouts import ABTestFramework, HotUpdater
-from headrace_schemas.registry_api import ModelState, VersionList, VersionState
-from headrace_schemas.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
+from headrace_schemas.http.rollout_api import RolloutList, RolloutState
 
 OLD, NEW = (f"m@{digit * 16}" for digit in "12")
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation import learner as simulated

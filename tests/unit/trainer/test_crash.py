@@ -18,8 +18,8 @@ from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
-from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.checkpoint import LISTED_MAX
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.experiences import state
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.lineage import opening

@@ -18,7 +18,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
 from headrace_runtime.model_folder import find_folder_problems
 from headrace_runtime.settings import Common
-from headrace_schemas.importing import FolderLine
+from headrace_schemas.programs.models import FolderLine
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model

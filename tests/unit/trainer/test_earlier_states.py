@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.errors import CorruptBlob
-from headrace_schemas.arrays import pack_float32
+from headrace_schemas.values.arrays import pack_float32
 from headrace_trainer.lineage.store import LineageStore
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_store import replace_state

@@ -7,7 +7,7 @@ import pytest
 
 from headrace_collector.trajectories import build_trajectory
 from headrace_schemas import Experience, Grammar, Sampling, Turn
-from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat, grammar_of
+from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat, grammar_of
 from headrace_trainer.batches.batch import Row
 from tests.support.streams import START
 from tests.support.turns import after, ask, tool, user

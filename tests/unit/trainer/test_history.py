@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.experiences.history import History, PublishedVersion
 
 REF = BlobRef(uri="file:///x", sha256="0" * 64, size=1)

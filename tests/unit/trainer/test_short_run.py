@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Checkpoint, Experience
-from headrace_schemas.controls import ShortRun
+from headrace_schemas.programs.replay import ShortRun
 from headrace_trainer.lineage.versions import weight_digests
 from headrace_trainer.offline.short_run import ShortTraining
 from headrace_trainer.settings import TrainerSettings

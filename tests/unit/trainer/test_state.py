@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace_schemas import Restored, TrainingMetrics, TrainingOutcome, Undone
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare

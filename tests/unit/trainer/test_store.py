@@ -12,8 +12,7 @@ import pytest
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.records import Records
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import BlobRef, Fingerprint
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.saved import Pointer, Saved
 from headrace_trainer.lineage.store import LineageStore, LineageTaken

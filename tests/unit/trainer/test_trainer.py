@@ -14,7 +14,7 @@ from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.torch_learner import learner as learners

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import FINGERPRINT_TOKENS, VersionCache, fingerprint_tokens
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_schemas.values.blobs import BlobRef, Fingerprint, Manifest
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings

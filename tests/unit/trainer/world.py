@@ -16,10 +16,10 @@ from headrace_runtime.pausing import DeadLetterLimiter
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.model_event import Decision
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.report import Reporter

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace_schemas.gate import Play
+from headrace_schemas.programs.gate import Play
 from tests.docs.fences import fences
 from trinity_bench.bench import write_files
 from trinity_bench.configuration import Job, plays_timeout_s

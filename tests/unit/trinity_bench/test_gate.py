@@ -13,7 +13,7 @@ import pytest
 
 from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
-from headrace_schemas.gate import Play
+from headrace_schemas.programs.gate import Play
 from tests.support.processes import naming, wait_until
 from tests.unit.trinity_bench import stand_in
 

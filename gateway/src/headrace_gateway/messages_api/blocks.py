@@ -21,8 +21,8 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, JsonValue, Vali
 
 from headrace_gateway.chat_messages import MEDIA_PARTS
 from headrace_gateway.request_context import RequestContext, context_of
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import JsonObject
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import JsonObject
 
 Json = dict[str, JsonValue]
 _PARAGRAPH = "\n\n"

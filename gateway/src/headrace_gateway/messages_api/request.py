@@ -17,9 +17,9 @@ from headrace_gateway.messages_api.blocks import Json, MessageParam, SystemConte
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import PROMPT_MESSAGES_MAX, JsonObject
-from headrace_schemas.text import closest
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX, JsonObject
+from headrace_schemas.values.text import closest
 
 REFUSED: dict[str, str] = {
     "mcp_servers": "the gateway calls no tools; connect them in the client",

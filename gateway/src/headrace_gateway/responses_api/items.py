@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationIn
 from headrace_gateway.chat_messages import MEDIA_PARTS
 from headrace_gateway.request_context import context_of
 from headrace_gateway.responses_api.tools import RequestTool, chat_name
-from headrace_schemas.base import LongText, Model, Text
+from headrace_schemas.values.base import LongText, Model, Text
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 """Types of parts that are text. A tuple: the `type` that a caller sends need not be hashable."""

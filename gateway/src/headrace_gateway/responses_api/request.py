@@ -17,9 +17,9 @@ from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_gateway.responses_api.items import Item, Json, MessageItem, ReferenceItem, ToolsItem, messages_of
 from headrace_gateway.responses_api.tools import RequestTool, ToolSet
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import JsonObject
-from headrace_schemas.plain_values import none_if_empty
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import JsonObject
+from headrace_schemas.values.plain_values import none_if_empty
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),

@@ -11,7 +11,7 @@ from headrace_gateway.admission import Admission
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import headers_of
 from headrace_gateway.response_store import CallerResponses, ResponseStore
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from pydantic_core import from_json
 
 from headrace_gateway.chat_messages import says_something
 from headrace_gateway.request_context import RequestContext
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import JsonObject
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import JsonObject
 
 Json = dict[str, JsonValue]
 _CUSTOM_PARAMETERS: Json = {

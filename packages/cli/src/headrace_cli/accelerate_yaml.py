@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.practice.arguments import real_number, whole_number
 from headrace_cli.trinity_yaml.conversion import read
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "auto"}
 """fp16 becomes bfloat16 where the device multiplies it: as fast, and no gradient underflows."""

@@ -15,7 +15,7 @@ from rich.errors import MarkupError
 from rich.segment import Segment
 from rich.text import Text
 
-from headrace_schemas.text import printable_lines
+from headrace_schemas.values.text import printable_lines
 
 _LOG_WIDTH = 200
 _LENGTH_MAX = 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headrace_schemas.text import printable_lines
+from headrace_schemas.values.text import printable_lines
 
 INK, LINE, FAINT, WRONG = "#1f2933", "#0b7285", "#868e96", "#c92a2a"
 

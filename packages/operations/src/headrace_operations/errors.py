@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schemas.errors import HeadraceError
+from headrace_schemas.values.errors import HeadraceError
 
 
 class NotRunning(HeadraceError):

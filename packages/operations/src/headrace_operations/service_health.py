@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from headrace_operations.supervisor.health import failed_checks, get
 from headrace_operations.supervisor.state import RunState, ServiceState, Status
-from headrace_schemas.source_api import SourceList, SourceState
-from headrace_schemas.stack_access import key_for
+from headrace_schemas.http.source_api import SourceList, SourceState
+from headrace_schemas.http.stack_access import key_for
 
 TIMEOUT_S = 3.0
 ALIVE = "yes"

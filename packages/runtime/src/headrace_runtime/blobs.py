@@ -24,7 +24,7 @@ from headrace_runtime import disk, liveness
 from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, copy_durably, sync_folder, write_draft
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 
 _SCRATCH = "scratch"
 _PIECE_BYTES = 4 << 20

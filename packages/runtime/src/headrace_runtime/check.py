@@ -15,7 +15,7 @@ from typing import Any
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.services import SERVICES
 from headrace_runtime.settings import Common
-from headrace_schemas.text import is_storable
+from headrace_schemas.values.text import is_storable
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
 """Check of a single service. It returns one sentence per problem and may also raise a `HeadraceError`."""

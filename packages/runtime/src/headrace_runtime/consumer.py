@@ -18,7 +18,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import BatchDecoder, Record
 from headrace_schemas import Event
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 
 log = get_logger(__name__)
 E_co = TypeVar("E_co", bound=Event)

@@ -17,7 +17,7 @@ from headrace_runtime import disk
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.sqlite_driver import Driver
-from headrace_schemas.redaction import HIDDEN
+from headrace_schemas.values.errors import HIDDEN
 
 _BUSY_TIMEOUT_MS = 30_000
 _CHECKPOINT_PAGES = 200

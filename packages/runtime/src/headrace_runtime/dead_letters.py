@@ -16,9 +16,9 @@ from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter
-from headrace_schemas.base import utcnow
-from headrace_schemas.names import decode_name
-from headrace_schemas.text import storable
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.ids import decode_name
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _HEADERS_MAX = 64

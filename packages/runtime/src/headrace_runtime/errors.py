@@ -1,16 +1,16 @@
-"""Exceptions of services. Their base class and `InvalidEvent` are in `headrace_schemas.errors`."""
+"""Exceptions of services. Their base class and `InvalidEvent` are in `headrace_schemas.values.errors`."""
 
 from __future__ import annotations
 
-from headrace_schemas import redaction
-from headrace_schemas.errors import HeadraceError, InvalidEvent
+from headrace_schemas.values import errors
+from headrace_schemas.values.errors import HeadraceError, InvalidEvent
 
 
 class SettingError(HeadraceError):
     """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2 (P11)."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"setting {name} = {redaction.redacted_value(name, value)}: {remedy}")
+        super().__init__(f"setting {name} = {errors.redacted_value(name, value)}: {remedy}")
         self.name = name
 
     def __reduce__(self) -> tuple[object, ...]:

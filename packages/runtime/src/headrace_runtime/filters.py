@@ -1,8 +1,8 @@
 """Line input and output of filter programs, which read events and write results as lines, without the bus.
 
-A line consists of a word, a space and JSON (`headrace_schemas.replay`). The caller of a filter must read and write
-concurrently. A filter starts like a service (`headrace_runtime.main`), with the same settings, and logs to standard
-error.
+A line consists of a word, a space and JSON (`headrace_schemas.programs.replay`). The caller of a filter must read and
+write concurrently. A filter starts like a service (`headrace_runtime.main`), with the same settings, and logs to
+standard error.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_schemas import Event
-from headrace_schemas.base import problems_of
-from headrace_schemas.text import storable
+from headrace_schemas.values.base import problems_of
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 TRIES = 3

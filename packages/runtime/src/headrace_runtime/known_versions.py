@@ -13,8 +13,8 @@ from headrace_runtime.settings import BusSettings
 from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import Record
 from headrace_schemas import Checkpoint, Routing
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.ingest import KnownModels
+from headrace_schemas.rules.ingest import KnownModels
+from headrace_schemas.values.blobs import BlobRef
 
 _VERSIONS_MAX = 100_000
 """Maximum number of remembered versions of one model. Beyond it the oldest are forgotten."""

@@ -12,8 +12,8 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from headrace_runtime import tracing
 from headrace_runtime.settings import LogSettings
-from headrace_schemas.redaction import Redactor
-from headrace_schemas.text import printable, printable_lines
+from headrace_schemas.values.errors import Redactor
+from headrace_schemas.values.text import printable, printable_lines
 
 _TEXT_LENGTH_MAX = 8_000
 _TRACEBACK_LENGTH_MAX = 32_000

@@ -28,7 +28,7 @@ from headrace_runtime.private_files import private_folder
 from headrace_runtime.registries import PluginError
 from headrace_runtime.settings import Common, ServiceSettings, complete, load
 from headrace_runtime.settings_table import CONFIG_VARIABLE
-from headrace_schemas.redaction import is_secret
+from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
 _OWNER_ALONE = 0o077

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
-from headrace_schemas.user_text import decode_text, read_user_text
+from headrace_schemas.values.text import decode_text, read_user_text
 
 _HEADER_BYTES_MAX = 100_000_000
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_schemas import Reward
-from headrace_schemas.sources import giver_of
-from headrace_schemas.text import printable
+from headrace_schemas.values.sources import giver_of
+from headrace_schemas.values.text import printable
 
 _REVISION_MAX = 1_000_000_000
 """Highest revision of external producers, so that later revisions of a service still fit the database."""

@@ -23,7 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from headrace_runtime.errors import HeadraceError
-from headrace_schemas.text import closest
+from headrace_schemas.values.text import closest
 
 PREFIX = "headrace."
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from headrace_runtime import services, settings_table
 from headrace_runtime.errors import SettingError
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.registries import PluginError
-from headrace_schemas.text import closest
+from headrace_schemas.values.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
 """Headrace's own services. A container image has one of them, and its settings file has the sections of all."""

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from headrace_runtime import web
 from headrace_runtime.settings import Common
-from headrace_schemas.redaction import HIDDEN, is_secret, redacted
+from headrace_schemas.values.errors import HIDDEN, is_secret, redacted
 
 
 def settings_route(service: str, settings: BaseModel, common: Common) -> Route:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.errors import SettingError
-from headrace_schemas.redaction import is_secret
-from headrace_schemas.text import is_storable
-from headrace_schemas.user_text import decode_text
+from headrace_schemas.values.errors import is_secret
+from headrace_schemas.values.text import decode_text, is_storable
 
 _INTEGER_MAX = 2**63 - 1
 ENV_PREFIX = "HEADRACE_"

@@ -7,10 +7,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from headrace_runtime.settings import Section
-from headrace_schemas.base import Text
-from headrace_schemas.bounds import Score
-from headrace_schemas.source_patterns import fits
-from headrace_schemas.text import printable
+from headrace_schemas.values.base import Text
+from headrace_schemas.values.bounds import Score
+from headrace_schemas.values.sources import fits
+from headrace_schemas.values.text import printable
 
 
 class SourceValues(Section):

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.errors import CorruptBlob
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 
 FINGERPRINT_TOKENS = 48
 TOKENIZER_FILE = "tokenizer.json"

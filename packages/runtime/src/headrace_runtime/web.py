@@ -28,9 +28,9 @@ from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings, is_loopback
 from headrace_runtime.web_guard import WebGuard
-from headrace_schemas.names import decode_name, decode_path, decode_segment
-from headrace_schemas.redaction import redacted
-from headrace_schemas.text import closest, printable
+from headrace_schemas.values.errors import redacted
+from headrace_schemas.values.ids import decode_name, decode_path, decode_segment
+from headrace_schemas.values.text import closest, printable
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 CheckResult = bool | str
@@ -164,13 +164,13 @@ def require_internal_key(request: Request, common: Common) -> None:
 
 
 def header_of(request: Request, name: str) -> str:
-    """Return a header's value, decoded as in `headrace_schemas.names`, or an empty string without the header."""
+    """Return a header's value, decoded as in `headrace_schemas.values.ids`, or an empty string without the header."""
     raw_name = name.lower().encode("ascii")
     return next((decode_name(value) for header, value in request.headers.raw if header == raw_name), "")
 
 
 def parameters_of(request: Request, *names: str) -> dict[str, str]:
-    """Return the query parameters of a request, decoded as in `headrace_schemas.names`.
+    """Return the query parameters of a request, decoded as in `headrace_schemas.values.ids`.
 
     Raises:
         Refused: a parameter is not one of `names` or has two different values (status 400).
@@ -207,7 +207,7 @@ class _StorableNames:
 
 
 def _with_exact_paths(application: ASGIApp) -> ASGIApp:
-    """Return `application` with paths that are decoded as in `headrace_schemas.names`."""
+    """Return `application` with paths that are decoded as in `headrace_schemas.values.ids`."""
 
     async def exact(scope: Scope, receive: Receive, send: Send) -> None:
         raw: bytes = scope.get("raw_path") or b""

@@ -14,11 +14,10 @@ from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_runtime.json_bounds import more_values_than
 from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import Event, Reward
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.envelope import Envelope, Headers, is_own
-from headrace_schemas.ids import derived_id
-from headrace_schemas.records import parse_record
-from headrace_schemas.text import storable
+from headrace_schemas.events.envelope import Envelope, Headers, is_own, parse_record
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.text import storable
 
 _MISSING_BLOB_WAIT_S = 2.0
 """Time after which a new blob is visible in every store."""

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from headrace.errors import Unreachable
-from headrace_schemas.stack_access import login_for
+from headrace_schemas.http.stack_access import login_for
 
 
 def client_options(bus: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from headrace.errors import UsageError
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
-from headrace_schemas.catalog import AliasesRequest, AliasMove
-from headrace_schemas.registry_api import ModelState
+from headrace_schemas.http.catalog import AliasesRequest, AliasMove
+from headrace_schemas.http.registry_api import ModelState
 
 
 @dataclass(frozen=True)

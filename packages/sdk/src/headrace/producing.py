@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from headrace.bus_access import client_options, unreachable
 from headrace.errors import UsageError
 from headrace_schemas import Event
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaProducer

@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from headrace.errors import Unreachable
 from headrace.retries import Retries, send_with_retries
-from headrace_schemas.base import Model
-from headrace_schemas.catalog import WHO_HEADER
-from headrace_schemas.registry_api import (
+from headrace_schemas.http.catalog import WHO_HEADER
+from headrace_schemas.http.registry_api import (
     HoldRequest,
     ModelList,
     ModelState,
@@ -23,8 +22,9 @@ from headrace_schemas.registry_api import (
     VersionState,
     WithdrawRequest,
 )
-from headrace_schemas.stack_access import key_for
-from headrace_schemas.text import printable
+from headrace_schemas.http.stack_access import key_for
+from headrace_schemas.values.base import Model
+from headrace_schemas.values.text import printable
 
 if TYPE_CHECKING:
     import httpx2
@@ -124,7 +124,8 @@ class ModelRegistry:
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
         """Send a request to any page of the interface and parse its response as `model`.
 
-        `headrace_schemas.catalog` and `headrace_schemas.registry_api` define the bodies of requests and responses.
+        `headrace_schemas.http.catalog` and `headrace_schemas.http.registry_api` define the bodies of requests and
+        responses.
         """
         content = body.model_dump_json().encode() if body else None
         safe = quote(path, safe=_PATH_SAFE)

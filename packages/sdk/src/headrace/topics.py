@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from headrace.bus_access import client_options, unreachable
 from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_schemas import Event
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import sequence_of
-from headrace_schemas.names import decode_name
-from headrace_schemas.records import parse_record
-from headrace_schemas.text import printable
+from headrace_schemas.events.envelope import parse_record, sequence_of
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.ids import decode_name
+from headrace_schemas.values.text import printable
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Finite, LongText, Model, Text
-from headrace_schemas.bounds import INT32, SAMPLING, Int64, JsonObject
+from headrace_schemas.values.base import Finite, LongText, Model, Text
+from headrace_schemas.values.bounds import INT32, SAMPLING, Int64, JsonObject
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]

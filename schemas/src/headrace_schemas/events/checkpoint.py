@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Sha256, Text, Version
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.bounds import INT32, INT64
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.base import Event, Finite, LongText, Model, ModelName, Sha256, Text, Version
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.bounds import INT32, INT64
+from headrace_schemas.values.ids import derived_id
 
 DropReason = Literal[
     "stale",

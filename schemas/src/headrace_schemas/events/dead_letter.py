@@ -1,15 +1,15 @@
-"""Events of `dead-letters`: complete records that could not be processed, with the reason."""
+"""Events of `dead-letters`: refused records, and of `dead-letter-decisions`: operators' decisions about them."""
 
 from __future__ import annotations
 
 import base64
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from headrace_schemas.base import Event, LongText, Text
-from headrace_schemas.bounds import INT32, INT64
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.base import Event, LongText, Text
+from headrace_schemas.values.bounds import INT32, INT64
+from headrace_schemas.values.ids import derived_id
 
 
 def _check_base64(value: str) -> str:
@@ -61,3 +61,41 @@ class DeadLetter(Event):
     @property
     def key(self) -> str:
         return self.source_key or self.source_id
+
+
+RETRY_HEADER = "ce_retryof"
+"""Header of a record that was put back onto its topic, with the id of its dead letter."""
+
+
+class DeadLetterDecision(Event):
+    """A decision about a dead letter. The newest one is valid; earlier ones stay as history.
+
+    A letter without a decision is open. `retried` is sent once the record is back on its topic, so a crash in between
+    leaves the letter open. A second retry is harmless, because the record keeps its id.
+    """
+
+    topic: ClassVar[str] = "dead-letter-decisions"
+    type: ClassVar[str] = "headrace.dead-letter-decision.v1"
+
+    dead_letter_id: Text
+    """`event_id` of the `DeadLetter`."""
+    number: Annotated[int, Field(ge=1), INT32]
+    """Number of this decision among the decisions about the letter. It stays the same if the decision is sent twice."""
+    action: Literal["retried", "discarded"]
+    reason: LongText | None = None
+    """The reason, which is required for `discarded`."""
+    by: Text | None = None
+
+    @model_validator(mode="after")
+    def _discarded_for_a_reason(self) -> Self:
+        if self.action == "discarded" and not self.reason:
+            raise ValueError("reason: is required to discard a dead letter")
+        return self
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("dead-letter-decision", self.dead_letter_id, self.number, self.action)
+
+    @property
+    def key(self) -> str:
+        return self.dead_letter_id

@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text
-from headrace_schemas.bounds import INT32, Total
 from headrace_schemas.events.chat import Message
 from headrace_schemas.events.trajectory import Branch
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text
+from headrace_schemas.values.bounds import INT32, Total
+from headrace_schemas.values.ids import derived_id
 
 NoReward = Literal["no_reward", "required_source_missing", "withdrawn"]
 

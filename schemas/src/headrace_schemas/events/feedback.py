@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace_schemas.base import Event, SessionKey, Text, Timestamp
-from headrace_schemas.bounds import CONTEXT_KEYS_MAX, INT32, JsonObject
 from headrace_schemas.events.opinion import Opinion, rule_error
-from headrace_schemas.ids import derived_id, key_of_response, session_key
+from headrace_schemas.values.base import Event, SessionKey, Text, Timestamp
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, JsonObject
+from headrace_schemas.values.ids import derived_id, key_of_response, session_key
 
 SESSIONS_MAX = 4096
 """Maximum number of sessions of one run. Its feedback lists at least one turn of each."""

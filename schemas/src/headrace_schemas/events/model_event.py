@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Share, Text, Version
-from headrace_schemas.bounds import INT32
+from headrace_schemas.values.base import Event, Finite, LongText, Model, ModelName, Share, Text, Version
+from headrace_schemas.values.bounds import INT32
 
 STATISTICS_MAX = 64
 Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", "skipped", "rolled_back", "withdrawn"]

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace_schemas.base import LongText, Model, Text
-from headrace_schemas.bounds import Score
 from headrace_schemas.events.chat import Message
-from headrace_schemas.ids import derived_id
-from headrace_schemas.sources import refusal_of
-from headrace_schemas.text import printable
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import Score
+from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.sources import refusal_of
+from headrace_schemas.values.text import printable
 
 Kind = Literal["value", "edit", "preference"]
 Level = Literal["response", "turn", "session", "task"]

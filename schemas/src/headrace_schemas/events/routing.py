@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.base import (
+from headrace_schemas.values.base import (
     AliasName,
     Event,
     Finite,
@@ -19,9 +19,9 @@ from headrace_schemas.base import (
     Timestamp,
     Version,
 )
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.bounds import INT32
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.bounds import INT32
+from headrace_schemas.values.ids import derived_id
 
 Alias = Literal["champion", "canary", "previous"]
 
@@ -44,7 +44,7 @@ class Arm(Model):
 
 
 class TrafficSplit(Model):
-    """Division of the units of a model by `headrace_schemas.assignment`.
+    """Division of the units of a model by `headrace_schemas.rules.assignment`.
 
     It applies to calls that name the model or its champion, not to calls that name a version or evaluate.
     """
@@ -147,7 +147,7 @@ class Replica(Event):
     resumes: bool = False
     """Whether it can continue an answer that another replica began (`headrace_resume`)."""
     scores: bool = False
-    """Whether it serves logprobs of given answers (`headrace_schemas.scoring`)."""
+    """Whether it serves logprobs of given answers (`headrace_schemas.http.replica_api`)."""
     grammars: tuple[Text, ...] = Field(default=(), max_length=16)
     """The request fields whose constraints it enforces: `response_format`, `tool_choice`."""
     signature: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""

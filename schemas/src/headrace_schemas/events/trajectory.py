@@ -1,4 +1,7 @@
-"""Events of `trajectories`: closed sessions as token sequences with masks."""
+"""Events of `trajectories`: closed sessions as token sequences with masks.
+
+Collector, gateway and the account share the rule that decides which turns are left out of training.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.arrays import SampledLogprobs, TokenIds
-from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
-from headrace_schemas.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
 from headrace_schemas.events.chat import FinishReason, Message, Tool
 from headrace_schemas.events.turn import Purpose, SubAgent
-from headrace_schemas.ids import derived_id
+from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
+from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
+from headrace_schemas.values.ids import derived_id
 
 EndReason = Literal["end_call", "feedback", "commit", "idle", "limit", "ingest"]
 LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
@@ -167,3 +170,34 @@ class Trajectory(Event):
         """The text of the model's last message, or an empty string without one."""
         last = self.messages[-1] if self.messages else None
         return last.text if last is not None and last.role == "assistant" else ""
+
+
+def left_out_reason(turn: Turn) -> LeftOutReason | None:
+    """Return the reason why the turn cannot be in a branch, or None if it can.
+
+    The reason `retried` is missing here, because only a later turn reveals a retry.
+    """
+    if not turn.delivered:
+        return "undelivered"
+    if not any(choice.token_ids for choice in turn.choices):
+        return "empty"
+    return None if turn.sampling.untruncated else "truncated_sampling"
+
+
+def left_out(turn: Turn, reason: LeftOutReason) -> LeftOut:
+    """Return the `left_out` entry of a trajectory for the turn.
+
+    Sampling can be truncated in several ways. `detail` names a grammar, which the client may not have requested itself.
+    """
+    has_grammar = reason == "truncated_sampling" and turn.sampling.grammar is not None
+    return LeftOut(turn_id=turn.turn_id, reason=reason, version=turn.version, detail="grammar" if has_grammar else None)
+
+
+def untrained_reason(turn: Turn) -> str | None:
+    """Return the reason why feedback about the turn is not trained, as the account names it, or None if it may be."""
+    if turn.purpose == "eval":
+        return "eval"
+    if turn.untrained is not None:
+        return turn.untrained
+    reason = left_out_reason(turn)
+    return None if reason is None else left_out(turn, reason).full_reason

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.arrays import SampledLogprobs, TokenIds
-from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
-from headrace_schemas.bounds import INT32
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
+from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
+from headrace_schemas.values.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
+from headrace_schemas.values.bounds import INT32
 
 SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
 Purpose = Literal["train", "eval"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from headrace_schemas.errors import HeadraceError
+from headrace_schemas.values.errors import HeadraceError
 
 
 class Code(IntEnum):

@@ -37,7 +37,7 @@ def _batch(broker: Broker, lost: LostRange) -> bytes:
     from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
     from headrace_schemas import DeadLetter
-    from headrace_schemas.envelope import Envelope
+    from headrace_schemas.events.envelope import Envelope
 
     event = DeadLetter(
         time=broker.clock.now(),

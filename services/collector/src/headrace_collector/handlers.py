@@ -20,10 +20,10 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.processor import Handling
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Event, Feedback, SessionEnd, Turn
-from headrace_schemas.arrays import MAX_LENGTH
-from headrace_schemas.bounds import PROMPT_MESSAGES_MAX
-from headrace_schemas.ids import key_of_response, session_key
-from headrace_schemas.text import printable
+from headrace_schemas.values.arrays import MAX_LENGTH
+from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX
+from headrace_schemas.values.ids import key_of_response, session_key
+from headrace_schemas.values.text import printable
 
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 """Topics whose earlier records an end must not overtake. Feedback may list the turns of a run, so an end waits for it,

@@ -24,7 +24,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import Feedback, Turn
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 log = get_logger(__name__)
 _CLOSED_MAX = 1000

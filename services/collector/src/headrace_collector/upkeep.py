@@ -19,8 +19,8 @@ from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_rows, delete_batch
 from headrace_runtime.wire import Record
 from headrace_schemas import Event, Feedback
-from headrace_schemas.envelope import Envelope
-from headrace_schemas.ids import key_of_response
+from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.values.ids import key_of_response
 
 _SURPLUS_AT_ONCE_MAX = 500
 _TARGETS_AT_ONCE_MAX = 50

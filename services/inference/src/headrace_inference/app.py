@@ -34,8 +34,8 @@ from headrace_runtime.settings import Common
 from headrace_runtime.versions import VersionCache
 from headrace_runtime.worker_threads import WorkerThreads
 from headrace_schemas import Replica
-from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
-from headrace_schemas.base import utcnow
+from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
+from headrace_schemas.values.base import utcnow
 
 log = get_logger(__name__)
 SERVICE = "inference"

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from headrace_inference.errors import PromptEmpty, TokenOutOfVocabulary
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Manifest
-from headrace_schemas.resume import FIELD as RESUME
-from headrace_schemas.scoring import TokensToScore
+from headrace_schemas.http.replica_api import RESUME_FIELD as RESUME
+from headrace_schemas.http.replica_api import TokensToScore
+from headrace_schemas.values.blobs import Manifest
 
 Finish = Literal["stop", "length"]
 

@@ -22,9 +22,8 @@ from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import LoadedVersion, Probe, Routing, ServedVersion
-from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.routing import Alias, LoadState
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import BlobRef, Manifest
 
 log = get_logger(__name__)
 _ERROR_LENGTH_MAX = 2000

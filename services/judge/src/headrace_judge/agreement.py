@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import read_user_text
 
 SCORES = range(SCALE_MIN, SCALE_MAX + 1)
 Score = Annotated[int, Field(ge=SCALE_MIN, le=SCALE_MAX)]

@@ -15,10 +15,10 @@ from headrace_judge.metrics import CALL_SECONDS, CALLS, TOKENS
 from headrace_judge.prompts import ChatMessage
 from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
-from headrace_schemas.base import utcnow
-from headrace_schemas.ids import key_of_response, uuid7
-from headrace_schemas.redaction import redacted
-from headrace_schemas.text import printable, storable
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.errors import redacted
+from headrace_schemas.values.ids import key_of_response, uuid7
+from headrace_schemas.values.text import printable, storable
 
 OWN_SESSIONS = "headrace-judge-"
 """Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""

@@ -22,8 +22,8 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.ids import derived_id
-from headrace_schemas.text import printable
+from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.text import printable
 
 
 class PairwiseComparisons:

@@ -35,7 +35,7 @@ from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.stream_service import StreamService
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event, Reward, Trajectory
-from headrace_schemas.replay import JudgedLine
+from headrace_schemas.programs.replay import JudgedLine
 
 _BATCH_MAX = 50
 _WAITING_MAX = 200

@@ -18,7 +18,7 @@ from headrace_judge.settings import JudgeSettings
 from headrace_runtime.jobs import Jobs, kind_of_tenant
 from headrace_runtime.processor import Handling
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.ids import derived_id, tenant_name
+from headrace_schemas.values.ids import derived_id, tenant_name
 
 _TENANTS_MAX = 64
 

@@ -10,7 +10,7 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN, Rubric
-from headrace_schemas.text import printable, storable
+from headrace_schemas.values.text import printable, storable
 
 REASON_CHARS_MAX = 4_000
 _ESCAPES = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')

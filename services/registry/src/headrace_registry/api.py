@@ -24,7 +24,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
 from headrace_runtime.web import parameters_of
 from headrace_schemas import Replica
-from headrace_schemas.registry_api import (
+from headrace_schemas.http.registry_api import (
     HoldRequest,
     ModelList,
     PinRequest,

@@ -18,7 +18,7 @@ from headrace_registry.transition import Transition
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event
-from headrace_schemas.registry_api import ModelState
+from headrace_schemas.http.registry_api import ModelState
 
 Work = Callable[[AsyncConnection, datetime, Transition], Awaitable[str | None]]
 """Changes the state, or raises `Refused`. Returns the detail that the audit log stores besides the request."""

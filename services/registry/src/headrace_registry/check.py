@@ -10,7 +10,7 @@ from headrace_registry.settings import GateRaySettings, RegistrySettings
 from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
 
 VERSION = "check@000000000000"
 _CHECK_S = 60.0

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from headrace_registry.records import TrialResult
 from headrace_registry.trial import Trial
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
 
 T = TypeVar("T")
 _SEEDS = 2**31

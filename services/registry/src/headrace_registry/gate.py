@@ -1,4 +1,5 @@
-"""Runs the gate's program: a program of the user that plays held-out tasks on request (`headrace_schemas.gate`)."""
+"""Runs the gate's program: a program of the user that plays held-out tasks on request
+(`headrace_schemas.programs.gate`)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_runtime.program_digest import program_digest
 from headrace_runtime.program_environment import program_environment
-from headrace_schemas.gate import Play, Played, Tasks
+from headrace_schemas.programs.gate import Play, Played, Tasks
 
 T = TypeVar("T")
 _CHUNK = 65_536

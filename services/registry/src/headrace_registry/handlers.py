@@ -12,7 +12,7 @@ from headrace_runtime.errors import CorruptBlob, MissingBlob
 from headrace_runtime.processor import Handling
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint, Event
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 
 class CheckpointHandler:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.web import require_internal_key
-from headrace_schemas.base import Model
+from headrace_schemas.values.base import Model
 
 _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000

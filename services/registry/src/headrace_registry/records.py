@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 
 State = Literal["registered", "probing", "evaluating", "canary", "promoted", "held", "rejected", "skipped", "withdrawn"]
 """registered → probing → evaluating → (canary →) promoted, or rejected; held when its rollout ended without a verdict;

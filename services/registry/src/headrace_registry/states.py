@@ -10,7 +10,7 @@ from headrace_registry import probe, store
 from headrace_registry.catalog import queries
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_schemas import ModelEvent, Replica
-from headrace_schemas.registry_api import ModelState, VersionState
+from headrace_schemas.http.registry_api import ModelState, VersionState
 
 _TROUBLE_LENGTH_MAX = 4096
 

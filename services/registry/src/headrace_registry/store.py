@@ -14,7 +14,7 @@ from headrace_registry.rollouts import rollout_store
 from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import ModelEvent, RolloutStep
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 
 
 async def model_names(tx: AsyncConnection) -> list[str]:

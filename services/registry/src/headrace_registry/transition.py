@@ -32,9 +32,9 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Checkpoint, Event, ModelEvent, RolloutStep
 from headrace_schemas.events.model_event import STATISTICS_MAX, Decision
-from headrace_schemas.ids import uuid7
-from headrace_schemas.manifest import Manifest
-from headrace_schemas.text import storable
+from headrace_schemas.values.blobs import Manifest
+from headrace_schemas.values.ids import uuid7
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _NAME_LENGTH_MAX = 512

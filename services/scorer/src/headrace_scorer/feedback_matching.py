@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
-from headrace_schemas.bounds import merge_contexts
+from headrace_schemas.values.bounds import merge_contexts
 
 
 @dataclass(frozen=True, slots=True)

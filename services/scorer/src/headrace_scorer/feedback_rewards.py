@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 from headrace_scorer import feedback_matching, ledger, store
 from headrace_scorer.feedback_entries import EntryKey, FeedbackEntry, entries_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback

@@ -14,7 +14,7 @@ from headrace_runtime.isolation import each
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_schemas.events.opinion import values_of
-from headrace_schemas.sources import owner_of
+from headrace_schemas.values.sources import owner_of
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback

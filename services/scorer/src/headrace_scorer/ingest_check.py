@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.wire import Received
 from headrace_schemas import Trajectory
-from headrace_schemas.envelope import OWN_SOURCE
-from headrace_schemas.ingest import OWN_END_REASON, KnownModels, find_objection
+from headrace_schemas.events.envelope import OWN_SOURCE
+from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection
 
 Lookup = Callable[[str], Awaitable[KnownModels]]
 """Function that returns the known models, with the vocabulary of the named one. It may raise `Unavailable`."""

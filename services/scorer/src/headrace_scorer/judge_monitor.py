@@ -18,7 +18,7 @@ from headrace_runtime.isolation import each
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Event, Trajectory
-from headrace_schemas.source_patterns import fits_any
+from headrace_schemas.values.sources import fits_any
 from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement, alarm_at
 from headrace_scorer.drift_settings import DriftSettings

@@ -17,7 +17,7 @@ from headrace_runtime.processor import Processor
 from headrace_runtime.settings import Common
 from headrace_runtime.web import parameters_of, require_internal_key
 from headrace_schemas import Event
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 from headrace_scorer import judge_monitor
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.learned import store

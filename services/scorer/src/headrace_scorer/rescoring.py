@@ -26,8 +26,8 @@ from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
-from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_scorer import feedback_matching, ledger, scores, store
 from headrace_scorer.answer_remarks import Corrections, source_reward
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of

@@ -11,8 +11,8 @@ from headrace_runtime.program_environment import VariableName
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_runtime.source_values import SourceValues
-from headrace_schemas.bounds import WEIGHT_MAX
-from headrace_schemas.source_patterns import fits
+from headrace_schemas.values.bounds import WEIGHT_MAX
+from headrace_schemas.values.sources import fits
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings

@@ -19,7 +19,7 @@ from headrace_runtime.upsert import insert_new, upsert
 from headrace_runtime.wire import Record
 from headrace_runtime.worker_threads import run_off_loop
 from headrace_schemas import DeadLetter, Feedback, Trajectory
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns

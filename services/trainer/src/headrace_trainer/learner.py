@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from headrace_runtime.errors import HeadraceError
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 
 GRADIENT_FACTOR = "token_weight"

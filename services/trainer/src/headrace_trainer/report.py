@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, STOPPED, VERSION_NUMBER
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_runtime import liveness
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.learner import OPTIMIZER, VERSION, WEIGHTS
 
 _PIECE_BYTES = 4 << 20

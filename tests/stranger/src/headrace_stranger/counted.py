@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_stranger.metrics import ROWS
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, Copy, Learner, StepResult

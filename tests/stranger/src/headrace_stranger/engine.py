@@ -14,7 +14,7 @@ from headrace_inference.engines import EngineKind
 from headrace_inference.errors import UnknownVersion
 from headrace_runtime.settings import Section
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 
 class ParrotSettings(Section):

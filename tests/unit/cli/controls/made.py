@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from headrace_schemas import Branch, Experience, RewardPart, Span
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 
 VERSION = "m@000000000000"
 

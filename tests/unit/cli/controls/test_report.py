@@ -9,8 +9,8 @@ from hashlib import sha256
 from headrace_operations.controls.kinds import CONTROLS, FLIPPED, RANDOM, SHUFFLED, STILL, TRUE, Control, alone
 from headrace_operations.controls.report import Report, Run
 from headrace_schemas import Checkpoint
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.controls import ShortRun
+from headrace_schemas.programs.replay import ShortRun
+from headrace_schemas.values.blobs import BlobRef
 from headrace_statistics.clustered_means import Score
 
 PLAYS = 400

@@ -15,7 +15,7 @@ from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_operations.evaluation import asking, gate_program, runner
 from headrace_operations.evaluation.runner import EvaluationOptions, evaluate
 from headrace_operations.evaluation.tasks import EvaluationTask, read
-from headrace_schemas.gate import Played, Tasks
+from headrace_schemas.programs.gate import Played, Tasks
 
 VERSION = "m@0123456789abcdef"
 Answer = Callable[[dict[str, Any]], dict[str, Any] | int]

@@ -14,7 +14,7 @@ from headrace_operations.jobs.from_topics import replay_request, source_topic
 from headrace_operations.jobs.job import Job, RowOptions, prepare
 from headrace_operations.jobs.journal import JobJournal, lock_job
 from headrace_operations.jobs.recipe import flatten_settings, read
-from headrace_schemas.base import utcnow
+from headrace_schemas.values.base import utcnow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

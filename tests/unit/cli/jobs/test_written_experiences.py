@@ -8,7 +8,7 @@ from typing import Any
 from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.written_experiences import experiences, row_order
 from headrace_schemas import Experience
-from headrace_schemas.written import WrittenBranch, WrittenSpan
+from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
 
 TIME = datetime(2026, 1, 1, tzinfo=UTC)
 VERSION = "m@0123456789abcdef"

@@ -16,7 +16,7 @@ from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_schemas import Experience
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.envelope import Envelope
 from tests.support.account_events import experience
 
 

@@ -16,7 +16,7 @@ from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request, make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.services import ServiceInfo
-from headrace_schemas.replay import DryRunBatch, DryRunLine
+from headrace_schemas.programs.replay import DryRunBatch, DryRunLine
 
 
 def request(lineage: str = "again", topic: str = "experiences", **options: Any) -> Request:

@@ -12,8 +12,7 @@ import pytest
 from headrace_inference.errors import UnknownVersion
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import ServedVersion
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.unit.inference.conftest import Models, Stored
 from tests.unit.inference.test_fleet import Rig
 

@@ -14,9 +14,8 @@ from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import WHO_HEADER
-from headrace_schemas.manifest import File
+from headrace_schemas.http.catalog import WHO_HEADER
+from headrace_schemas.values.blobs import BlobRef, File
 from tests.support import weightless
 from tests.unit.registry.rig import Rig
 

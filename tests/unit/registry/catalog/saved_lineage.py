@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_schemas import Checkpoint, TrainingMetrics
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.lineage.saved import Saved, Tensors

@@ -13,7 +13,7 @@ from headrace_registry.leader import LostLeadership
 from headrace_registry.tables import LEASE
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Routing
-from headrace_schemas.catalog import AuditList
+from headrace_schemas.http.catalog import AuditList
 from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
 
 

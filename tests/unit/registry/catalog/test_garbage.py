@@ -14,9 +14,8 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import GarbageReport
-from headrace_schemas.manifest import File
+from headrace_schemas.http.catalog import GarbageReport
+from headrace_schemas.values.blobs import BlobRef, File
 from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace_schemas import Routing
-from headrace_schemas.manifest import File
-from headrace_schemas.registry_api import VersionList
+from headrace_schemas.http.registry_api import VersionList
+from headrace_schemas.values.blobs import File
 from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL, loaded
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace_schemas import Routing
-from headrace_schemas.catalog import NoteList
-from headrace_schemas.registry_api import VersionList
+from headrace_schemas.http.catalog import NoteList
+from headrace_schemas.http.registry_api import VersionList
 from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 

@@ -17,8 +17,8 @@ from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.adaptive_split import Estimate, probabilities_of_best, share_parts
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_schemas import Routing
-from headrace_schemas.assignment import assign_unit
 from headrace_schemas.events.routing import Arm, TrafficSplit
+from headrace_schemas.rules.assignment import assign_unit
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
 

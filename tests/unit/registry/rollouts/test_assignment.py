@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_schemas.assignment import Allotment, Split, unit_position
+from headrace_schemas.rules.assignment import Allotment, Split, unit_position
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
@@ -20,7 +20,7 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 def test_assignment_depends_on_unit_and_salt_alone() -> None:
     """The number was written down when this was first run."""
-    code = "from headrace_schemas.assignment import unit_position; print(unit_position('salt', 'session-1'))"
+    code = "from headrace_schemas.rules.assignment import unit_position; print(unit_position('salt', 'session-1'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == str(unit_position("salt", "session-1")) == "13685434627358417567/18446744073709551616"
     assert unit_position("salt", "session-1") != unit_position("pepper", "session-1")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace_schemas import ModelEvent, RolloutStep, Routing, ServedVersion
-from headrace_schemas.assignment import assign_unit
-from headrace_schemas.base import utcnow
-from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.routing import Arm, TrafficSplit
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import BlobRef
 from tests.rollouts import checks
 from tests.rollouts.visitors import Call, key_of
 

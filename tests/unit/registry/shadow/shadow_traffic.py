@@ -15,7 +15,8 @@ from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.recording import ScorableAnswer
 from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
-from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn, ids
+from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn
+from headrace_schemas.values import ids
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary
 

@@ -14,8 +14,9 @@ from sqlalchemy import select
 from headrace_registry.rollout_tables import EVENTS, READINGS, SESSIONS, UNITS
 from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.settings import RolloutSettings
-from headrace_schemas import ModelEvent, UnitAssignment, ids
-from headrace_schemas.assignment import assign_unit
+from headrace_schemas import ModelEvent, UnitAssignment
+from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.values import ids
 from tests.support.marks import postgres_is_long
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import steps

@@ -13,7 +13,7 @@ import typer
 
 from headrace.errors import UsageError
 from headrace_cli.commands.shared import DataDir, command, echo, running
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 

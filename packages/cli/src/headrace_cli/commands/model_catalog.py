@@ -12,8 +12,8 @@ from headrace_cli.commands.model_options import Name, RegistryOptions, VersionNa
 from headrace_cli.commands.shared import AsJson, Config, command, console, echo_json, table
 
 if TYPE_CHECKING:
-    from headrace_schemas.blobs import BlobRef
-    from headrace_schemas.registry_api import ModelState
+    from headrace_schemas.http.registry_api import ModelState
+    from headrace_schemas.values.blobs import BlobRef
 
 Folder = Annotated[
     Path, typer.Argument(help="Folder of a model in Hugging Face's layout or of a PEFT adapter.", metavar="FOLDER")
@@ -134,7 +134,7 @@ def serve(name: Name, version: VersionName, why: Why = "", *, registry: Registry
 
     Clients call it as MODEL@DIGEST or MODEL:LABEL. The first served version of an untrained model becomes its champion.
     """
-    from headrace_schemas.catalog import ServeRequest
+    from headrace_schemas.http.catalog import ServeRequest
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -144,7 +144,7 @@ def serve(name: Name, version: VersionName, why: Why = "", *, registry: Registry
 
 def unserve(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
     """Unload a version that is served because of `serve`."""
-    from headrace_schemas.catalog import ServeRequest
+    from headrace_schemas.http.catalog import ServeRequest
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -172,7 +172,7 @@ def alias(
 
     Clients call it as MODEL:ALIAS. The version of an alias is served and cannot be retired.
     """
-    from headrace_schemas.catalog import AliasesRequest, AliasMove
+    from headrace_schemas.http.catalog import AliasesRequest, AliasMove
 
     with registry.open() as api:
         if expect is None:
@@ -197,7 +197,7 @@ def tag(
     registry: RegistryOptions,
 ) -> None:
     """Add tags to a version or remove them."""
-    from headrace_schemas.catalog import TagsRequest
+    from headrace_schemas.http.catalog import TagsRequest
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -211,7 +211,7 @@ def note(
     name: Name, version: VersionName, text: Annotated[str, typer.Argument(metavar="TEXT")], *, registry: RegistryOptions
 ) -> None:
     """Add a note to a version. Notes cannot be changed."""
-    from headrace_schemas.catalog import NoteRequest
+    from headrace_schemas.http.catalog import NoteRequest
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -221,7 +221,7 @@ def note(
 
 def notes(name: Name, version: VersionName, *, registry: RegistryOptions) -> None:
     """List the notes of a version."""
-    from headrace_schemas.catalog import NoteList
+    from headrace_schemas.http.catalog import NoteList
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -232,7 +232,7 @@ def notes(name: Name, version: VersionName, *, registry: RegistryOptions) -> Non
 
 def retire(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
     """Retire a version for good. Refused if it is served or has a role, an alias or a pin."""
-    from headrace_schemas.catalog import RetireRequest
+    from headrace_schemas.http.catalog import RetireRequest
 
     with registry.open() as api:
         full = full_name(api, name, version)
@@ -253,7 +253,7 @@ def collect(
 
     Manifests are kept, so that a version can always be explained.
     """
-    from headrace_schemas.catalog import GarbageReport, GarbageRequest
+    from headrace_schemas.http.catalog import GarbageReport, GarbageRequest
 
     with registry.open() as api:
         report = api.ask("POST", "/v1/garbage", GarbageReport, GarbageRequest(dry_run=not really, why=why))
@@ -278,7 +278,7 @@ def audit(
     """List changes with author, time and reason. `proved` is the owner of the key, `who` is the stated author."""
     from urllib.parse import urlencode
 
-    from headrace_schemas.catalog import AuditList
+    from headrace_schemas.http.catalog import AuditList
 
     parameters = {"limit": limit, "model": name, "before": before}
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
@@ -316,7 +316,7 @@ def _environ(registry: RegistryOptions, config: Path | None) -> dict[str, str]:
 
 
 def _state() -> type[ModelState]:
-    from headrace_schemas.registry_api import ModelState
+    from headrace_schemas.http.registry_api import ModelState
 
     return ModelState
 

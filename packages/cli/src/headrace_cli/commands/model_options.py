@@ -11,7 +11,7 @@ from headrace_cli.commands.shared import DataDir, InternalKey, load_stack_token,
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
-    from headrace_schemas.registry_api import VersionState
+    from headrace_schemas.http.registry_api import VersionState
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from headrace_cli.commands.shared import AsJson, Commands, command, console, ech
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
-    from headrace_schemas.registry_api import ModelState, VersionState
+    from headrace_schemas.http.registry_api import ModelState, VersionState
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Manage models, their versions, aliases and promotion.")

@@ -46,7 +46,7 @@ class RangeOptions:
             UsageError: `since` or `until` is not a time.
         """
         from headrace.topics import Range
-        from headrace_schemas.ids import session_key
+        from headrace_schemas.values.ids import session_key
 
         return Range(
             topic,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from headrace_operations.guard import Finding
     from headrace_operations.supervisor import RunState
     from headrace_operations.turn_account import TurnAccount
-    from headrace_schemas.registry_api import ModelState
-    from headrace_schemas.source_api import SourceState
+    from headrace_schemas.http.registry_api import ModelState
+    from headrace_schemas.http.source_api import SourceState
 
 _SUSPENDED_S = 10.0
 """The supervisor checks every second; after this time without a check its state file is out of date."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from headrace_operations.jobs.check_report import CheckReport, PreviewRow
     from headrace_operations.jobs.runner import JobResult
-    from headrace_schemas.written import WrittenBranch
+    from headrace_schemas.programs.models import WrittenBranch
 
 _REFUSALS_PRINTED_MAX = 20
 _TRAINED, _CONTEXT = "bold black on green", "dim"

@@ -142,7 +142,7 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 
 def _print_summary(state: RunState) -> None:
-    from headrace_schemas.stack_access import token_file
+    from headrace_schemas.http.stack_access import token_file
 
     out = console()
     rows = [

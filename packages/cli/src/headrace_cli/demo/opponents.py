@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.registry import ModelRegistry
 from headrace_operations.catalog import importing
 from headrace_operations.errors import StartFailed
-from headrace_schemas.importing import StoredLine
+from headrace_schemas.programs.models import StoredLine
 
 _SERVED_S_MAX = 120.0
 _POLL_S = 0.2

@@ -16,8 +16,7 @@ from headrace.errors import UsageError
 from headrace.stack.connection import model_name
 from headrace_cli.trinity_yaml.keys import KEYS, Unconvertible
 from headrace_operations.toml_text import toml
-from headrace_schemas.text import printable, printable_lines
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import printable, printable_lines, read_user_text
 
 
 @dataclass

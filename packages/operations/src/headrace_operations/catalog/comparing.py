@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_schemas.manifest import Fingerprint, Manifest
-from headrace_schemas.registry_api import VersionState
+from headrace_schemas.http.registry_api import VersionState
+from headrace_schemas.values.blobs import Fingerprint, Manifest
 
 _VALUE_LENGTH_MAX = 200
 _SCORES = ("score", "difference", "anchor_difference", "tasks")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.topics import fetch
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.importing import MANIFEST_FILE
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.programs.models import MANIFEST_FILE
+from headrace_schemas.values.blobs import BlobRef, Manifest
 
 
 def fetch_manifest(ref: BlobRef) -> Manifest:

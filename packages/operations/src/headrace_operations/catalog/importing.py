@@ -9,11 +9,11 @@ from typing import TypeVar
 from headrace.errors import HeadraceError
 from headrace.registry import ModelRegistry
 from headrace_operations.replay.program import start_program
-from headrace_schemas.base import Model
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import RegisterRequest
-from headrace_schemas.importing import FolderLine, MergedLine, MergeLine, StoredLine
-from headrace_schemas.registry_api import ModelState
+from headrace_schemas.http.catalog import RegisterRequest
+from headrace_schemas.http.registry_api import ModelState
+from headrace_schemas.programs.models import FolderLine, MergedLine, MergeLine, StoredLine
+from headrace_schemas.values.base import Model
+from headrace_schemas.values.blobs import BlobRef
 
 M = TypeVar("M", bound=Model)
 _SERVICE = "inference"

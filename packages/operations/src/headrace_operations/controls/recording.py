@@ -9,8 +9,8 @@ from pathlib import Path
 from headrace.errors import UsageError
 from headrace.topics import Range, connected
 from headrace_schemas import Experience
-from headrace_schemas.errors import InvalidEvent
-from headrace_schemas.user_text import decode_text
+from headrace_schemas.values.errors import InvalidEvent
+from headrace_schemas.values.text import decode_text
 
 
 async def from_bus(bus: str, topic_range: Range) -> list[Experience]:

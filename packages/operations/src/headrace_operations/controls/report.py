@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_operations.controls.kinds import TRUE, Control
-from headrace_schemas.controls import ShortRun
+from headrace_schemas.programs.replay import ShortRun
 from headrace_statistics.clustered_means import Mean, Score, difference, mean
 
 

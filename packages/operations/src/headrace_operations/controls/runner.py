@@ -19,7 +19,7 @@ from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import start_program
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_schemas import Checkpoint, Experience
-from headrace_schemas.controls import Measure, Measured, ShortRun
+from headrace_schemas.programs.replay import Measure, Measured, ShortRun
 from headrace_statistics.clustered_means import Score
 
 Tick = Callable[[str, int, int], None]

@@ -12,9 +12,9 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Topics, connected, event_of
 from headrace_operations.dead_letters.reading import Cut, Letter, Selection, check_ids, cut, read
 from headrace_schemas import DeadLetterDecision, Event
-from headrace_schemas.base import utcnow
-from headrace_schemas.envelope import SEQUENCE_HEADER
-from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
+from headrace_schemas.events.dead_letter import RETRY_HEADER
+from headrace_schemas.events.envelope import SEQUENCE_HEADER
+from headrace_schemas.values.base import utcnow
 
 TABLES = frozenset({"replicas", "routing"})
 """Compacted topics: an old record would replace the newest one."""

@@ -11,7 +11,7 @@ from typing import Literal
 from headrace.errors import UsageError
 from headrace.topics import Range, Topics
 from headrace_schemas import DeadLetter, DeadLetterDecision
-from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
+from headrace_schemas.events.dead_letter import RETRY_HEADER
 
 State = Literal["open", "retried", "discarded"]
 

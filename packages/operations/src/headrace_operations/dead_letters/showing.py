@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace_operations.dead_letters.reading import Letter
-from headrace_schemas.text import printable_lines
+from headrace_schemas.values.text import printable_lines
 
 _HEX_BYTES_MAX = 4096
 

@@ -10,7 +10,7 @@ from typing import Any
 from headrace_operations.evaluation.asking import Playthrough
 from headrace_operations.evaluation.task_metrics import TaskMetric
 from headrace_operations.evaluation.tasks import EvaluationTask
-from headrace_schemas.linear_pattern import fits_whole
+from headrace_schemas.values.linear_pattern import fits_whole
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _EDGES = " \t\n.!?,;:'\"`*()[]{}$"

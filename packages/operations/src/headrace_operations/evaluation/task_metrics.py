@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation.asking import Playthrough
 from headrace_operations.evaluation.tasks import EvaluationTask
 from headrace_runtime.registries import PluginError, Registry
-from headrace_schemas.plain_values import plain_number
+from headrace_schemas.values.plain_values import plain_number
 
 Compute = Callable[[EvaluationTask, Playthrough], object]
 """Custom function; its result is validated."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 
 from headrace.errors import UsageError
-from headrace_schemas.written import WrittenBranch
+from headrace_schemas.programs.models import WrittenBranch
 
 REFUSALS_LISTED_MAX = 1000
 _PRINTED_MAX = 10

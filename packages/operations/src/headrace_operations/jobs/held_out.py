@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_operations.jobs.sources import RowFile
 from headrace_runtime.parent_death import bound_to_parent
-from headrace_schemas.gate import Tasks
+from headrace_schemas.programs.gate import Tasks
 
 SHINGLE_WORDS = 13
 """Number of consecutive words that count as a leak (arXiv:2005.14165, appendix C)."""

@@ -17,8 +17,8 @@ from pydantic import Field
 from headrace.errors import UsageError
 from headrace_operations.jobs.job import PreparedJob
 from headrace_runtime import whole_file
-from headrace_schemas.base import Model, Sha256, Timestamp, Version
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.base import Model, Sha256, Timestamp, Version
+from headrace_schemas.values.blobs import BlobRef
 
 
 class JobJournal(Model):

@@ -40,7 +40,7 @@ from headrace_operations.jobs.journal import JobJournal
 from headrace_operations.jobs.runner import JobResult
 from headrace_runtime.program_environment import VariableName
 from headrace_runtime.settings_table import parse_toml
-from headrace_schemas.importing import MANIFEST_FILE
+from headrace_schemas.programs.models import MANIFEST_FILE
 
 Tick = Callable[[str, int, int], None]
 

@@ -23,7 +23,7 @@ from headrace_operations.jobs.journal import JobJournal, lock_job
 from headrace_operations.replay import copying, training
 from headrace_operations.replay.offering import offer
 from headrace_schemas import Checkpoint
-from headrace_schemas.replay import topic_prefix
+from headrace_schemas.programs.replay import topic_prefix
 
 Tick = Callable[[str, int, int], None]
 

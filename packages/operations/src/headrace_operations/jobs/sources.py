@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_operations.jobs.rows import BadRow
-from headrace_schemas.user_text import decode_text, is_utf_16, read_user_text
+from headrace_schemas.values.text import decode_text, is_utf_16, read_user_text
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES_MAX = 64 << 20

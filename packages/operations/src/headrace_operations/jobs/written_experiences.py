@@ -14,8 +14,8 @@ from headrace_operations.jobs.checking import CheckedRow
 from headrace_schemas import Branch, Experience
 from headrace_schemas.events.experience import PreferenceSide
 from headrace_schemas.events.trajectory import Span
-from headrace_schemas.ids import derived_id, session_key
-from headrace_schemas.written import WrittenBranch
+from headrace_schemas.programs.models import WrittenBranch
+from headrace_schemas.values.ids import derived_id, session_key
 
 _TENANT = "default"
 _SIDES = ("chosen", "rejected")

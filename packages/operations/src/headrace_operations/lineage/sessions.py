@@ -11,7 +11,7 @@ from headrace.topics import Range
 from headrace_operations.lineage.contents import RevisionKey
 from headrace_operations.lineage.reading import Reader
 from headrace_schemas import Experience, TrainingMetrics, TrainingOutcome, Trajectory
-from headrace_schemas.ids import session_key
+from headrace_schemas.values.ids import session_key
 
 REVISIONS_MAX = 100_000
 """Maximum number of experience revisions of one session."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.topics import Range, Topics
 from headrace_schemas import BatchRecord, TrainingMetrics
-from headrace_schemas.replay import RecordedBatch, recorded_batches
+from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
 
 
 @dataclass(frozen=True, slots=True)

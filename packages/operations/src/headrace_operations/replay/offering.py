@@ -9,8 +9,8 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import connected, fetch
 from headrace_operations.replay.training import checkpoints
 from headrace_schemas import Checkpoint
-from headrace_schemas.manifest import Manifest
-from headrace_schemas.replay import topic_prefix
+from headrace_schemas.programs.replay import topic_prefix
+from headrace_schemas.values.blobs import Manifest
 
 
 async def offer(bus: str, lineage: str, version: str | None = None) -> Checkpoint:

@@ -17,10 +17,9 @@ from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import DATAREF_HEADER, Envelope, is_blob_reference
-from headrace_schemas.records import parse_record
-from headrace_schemas.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
+from headrace_schemas.events.envelope import DATAREF_HEADER, Envelope, is_blob_reference, parse_record
+from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
+from headrace_schemas.values.blobs import BlobRef
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace_schemas.replay import DryRunLine, JudgedLine, ScoredLine
+from headrace_schemas.programs.replay import DryRunLine, JudgedLine, ScoredLine
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request
 from headrace_runtime import whole_file
-from headrace_schemas.replay import DryRunLine
+from headrace_schemas.programs.replay import DryRunLine
 
 
 class CopyState(BaseModel):

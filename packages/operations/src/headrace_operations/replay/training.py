@@ -15,7 +15,7 @@ from headrace_operations.replay.program import failure_reason, service_module
 from headrace_operations.replay.request import Request
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
-from headrace_schemas.replay import DryRunBatch, DryRunLine
+from headrace_schemas.programs.replay import DryRunBatch, DryRunLine
 
 _POLL_INTERVAL_S = 0.5
 _USAGE = 2

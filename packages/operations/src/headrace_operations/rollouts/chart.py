@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_runtime.rollout_picture import Point, margin, points
-from headrace_schemas.rollout_api import RolloutState
+from headrace_schemas.http.rollout_api import RolloutState
 
 
 def draw_lines(rollout: RolloutState, metric: str, *, width: int = 72, height: int = 15) -> list[str]:

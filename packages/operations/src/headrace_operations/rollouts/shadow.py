@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schemas.rollout_api import RolloutState
+from headrace_schemas.http.rollout_api import RolloutState
 
 
 def lines(rollout: RolloutState) -> list[str]:

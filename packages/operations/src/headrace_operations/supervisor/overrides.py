@@ -16,7 +16,7 @@ from headrace_operations.toml_text import toml
 from headrace_runtime import settings_table
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.settings_table import CONFIG_VARIABLE, variable_of
-from headrace_schemas.stack_access import BusLogin, login_for, remember_login
+from headrace_schemas.http.stack_access import BusLogin, login_for, remember_login
 
 
 class Overrides:

@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace_operations.errors import NotRunning
 from headrace_runtime import whole_file
 from headrace_runtime.private_files import data_folder, owner_alone, private_folder
-from headrace_schemas.stack_access import remember_stack
+from headrace_schemas.http.stack_access import remember_stack
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05

@@ -19,7 +19,7 @@ from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.process import Limits, ManagedProcess
 from headrace_operations.supervisor.state import Lock, RunState, touch
 from headrace_runtime.services import ServiceInfo
-from headrace_schemas.stack_access import BusLogin, make_token, remember_key, remember_login
+from headrace_schemas.http.stack_access import BusLogin, make_token, remember_key, remember_login
 
 _TICK_S = 0.05
 _TOUCH_S = 1.0

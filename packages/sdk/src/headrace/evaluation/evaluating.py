@@ -12,7 +12,7 @@ from headrace.errors import UsageError
 from headrace.practice.agents import run_in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack
-from headrace_schemas.plain_values import plain_number
+from headrace_schemas.values.plain_values import plain_number
 from headrace_statistics.intervals import interval
 
 Measure = Callable[[Any, Any], float | bool | Awaitable[float | bool | None] | None]

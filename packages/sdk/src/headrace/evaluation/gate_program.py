@@ -15,7 +15,7 @@ from headrace.evaluation.evaluating import Measure, measure_value
 from headrace.practice.runs import Play as PlayFunction
 from headrace.practice.runs import Run
 from headrace.stack import Addresses, Stack
-from headrace_schemas.gate import Play, Played, Tasks
+from headrace_schemas.programs.gate import Play, Played, Tasks
 
 
 def serve_gate(

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.hello_agents.rewards import KINDS
 from headrace.practice.arguments import real_number, whole_number, yes_or_no
-from headrace_schemas.text import closest, printable
+from headrace_schemas.values.text import closest, printable
 
 DATA = ("dataset", "split", "max_samples")
 SETTINGS: dict[str, tuple[str, Callable[[str, Any], object]]] = {

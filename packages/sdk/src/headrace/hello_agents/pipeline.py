@@ -10,8 +10,7 @@ from typing import Any
 from headrace.errors import HeadraceError, UsageError
 from headrace.hello_agents.parameters import DATA
 from headrace.hello_agents.tool import RLTrainingTool
-from headrace_schemas.text import printable
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import printable, read_user_text
 
 _SECTIONS = {"model", "sft", "grpo", "eval"}
 _SET_BY_PIPELINE = {"action", "algorithm", "model_name", "model_path"}

@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.arguments import check_names, real_number
-from headrace_schemas.plain_values import plain_number
-from headrace_schemas.text import printable
+from headrace_schemas.values.plain_values import plain_number
+from headrace_schemas.values.text import printable
 
 RewardCallable = Callable[..., Sequence[float]]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -15,7 +15,7 @@ from headrace.practice.agents import text_of
 from headrace.stack import stack_for
 from headrace.stack.connection import ENTERED, support
 from headrace.stack.offline import train_rows
-from headrace_schemas.plain_values import plain_number
+from headrace_schemas.values.plain_values import plain_number
 
 
 class RewardFunction:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace_schemas.plain_values import plain_number, plain_value
-from headrace_schemas.text import closest, printable
+from headrace_schemas.values.plain_values import plain_number, plain_value
+from headrace_schemas.values.text import closest, printable
 
 
 def check_names(

@@ -10,8 +10,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.arguments import check_unchanged
-from headrace_schemas.text import printable
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import printable, read_user_text
 
 _SUFFIXES = (".jsonl", ".json")
 _PROBLEMS_MAX = 5

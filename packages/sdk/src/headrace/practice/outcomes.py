@@ -11,7 +11,8 @@ from headrace.errors import Unreachable
 from headrace.stack import Stack
 from headrace.stack.following import Follower
 from headrace.topics import Topics, connected
-from headrace_schemas import Experience, TrainingMetrics, Trajectory, Turn, ids
+from headrace_schemas import Experience, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.values import ids
 
 _POLL_S = 0.2
 _NAMED_MAX = 3

@@ -16,8 +16,8 @@ from headrace.practice.agents import run_in_thread
 from headrace.practice.arguments import check_names, real_number, score
 from headrace.sessions import Purpose, new_id
 from headrace.stack import Stack
-from headrace_schemas.ids import derived_id
-from headrace_schemas.plain_values import describe_error, plain_number, plain_value
+from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value
 
 Play = Callable[[Any, "Run"], Awaitable[Any] | Any]
 """Function that plays one run of the agent on a task. `Run.result` stores its result, and `Run.error` its exception."""

@@ -8,7 +8,7 @@ import string
 import unicodedata
 from collections.abc import Sequence
 
-from headrace_schemas.linear_pattern import fits_whole
+from headrace_schemas.values.linear_pattern import fits_whole
 
 Expected = str | float | Sequence[str | float]
 """The right answer, or several right answers."""
@@ -71,7 +71,7 @@ def follows(answer: str, pattern: str | re.Pattern[str]) -> float:
             back-references. A compiled `re.Pattern` is trusted, and Python matches it with its flags.
 
     Raises:
-        ValueError: `pattern` cannot be matched in linear time; see `headrace_schemas.linear_pattern`.
+        ValueError: `pattern` cannot be matched in linear time; see `headrace_schemas.values.linear_pattern`.
     """
     if isinstance(pattern, re.Pattern):
         return float(pattern.fullmatch(answer.strip()) is not None)

@@ -28,10 +28,10 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.producing import Outgoing, Producer, producing
 from headrace.topics import event_of
 from headrace_schemas import Reward, RewardResult, Trajectory
-from headrace_schemas.base import utcnow
-from headrace_schemas.errors import InvalidEvent
 from headrace_schemas.events.reward import Outcome
-from headrace_schemas.plain_values import describe_error, plain_number
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.errors import InvalidEvent
+from headrace_schemas.values.plain_values import describe_error, plain_number
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord

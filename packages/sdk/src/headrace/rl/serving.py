@@ -17,8 +17,8 @@ from headrace.practice.blocking import blocking
 from headrace.practice.collecting import collect_run
 from headrace.stack import current
 from headrace.stack.arms import arm_means
-from headrace_schemas.registry_api import ModelState
-from headrace_schemas.text import printable
+from headrace_schemas.http.registry_api import ModelState
+from headrace_schemas.values.text import printable
 
 _WAIT_S = 300.0
 _DAY_S = 86_400.0

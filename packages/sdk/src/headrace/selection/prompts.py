@@ -17,7 +17,7 @@ from headrace.practice.blocking import blocking
 from headrace.practice.data_sets import check_schedule, rows_of
 from headrace.tuner.configs import PromptTuneConfig
 from headrace.tuner.functions import called, check_judge_function, check_prompt_workflow
-from headrace_schemas.text import printable
+from headrace_schemas.values.text import printable
 
 LEVELS = ("light", "medium", "heavy")
 

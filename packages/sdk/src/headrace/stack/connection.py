@@ -18,9 +18,9 @@ from headrace.async_client import AsyncClient
 from headrace.client import Client
 from headrace.errors import ApiError, UsageError
 from headrace.retries import Retries, send_with_retries
-from headrace_schemas.catalog import ServeRequest
-from headrace_schemas.registry_api import ModelState
-from headrace_schemas.stack_access import key_for
+from headrace_schemas.http.catalog import ServeRequest
+from headrace_schemas.http.registry_api import ModelState
+from headrace_schemas.http.stack_access import key_for
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from headrace.topics import Range, Topics
 from headrace_schemas import Event
-from headrace_schemas.names import decode_name
+from headrace_schemas.values.ids import decode_name
 
 E = TypeVar("E", bound=Event)
 

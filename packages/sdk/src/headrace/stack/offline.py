@@ -13,7 +13,7 @@ from headrace.errors import UsageError
 from headrace.practice.blocking import blocking
 from headrace.sessions import new_id
 from headrace.stack.connection import Stack, support
-from headrace_schemas.plain_values import plain_json
+from headrace_schemas.values.plain_values import plain_json
 
 
 def train_rows(

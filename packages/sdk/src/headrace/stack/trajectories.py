@@ -9,7 +9,8 @@ from headrace.errors import UsageError
 from headrace.practice.blocking import blocking
 from headrace.stack.following import Follower
 from headrace.topics import connected
-from headrace_schemas import Trajectory, ids
+from headrace_schemas import Trajectory
+from headrace_schemas.values import ids
 
 _POLL_S = 0.1
 

@@ -11,7 +11,8 @@ from headrace.practice.blocking import blocking
 from headrace.practice.runs import SOLO, Run
 from headrace.stack.following import Follower
 from headrace.topics import connected
-from headrace_schemas import Turn, ids
+from headrace_schemas import Turn
+from headrace_schemas.values import ids
 
 
 @dataclass(slots=True)

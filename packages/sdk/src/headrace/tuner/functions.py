@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace_schemas.plain_values import plain_number, plain_value
+from headrace_schemas.values.plain_values import plain_number, plain_value
 
 _OPTIONAL = ("auxiliary_models", "logger")
 

@@ -21,7 +21,7 @@ from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.grammar.vocabulary import VocabularyUnreadable, read_vocabulary
 from headrace_runtime.errors import Refused
-from headrace_schemas.answer_form import RESPONSE_FORMAT
+from headrace_schemas.http.answer_form import RESPONSE_FORMAT
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from headrace_inference.chat.parsers import Parsers
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
-from headrace_schemas.answer_form import (
+from headrace_schemas.http.answer_form import (
     RESPONSE_FORMAT,
     TOOL_CHOICE,
     NamedTool,

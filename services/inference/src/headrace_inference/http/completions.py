@@ -20,11 +20,10 @@ from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.errors import Refused
 from headrace_runtime.worker_threads import WorkerThreads
-from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
-from headrace_schemas.resume import FIELD as RESUME
-from headrace_schemas.resume import ResumedChoice
-from headrace_schemas.scoring import TokensToScore
+from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
+from headrace_schemas.http.replica_api import RESUME_FIELD as RESUME
+from headrace_schemas.http.replica_api import ResumedChoice, TokensToScore
 
 _LOGPROB_BYTES = 100
 """Approximate size of one token's logprob in a response."""

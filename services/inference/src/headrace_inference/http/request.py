@@ -11,11 +11,11 @@ from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
-from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
-from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
-from headrace_schemas.plain_values import none_if_empty, stop_strings
-from headrace_schemas.resume import Resume, ResumedChoice
+from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
+from headrace_schemas.http.replica_api import Resume, ResumedChoice
+from headrace_schemas.values.base import Finite, Model, Text
+from headrace_schemas.values.plain_values import none_if_empty, stop_strings
 
 _TOP_LOGPROBS_MAX = 20
 _STOPS_MAX = 16

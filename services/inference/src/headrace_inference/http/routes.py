@@ -25,8 +25,7 @@ from headrace_runtime import tracing, web
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.worker_threads import WorkerThreads
-from headrace_schemas.scheduling import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER
-from headrace_schemas.scoring import ScoredAnswers, ScoreRequest
+from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER, ScoredAnswers, ScoreRequest
 
 _SESSION_LENGTH_MAX = 64
 
@@ -106,7 +105,7 @@ class Api:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _logprobs(self, request: Request) -> Response:
-        """Respond with the logprobs of given answers (`headrace_schemas.scoring`)."""
+        """Respond with the logprobs of given answers (`headrace_schemas.http.replica_api`)."""
         web.require_internal_key(request, self._common)
         body = await _body(request, self._limits.body_bytes_max)
         score_request = await self._worker_threads.run(len(body), partial(_score_request, body))
@@ -145,7 +144,7 @@ class Api:
 
 
 def _share_of(request: Request) -> Share:
-    """Return the session and the purpose of a call that the gateway forwards (`headrace_schemas.scheduling`).
+    """Return the session and the purpose of a call that the gateway forwards (`headrace_schemas.http.replica_api`).
 
     The salt is in the body of the request.
     """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace_inference.errors import VersionUnusable
 from headrace_runtime import versions
-from headrace_schemas.manifest import Manifest
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.blobs import Manifest
+from headrace_schemas.values.text import read_user_text
 
 CONFIG = "adapter_config.json"
 _VERSION = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}$")

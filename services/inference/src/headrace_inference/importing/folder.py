@@ -22,8 +22,8 @@ from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused
 from headrace_runtime.model_folder import find_folder_problems
-from headrace_schemas.importing import MANIFEST_FILE, FolderLine, StoredLine
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
+from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 
 _LINEAGE = "registered"
 _DUMMY = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))

@@ -13,7 +13,7 @@ from headrace_inference.errors import VersionUnusable
 from headrace_inference.importing import native
 from headrace_runtime import versions
 from headrace_runtime.blobs import BlobStore
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.blobs import BlobRef
 
 
 def merge(blobs: BlobStore, adapter: BlobRef, base: BlobRef, target: Path) -> None:

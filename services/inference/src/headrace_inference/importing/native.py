@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.torch_engine.loader import check_whole
 from headrace_runtime.versions import fingerprint_tokens
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 
 
 def fingerprint_of(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:

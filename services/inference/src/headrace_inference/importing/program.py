@@ -10,7 +10,7 @@ from headrace_inference.settings import InferenceSettings
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
-from headrace_schemas.importing import FolderLine, MergedLine, MergeLine
+from headrace_schemas.programs.models import FolderLine, MergedLine, MergeLine
 
 
 async def run(common: Common, settings: InferenceSettings) -> None:

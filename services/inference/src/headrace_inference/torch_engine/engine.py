@@ -24,8 +24,8 @@ from headrace_inference.torch_engine.scoring import score
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_inference.torch_engine.worker import Worker
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Manifest
-from headrace_schemas.scoring import TokensToScore
+from headrace_schemas.http.replica_api import TokensToScore
+from headrace_schemas.values.blobs import Manifest
 
 _MIB = 2**20
 

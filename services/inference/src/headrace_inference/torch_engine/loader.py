@@ -23,7 +23,7 @@ from headrace_inference.torch_engine.forward import ATTENTION
 from headrace_inference.torch_engine.kv import KVShape
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.program import Programs, share, tensors_of
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
 """Rotary embeddings that depend on the longest sequence in the batch, so that rows would affect each other."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headrace_inference.torch_engine.kv import KVShape
 from headrace_inference.torch_engine.program import Program
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import torch
 
 from headrace_inference.torch_engine.forward import run
 from headrace_inference.torch_engine.model import Model
-from headrace_schemas.scoring import TokensToScore
+from headrace_schemas.http.replica_api import TokensToScore
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from headrace_inference.errors import VersionUnusable
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import read_user_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NEUTRAL: dict[str, tuple[object, ...]] = {

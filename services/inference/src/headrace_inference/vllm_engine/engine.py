@@ -27,7 +27,7 @@ from headrace_inference.vllm_engine.requests import refuse_unsupported, request_
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
 _REASON_LENGTH_MAX = 500

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from headrace_schemas import Probe
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 
 LogprobFunction = Callable[[Sequence[int], int], Awaitable[float]]
 """Function that returns the logprob at temperature 1 of a token after a prompt."""

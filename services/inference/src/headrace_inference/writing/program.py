@@ -1,4 +1,4 @@
-"""Filter that tokenizes written conversations (`headrace_schemas.written`). It uses no weights and no bus."""
+"""Filter that tokenizes written conversations (`headrace_schemas.programs.models`). It uses no weights and no bus."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from headrace_inference.writing.tokens import ConversationWriter, Unwritable
 from headrace_runtime import versions
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Fingerprint, Manifest
-from headrace_schemas.user_text import read_user_text
-from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
+from headrace_schemas.programs.models import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
+from headrace_schemas.values.text import read_user_text
 
 _PLACEHOLDER = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
 _UNBOUNDED = 1 << 30

@@ -24,7 +24,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_runtime.chat_messages import argument_value, template_message
 from headrace_runtime.errors import HeadraceError, Refused
 from headrace_schemas import Message, Tool
-from headrace_schemas.written import WrittenBranch, WrittenSpan
+from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
 
 _TEXT_LENGTH_MAX = 60
 

@@ -16,7 +16,7 @@ from headrace_registry.tables import ALIASES
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_schemas.catalog import AliasMove
+from headrace_schemas.http.catalog import AliasMove
 
 ROLES = frozenset(("champion", "canary", "previous", "candidate", "anchor"))
 """Names that only the registry's own decisions move."""

@@ -23,7 +23,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common
 from headrace_runtime.web import parameters_of
-from headrace_schemas.catalog import (
+from headrace_schemas.http.catalog import (
     AliasesRequest,
     AuditList,
     GarbageRequest,
@@ -34,7 +34,7 @@ from headrace_schemas.catalog import (
     ServeRequest,
     TagsRequest,
 )
-from headrace_schemas.registry_api import VersionList
+from headrace_schemas.http.registry_api import VersionList
 
 _NUMBER_MAX = 2**63 - 1
 VersionChange = Callable[[AsyncConnection, datetime, Transition, ModelRecord, VersionRecord], Awaitable[str | None]]

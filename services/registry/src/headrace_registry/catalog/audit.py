@@ -14,8 +14,8 @@ from headrace_registry.tables import AUDIT
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.settings import Common
 from headrace_runtime.web import header_of
-from headrace_schemas.catalog import WHO_HEADER, AuditEntry
-from headrace_schemas.text import printable
+from headrace_schemas.http.catalog import WHO_HEADER, AuditEntry
+from headrace_schemas.values.text import printable
 
 _WHO_LENGTH_MAX = 200
 

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.tables import ALIASES, NOTES, TAGS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
-from headrace_schemas.catalog import NOTES_MAX, Note
+from headrace_schemas.http.catalog import NOTES_MAX, Note
 
 
 async def aliases(tx: AsyncConnection, model: str) -> dict[str, str]:

@@ -18,8 +18,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Manifest
+from headrace_schemas.values.blobs import BlobRef, File, Manifest
 
 _HASHED_BYTES_MAX = 16 * 2**20
 

@@ -13,7 +13,7 @@ from headrace_registry.tables import NOTES, TAGS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_runtime.upsert import upsert
-from headrace_schemas.catalog import NOTES_MAX
+from headrace_schemas.http.catalog import NOTES_MAX
 
 TAGS_MAX = 64
 """Largest number of tags of one version."""

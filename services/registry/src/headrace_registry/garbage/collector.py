@@ -28,8 +28,8 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
-from headrace_schemas.catalog import GarbageReport
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.http.catalog import GarbageReport
+from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
 RETIRED_MAX = 1000

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
 from headrace_runtime.records import Records
-from headrace_schemas.base import Version
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.base import Version
+from headrace_schemas.values.blobs import BlobRef
 
 _FOLDER = "lineages"
 _SHARED = 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.catalog import CollectedVersion, KeptVersion
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.http.catalog import CollectedVersion, KeptVersion
+from headrace_schemas.values.blobs import BlobRef, Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""`python -m headrace_registry.gate_workers SETTINGS`: a gate's program (`headrace_schemas.gate`) that distributes
-plays to workers. SETTINGS are `[registry.gate]` as JSON."""
+"""`python -m headrace_registry.gate_workers SETTINGS`: a gate's program (`headrace_schemas.programs.gate`) that
+distributes plays to workers. SETTINGS are `[registry.gate]` as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_registry.gate import GateFailed
 from headrace_registry.gate_workers.dispatcher import PlayDispatcher, WorkerLost
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
-from headrace_schemas.gate import Play, Played
+from headrace_schemas.programs.gate import Play, Played
 
 _PLACED_SHARE = 0.8
 """Share of `silence_s` within which workers must start, so that this program reports the failure before the registry

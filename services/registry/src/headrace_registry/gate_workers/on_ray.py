@@ -15,7 +15,7 @@ from headrace_registry.gate import Gate, GateFailed, GateSession
 from headrace_registry.gate_workers.dispatcher import WorkerLost, worker_names
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
-from headrace_schemas.gate import Play, Tasks
+from headrace_schemas.programs.gate import Play, Tasks
 
 _CONNECT_S = 20.0
 

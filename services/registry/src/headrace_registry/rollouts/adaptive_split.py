@@ -5,9 +5,10 @@ Thompson's rule (Biometrika 1933): a candidate's part is the probability, given 
 The parts are relative to the leader, which keeps the whole share of its stage, and none falls below `floor`. So a share
 is never larger than the plan allows, and it depends on the past alone.
 
-The control is always as wide as the candidate, in the same block (`headrace_schemas.assignment`). Given that a unit is
-in a candidate or in its control, it is in the candidate with probability 1/2, whatever the share is at that moment. So
-the statistics need no weights, and their errors are those of an even split. `make bench NAME=rollout` simulates it.
+The control is always as wide as the candidate, in the same block (`headrace_schemas.rules.assignment`). Given that a
+unit is in a candidate or in its control, it is in the candidate with probability 1/2, whatever the share is at that
+moment. So the statistics need no weights, and their errors are those of an even split. `make bench NAME=rollout`
+simulates it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.web import parameters_of
-from headrace_schemas.rollout_api import RolloutChange, RolloutList, RolloutRequest
+from headrace_schemas.http.rollout_api import RolloutChange, RolloutList, RolloutRequest
 
 Change = Callable[[Transition, ModelRecord, RolloutRecord, str], Awaitable[None]]
 

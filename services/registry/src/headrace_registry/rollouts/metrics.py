@@ -15,7 +15,7 @@ from statistics import fmean
 
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_runtime.registries import Registry
-from headrace_schemas.errors import HeadraceError
+from headrace_schemas.values.errors import HeadraceError
 
 Compute = Callable[[SessionRecord], float | None]
 ComputeOfSource = Callable[[SessionRecord, str], float | None]

@@ -13,7 +13,7 @@ from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.shadow.requirements import EstimateRequirements
 from headrace_runtime.settings import Section
-from headrace_schemas.base import Finite, Model, Text
+from headrace_schemas.values.base import Finite, Model, Text
 from headrace_statistics import spending
 
 ReadingAge = Literal["shadow", "maturity", "closing"]

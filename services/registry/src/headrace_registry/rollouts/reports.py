@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace_runtime import rollout_picture
 from headrace_runtime.logs import get_logger
-from headrace_schemas.rollout_api import RolloutState
+from headrace_schemas.http.rollout_api import RolloutState
 
 log = get_logger(__name__)
 

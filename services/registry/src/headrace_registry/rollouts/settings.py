@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
 from headrace_registry.shadow.settings import ShadowSettings
-from headrace_schemas.base import Model, Share
+from headrace_schemas.values.base import Model, Share
 
 Kind = Literal["rolling", "canary", "ab"]
 

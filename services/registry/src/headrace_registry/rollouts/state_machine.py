@@ -16,8 +16,8 @@ from typing import Literal
 
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_schemas.assignment import Split
-from headrace_schemas.errors import HeadraceError
+from headrace_schemas.rules.assignment import Split
+from headrace_schemas.values.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
 """`succeeded`: the version was champion until another one was promoted."""

@@ -7,7 +7,7 @@ from headrace_registry.rollouts.plan import Guardrail, Success
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.state_machine import LEFT_TO_OPERATOR
 from headrace_schemas import ModelEvent
-from headrace_schemas.rollout_api import ChartPoint, RolloutState
+from headrace_schemas.http.rollout_api import ChartPoint, RolloutState
 
 
 def rollout_state(

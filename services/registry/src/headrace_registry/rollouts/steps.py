@@ -21,7 +21,7 @@ from headrace_registry.shadow import outcome
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import RolloutStep
-from headrace_schemas.ids import uuid7
+from headrace_schemas.values.ids import uuid7
 
 
 def fresh_salt() -> str:

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from headrace_registry.shadow.estimate import ShadowEstimate
 from headrace_registry.shadow.expectations import Expectations
-from headrace_schemas.base import Finite, Model, Text
-from headrace_schemas.rollout_api import ShadowState
+from headrace_schemas.http.rollout_api import ShadowState
+from headrace_schemas.values.base import Finite, Model, Text
 
 
 class ShadowFindings(Model):

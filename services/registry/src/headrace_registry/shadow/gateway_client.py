@@ -16,8 +16,8 @@ from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.clock import Clock
 from headrace_schemas import Message, Replica, Turn
-from headrace_schemas.answer_form import constraint_fields
-from headrace_schemas.scoring import ScoredAnswers, ScoreRequest, TokensToScore
+from headrace_schemas.http.answer_form import constraint_fields
+from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 
 _BUSY = frozenset({429, 503})
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.5, 15.0

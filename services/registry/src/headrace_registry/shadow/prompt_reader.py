@@ -20,7 +20,7 @@ from headrace_registry.shadow.prompts import ANSWERING, PromptRecord, Side
 from headrace_registry.shadow.recording import first_run, is_opening, is_single_run
 from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event
-from headrace_schemas.base import Finite, Model, Text
+from headrace_schemas.values.base import Finite, Model, Text
 
 JUDGE_METRIC = "reward"
 """The metric that stands for the judges."""

@@ -18,7 +18,7 @@ from headrace_registry.rollout_tables import EVENTS, PROMPTS, ROLLOUTS, SESSIONS
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.unit_store import Membership
 from headrace_runtime.upsert import upsert
-from headrace_schemas import ids
+from headrace_schemas.values import ids
 
 Side = Literal["logged", "candidate", "champion"]
 ANSWERING: tuple[Side, ...] = ("candidate", "champion")

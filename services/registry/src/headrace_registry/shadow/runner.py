@@ -31,7 +31,7 @@ from headrace_runtime.isolation import is_fatal, reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, StepFailed
 from headrace_schemas import Event, Turn
-from headrace_schemas.text import storable
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _REASON_MAX = 200

@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from headrace_schemas import RewardResult
-from headrace_schemas.plain_values import describe_error, plain_number
-from headrace_schemas.text import storable
+from headrace_schemas.values.plain_values import describe_error, plain_number
+from headrace_schemas.values.text import storable
 
 _REASON_LENGTH_MAX = 4000
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.source_patterns import fits_any
+from headrace_schemas.values.sources import fits_any
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from headrace_schemas.base import Finite, Model
+from headrace_schemas.values.base import Finite, Model
 from headrace_trainer.algorithms.reward_ranges import Bounds, RangeLimits, RewardRanges
 
 _ROUNDING = 1e-6

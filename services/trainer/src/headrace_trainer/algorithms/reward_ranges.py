@@ -28,9 +28,9 @@ from statistics import median_low, pvariance
 from pydantic import Field
 
 from headrace_schemas import Experience
-from headrace_schemas.base import Finite, Model
-from headrace_schemas.ids import tenant_name
-from headrace_schemas.text import printable
+from headrace_schemas.values.base import Finite, Model
+from headrace_schemas.values.ids import tenant_name
+from headrace_schemas.values.text import printable
 
 WINDOW = 128
 VALUES_MIN = 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from headrace_runtime.wire import Record
-from headrace_schemas.replay import BATCH_HEADER, LEFT_OUT_HEADER
+from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.experiences.pairing import form_parties
 from headrace_trainer.experiences.state import LineageState

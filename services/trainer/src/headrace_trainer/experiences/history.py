@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from headrace_schemas.base import Model, Version
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas.values.base import Model, Version
+from headrace_schemas.values.blobs import BlobRef
 
 
 class PublishedVersion(Model):

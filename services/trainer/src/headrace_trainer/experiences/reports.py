@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headrace_schemas import BatchRecord, Read, Restored, TrainingOutcome, Undone
-from headrace_schemas.base import Model
+from headrace_schemas.values.base import Model
 
 Offsets = dict[str, dict[int, int]]
 """Topic to partition to the offset of the next record to read."""

@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace_runtime.versions import TEMPLATE_FILE
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.values.text import read_user_text
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 

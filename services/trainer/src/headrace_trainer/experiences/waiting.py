@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import Experience
-from headrace_schemas.base import Model
-from headrace_schemas.ids import tenant_name
+from headrace_schemas.values.base import Model
+from headrace_schemas.values.ids import tenant_name
 
 
 class WaitingExperience(Model):

@@ -14,8 +14,8 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas.arrays import TokenIds
-from headrace_schemas.base import Finite, Model, Version
+from headrace_schemas.values.arrays import TokenIds
+from headrace_schemas.values.base import Finite, Model, Version
 from headrace_trainer.experiences.history import History
 
 REVISIONS_MAX = 64

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from headrace_runtime import liveness
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File
+from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import VERSION, WEIGHTS
 from headrace_trainer.lineage.saved import Assembly, Range
 

@@ -14,7 +14,7 @@ from statistics import median
 from pydantic import Field
 
 from headrace_runtime.errors import HeadraceError
-from headrace_schemas.base import Finite, Model
+from headrace_schemas.values.base import Finite, Model
 from headrace_trainer.settings import HealthSettings
 
 NORMS_MAX = 64

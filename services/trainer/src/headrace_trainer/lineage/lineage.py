@@ -18,7 +18,7 @@ from headrace_runtime.isolation import reason_of
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_schemas import ModelEvent
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay

@@ -10,7 +10,7 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Checkpoint, TrainingMetrics
-from headrace_schemas.manifest import File, Manifest
+from headrace_schemas.values.blobs import File, Manifest
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.admission import limits_of

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from headrace_schemas import Checkpoint, TrainingMetrics, TrainingOutcome
-from headrace_schemas.base import Model, ModelName, Sha256, Text, Version
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.bounds import STORED
+from headrace_schemas.values.base import Model, ModelName, Sha256, Text, Version
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.experiences.reports import Offsets, Unreported

@@ -19,8 +19,7 @@ from pathlib import Path
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_schemas import Checkpoint, TrainingMetrics
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Manifest
+from headrace_schemas.values.blobs import BlobRef, File, Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.experiences.history import History, PublishedVersion
 from headrace_trainer.experiences.reports import SaveReport

@@ -24,8 +24,7 @@ from headrace_runtime import disk, holders
 from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
 from headrace_runtime.records import Record, Records
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File
+from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
 from headrace_trainer.lineage.assembly import SharedWeights, assemble
 from headrace_trainer.lineage.saved import Assembly, LegacyPointer, Pointer, Saved, Tensors, read_saved

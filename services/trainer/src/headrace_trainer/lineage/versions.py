@@ -12,8 +12,7 @@ from typing import Literal
 from headrace_runtime import versions as store
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from headrace_trainer.learner import Learner
 
 

@@ -26,9 +26,9 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.replay import DryRunBatch, DryRunLine, RecordedBatch
-from headrace_schemas.user_text import read_user_text
+from headrace_schemas.programs.replay import DryRunBatch, DryRunLine, RecordedBatch
+from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.text import read_user_text
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import PreparedBatch, prepare, prepare_isolated

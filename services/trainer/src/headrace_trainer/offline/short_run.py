@@ -19,7 +19,7 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience
-from headrace_schemas.controls import ShortRun
+from headrace_schemas.programs.replay import ShortRun
 from headrace_trainer.experiences.admission import versions_of
 from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.opening import open_lineage

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.learner import LearnerLost
 from headrace_trainer.ray_learner.pieces import Piece, check
 from headrace_trainer.ray_learner.ranks import Ranks, marked

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_runtime.logs import get_logger
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abandoned, Abilities, StepResult
 from headrace_trainer.ray_learner.copies import RayCopy

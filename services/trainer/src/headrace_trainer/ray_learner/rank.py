@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, StepResult
 from headrace_trainer.ray_learner.pieces import MARK, Piece

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace_runtime.settings import complete
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Abilities, StepResult
 from headrace_trainer.ray_learner import parts, sharded

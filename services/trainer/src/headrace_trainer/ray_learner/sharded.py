@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headrace_runtime.errors import SettingError
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.forward import Pack

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.learner import VERSION
 from headrace_trainer.ray_learner import parts
 from headrace_trainer.ray_learner.parts import FileRange, OwnPart

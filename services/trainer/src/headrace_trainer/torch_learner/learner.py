@@ -9,7 +9,7 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abandoned, Abilities, LearnerLost, NotFinite, StepRefused, StepResult

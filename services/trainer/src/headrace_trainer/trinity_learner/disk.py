@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace_runtime import versions
-from headrace_schemas.base import Model, Sha256
+from headrace_schemas.values.base import Model, Sha256
 from headrace_trainer.trinity_learner.configuration import TrinityJob
 
 _DRAFT = ".draft-"

@@ -25,7 +25,7 @@ from headrace_runtime import liveness
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_runtime.versions import fingerprint_tokens
-from headrace_schemas.manifest import Fingerprint
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model import (

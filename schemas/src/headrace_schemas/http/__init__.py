@@ -1,0 +1,1 @@
+"""Requests and responses between services, the SDK and the command."""

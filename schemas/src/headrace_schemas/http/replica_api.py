@@ -1,0 +1,86 @@
+"""Extensions of the OpenAI API between gateway, registry and replicas, which a stock vLLM server lacks or ignores.
+
+- `POST /v1/logprobs` returns the logprobs of given answers under one version. Replicas that set `Replica.scores` serve
+  this route, and the gateway does not forward it. The registry uses it to estimate from the answers of one version how
+  another one would perform.
+- The request field `headrace_resume` lets a replica continue a generation that another replica began (P8). The gateway
+  repeats the original request body, including `n` and the sampling parameters, and adds this field. The engine
+  continues as if it had sampled these tokens itself after exactly this prompt: it streams only the tokens that follow,
+  and its penalties, stop strings, `max_tokens` and `usage` include the given tokens. A choice with a `finish_reason` is
+  complete and gets no further chunk.
+- HTTP headers describe a call, so that replicas can schedule the calls of all gateways fairly. The request's
+  `cache_salt` identifies the tenant of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from headrace_schemas.events.chat import FinishReason
+from headrace_schemas.values.arrays import Logprobs, SampledLogprobs, TokenIds
+from headrace_schemas.values.base import Finite, Model, Version
+
+
+class TokensToScore(Model):
+    """One answer with the prompt after which it was sampled."""
+
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+    temperature: Annotated[Finite, Field(gt=0.0)] = 1.0
+
+
+class ScoreRequest(Model):
+    """Answers whose logprobs under one exact version are requested."""
+
+    model: Version
+    answers: tuple[TokensToScore, ...] = Field(min_length=1, max_length=256)
+
+
+class ScoredAnswers(Model):
+    """One logprob for each token of each answer, in nats, after the temperature was applied."""
+
+    logprobs: tuple[Logprobs, ...]
+
+
+RESUME_FIELD = "headrace_resume"
+"""The name of the field in the request body of `POST /v1/chat/completions`."""
+
+
+class ResumedChoice(Model):
+    """The part of one choice that the client has already received."""
+
+    index: Annotated[int, Field(ge=0)]
+    token_ids: TokenIds
+    logprobs: SampledLogprobs
+    finish_reason: FinishReason | None = None
+
+    @model_validator(mode="after")
+    def _one_logprob_per_token(self) -> Self:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"choice {self.index} has {len(self.token_ids)} token ids and {len(self.logprobs)} logprobs"
+            )
+        return self
+
+
+class Resume(Model):
+    """The field `headrace_resume`, with one entry for each choice that had begun. All other choices start anew."""
+
+    prompt_token_ids: TokenIds | None = None
+    """The prompt of the given tokens, because another replica might tokenize the conversation differently."""
+    choices: tuple[ResumedChoice, ...] = Field(min_length=1, max_length=128)
+
+    @model_validator(mode="after")
+    def _indices_differ(self) -> Self:
+        if len({choice.index for choice in self.choices}) != len(self.choices):
+            raise ValueError("choices: two entries have the same index")
+        return self
+
+
+PURPOSE_HEADER = "x-headrace-purpose"
+"""Header with the value `BACKGROUND` for calls that only get the capacity which users leave unused."""
+SESSION_HEADER = "x-headrace-session"
+"""Header with the session key of a call."""
+BACKGROUND = "eval"

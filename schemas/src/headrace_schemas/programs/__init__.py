@@ -1,0 +1,1 @@
+"""Line protocols between commands or services and the programs that they start."""

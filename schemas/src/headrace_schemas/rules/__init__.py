@@ -1,0 +1,1 @@
+"""Pure rules that several services must apply alike."""

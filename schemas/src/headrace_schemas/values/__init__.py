@@ -1,0 +1,1 @@
+"""Types, bounds and text rules that all schemas are built from."""

@@ -1,0 +1,127 @@
+"""Identifiers that Headrace makes, and names that callers choose.
+
+Ids are UUIDv7 for new facts and UUIDv5 for repeatable facts; response ids contain a session key.
+
+A name in a header, a path segment or a record key is decoded as UTF-8 if its bytes are valid UTF-8, else as Latin-1,
+which is the encoding of Python's `http.client`. Percent escapes of a path are decoded once before that; those of a
+header or a body stay as they are. No character is replaced, dropped or folded, so names that only look alike (NFC and
+NFD, case, fullwidth, zero-width) stay different.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import time
+import uuid
+from urllib.parse import unquote_to_bytes
+
+NAMESPACE = uuid.UUID("6f1d3c1e-9c0e-5d0a-8a55-6865616472ab")
+"""The UUIDv5 namespace of all derived ids. It must never change, or replayed facts would get new ids."""
+
+SESSION_KEY_LENGTH = 16
+_RESPONSE_ID = re.compile(rf"^chatcmpl-([a-z2-7]{{{SESSION_KEY_LENGTH}}})-([0-9a-f]{{32}})$")
+_TENANT_PREFIX = re.compile(rf"^tenant-[a-z2-7]{{{SESSION_KEY_LENGTH}}}/")
+_DEFAULT_TENANT = "default"
+_NAME_LENGTH_MAX = 512
+
+
+def uuid7(unix_ms: int | None = None) -> uuid.UUID:
+    """Return a time-ordered UUID (RFC 9562 section 5.7). `unix_ms` defaults to the current time."""
+    stamp = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
+    value = int.from_bytes(stamp.to_bytes(6, "big") + os.urandom(10), "big")
+    value = value & ~(0xF << 76) | (0x7 << 76)
+    value = value & ~(0x3 << 62) | (0x2 << 62)
+    return uuid.UUID(int=value)
+
+
+def derived_id(kind: str, *parts: object) -> str:
+    """Return the id of a fact that may be produced twice. Equal arguments give equal ids (UUIDv5, RFC 9562 section
+    5.5).
+
+    Args:
+        kind: the kind of fact, so that facts of different kinds have different ids.
+        parts: the values that identify the fact, without NUL characters, which separate the parts.
+    """
+    texts = [kind, *(str(part) for part in parts)]
+    if any("\0" in text for text in texts):
+        raise ValueError(f"derived_id: a part of {texts!r} contains a NUL character; remove it first")
+    return str(uuid.uuid5(NAMESPACE, "\0".join(texts)))
+
+
+def session_key(tenant: str, session_id: str) -> str:
+    """Return the partition key of all events of one session: 80 bits of SHA-256 in lower-case base32.
+
+    The key hides the user's own id in response ids and keeps them under 64 characters. Two tenants never share a key.
+    """
+    digest = hashlib.sha256(f"{tenant}\0{session_id}".encode("utf-8", "surrogatepass")).digest()[:10]
+    return base64.b32encode(digest).decode().lower()
+
+
+def tenant_name(tenant: str, name: str) -> str:
+    """Return `name` with its tenant as prefix. Different pairs of tenant and name give different results."""
+    return f"/{len(tenant)}/{tenant}/{name}" if "/" in tenant else f"{tenant}/{name}"
+
+
+def ingested_trajectory_id(tenant: str, name: str) -> str:
+    """Return an id, unique to the tenant, of a trajectory that the tenant ingests under `name`.
+
+    Names of the tenant `default` stay as they are unless they begin with a tenant's prefix. All other names get the
+    prefix of their tenant, unless they already have it.
+    """
+    if tenant == _DEFAULT_TENANT and not has_tenant_prefix(name):
+        return name
+    prefix = f"tenant-{session_key(tenant, 'trajectories')}/"
+    if name.startswith(prefix):
+        return name
+    prefixed_name = prefix + name
+    if len(prefixed_name) <= _NAME_LENGTH_MAX:
+        return prefixed_name
+    return prefix + derived_id("ingested-trajectory", name)
+
+
+def has_tenant_prefix(trajectory_id: str) -> bool:
+    """Return whether a trajectory id has the prefix that `ingested_trajectory_id` gives."""
+    return _TENANT_PREFIX.match(trajectory_id) is not None
+
+
+def response_id(key: str, turn_uuid: uuid.UUID | None = None) -> str:
+    """Return a new response id, `chatcmpl-<session key>-<uuid7>`. It contains the partition key for feedback."""
+    return f"chatcmpl-{key}-{(turn_uuid or uuid7()).hex}"
+
+
+def key_of_response(response: str) -> str | None:
+    """Return the session key of a response id, or None if Headrace did not create the id."""
+    match = _RESPONSE_ID.match(response)
+    return match.group(1) if match else None
+
+
+NAME = r"^[^\x00-\x1f\x7f-\x9f]{1,512}$"
+"""A name that a caller chooses: 1 to 512 characters without control characters, which would break ids and logs."""
+_NAME = re.compile(NAME)
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def decode_name(raw: bytes) -> str:
+    """Decode `raw` as UTF-8 if it is valid UTF-8, otherwise as Latin-1."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def decode_segment(raw: bytes) -> str:
+    """Decode one segment of a URL's path, including its percent escapes."""
+    return decode_name(unquote_to_bytes(raw))
+
+
+def decode_path(raw: bytes) -> str:
+    """Decode a URL's path segment by segment. `%2F` becomes a slash within its segment."""
+    return "/".join(map(decode_segment, raw.split(b"/")))
+
+
+def is_name(text: str) -> bool:
+    """Return whether `text` matches `NAME` and has no lone surrogates, which UTF-8 cannot encode."""
+    return _NAME.fullmatch(text) is not None and _SURROGATES.search(text) is None
