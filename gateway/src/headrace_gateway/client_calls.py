@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Message, SubAgent
-from headrace_schemas.left_out import NO_TOOLS
+from headrace_schemas.events.trajectory import NO_TOOLS
 from headrace_schemas.values.ids import decode_name, is_name
 
 SIDE_CALL_HEADER = b"x-headrace-side-call"

@@ -6,11 +6,11 @@ import itertools
 from typing import Any
 
 import pytest
-from headrace_schemas.left_out import NO_TOOLS, SIDE_CALL
 
 from headrace_collector.facts import turn_facts
 from headrace_collector.runs import partition_runs
 from headrace_schemas import Message, SubAgent, Trajectory, Turn
+from headrace_schemas.events.trajectory import NO_TOOLS, SIDE_CALL
 from tests.support.streams import START, Bench
 from tests.support.turns import after, ask, end, feedback, said, user
 from tests.unit.collector.conftest import Open

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace_schemas.left_out import NO_TOOLS
 
 from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_schemas import SubAgent
+from headrace_schemas.events.trajectory import NO_TOOLS
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until
 

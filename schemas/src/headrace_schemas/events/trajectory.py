@@ -10,13 +10,17 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.events.chat import FinishReason, Message, Tool
-from headrace_schemas.events.turn import Purpose, SubAgent
+from headrace_schemas.events.turn import Purpose, SubAgent, Turn
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
 from headrace_schemas.values.ids import derived_id
 
 EndReason = Literal["end_call", "feedback", "commit", "idle", "limit", "ingest"]
+SIDE_CALL = "side_call"
+"""`Trajectory.untrained` of calls that a client made beside its task."""
+NO_TOOLS = "no_tools"
+"""`Turn.side_call` of a call that may be a side call, because an agent's client offers no tools in it."""
 LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_schemas.left_out import NO_TOOLS
-
 from headrace_collector.facts import TurnFacts
+from headrace_schemas.events.trajectory import NO_TOOLS
 
 
 def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:

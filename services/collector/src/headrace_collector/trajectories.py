@@ -8,8 +8,7 @@ from datetime import datetime
 from headrace_collector.branches import build_branches
 from headrace_collector.feedback_targets import has_judgement
 from headrace_schemas import Feedback, Tool, Trajectory, Turn
-from headrace_schemas.events.trajectory import EndReason, LeftOutReason
-from headrace_schemas.left_out import SIDE_CALL, left_out, left_out_reason
+from headrace_schemas.events.trajectory import SIDE_CALL, EndReason, LeftOutReason, left_out, left_out_reason
 from headrace_schemas.values.bounds import merge_contexts
 from headrace_schemas.values.ids import derived_id
 
