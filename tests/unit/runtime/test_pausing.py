@@ -6,7 +6,7 @@ import asyncio
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.pausing import DeadLetterLimiter
-from headrace_runtime.refusal_limit import RefusalBounds
+from headrace_runtime.settings import RefusalBounds
 from headrace_runtime.wire import Record
 
 

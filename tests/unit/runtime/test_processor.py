@@ -17,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime import held_records
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.processor import Handling, Unfinished, position, run_until_finished
-from headrace_runtime.refusal_limit import RefusalBounds, TenantLimits
+from headrace_runtime.refusal_limit import TenantLimits
+from headrace_runtime.settings import RefusalBounds
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd

@@ -17,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime import held_records
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.processor import Handling, ProcessorLimits, StepFailed, position
-from headrace_runtime.refusal_limit import RefusalBounds, TenantLimits
+from headrace_runtime.refusal_limit import TenantLimits
+from headrace_runtime.settings import RefusalBounds
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward

@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.pausing import DeadLetterLimiter
-from headrace_runtime.refusal_limit import RefusalBounds
+from headrace_runtime.settings import RefusalBounds
 from headrace_runtime.wire import Record
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.envelope import Envelope

@@ -14,8 +14,8 @@ from headrace_runtime import web
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import PAUSED
-from headrace_runtime.refusal_limit import REMEDY, RefusalBounds, TenantLimits
-from headrace_runtime.settings import Common
+from headrace_runtime.refusal_limit import REMEDY, TenantLimits
+from headrace_runtime.settings import Common, RefusalBounds
 from headrace_runtime.wire import UNKNOWN_TENANT, Record, tenant_of
 from headrace_schemas import Event
 

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from headrace_runtime.settings import RefusalBounds
 
 REMEDY = "fix the cause and restart this service, or POST /resume to continue without a fix"
 _TENANTS_MAX = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class RefusalBounds:
-    """Values of the section `dead_letters` of the settings."""
-
-    run_max: int = 100
-    share_max: float = 0.5
-    window: int = 500
 
 
 class RefusalLimit:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -33,7 +34,6 @@ from pydantic import (
 
 from headrace_runtime import services, settings_table
 from headrace_runtime.errors import SettingError
-from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.registries import PluginError
 from headrace_schemas.values.text import closest
 
@@ -207,6 +207,15 @@ class SecuritySettings(Section):
     replica_hosts: tuple[HostPattern, ...] = ()
     """Hosts of replicas that are called although their heartbeat is not signed with `internal_key`: a name, an address,
     or `*.` and a domain. It is needed while replicas of an older release run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalBounds:
+    """Values of the section `dead_letters` of the settings."""
+
+    run_max: int = 100
+    share_max: float = 0.5
+    window: int = 500
 
 
 class DeadLetterSettings(Section):

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.refusal_limit import RefusalBounds
+from headrace_runtime.settings import RefusalBounds
 from headrace_runtime.wire import Received
 from headrace_schemas import Event
 
