@@ -18,9 +18,9 @@ from benchmarks._algorithms_results import EPISODES, Arm, Plan, RunResult, Stage
 from benchmarks._engine_world import EngineWorld
 from benchmarks._learning_run import NewestVersion
 from benchmarks._learning_world import SETTINGS, World
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings

@@ -23,8 +23,8 @@ from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.garbage.storage_limit import default_limit
 from headrace_registry.records import ModelRecord
 from headrace_registry.transition import Transition
-from headrace_runtime.settings import complete
-from headrace_runtime.versions import VersionCache, read_manifest
+from headrace_runtime.settings.sections import complete
+from headrace_runtime.storage.versions import VersionCache, read_manifest
 from headrace_schemas import Checkpoint, ModelEvent
 from headrace_trainer.lineage.saving import default_points_bytes, sum_bytes
 from headrace_trainer.settings import TrainerSettings

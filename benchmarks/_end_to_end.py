@@ -21,9 +21,9 @@ import aiohttp
 from benchmarks._numbers import Summary
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.wire import decode
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import decode
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
 from headrace_schemas.http.stack_access import key_for
 from tests.chaos.balancer import Balancer

@@ -30,9 +30,9 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.versions import VersionCache
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Choice, Message, Sampling, Turn, Usage
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import BlobRef

@@ -25,9 +25,9 @@ from benchmarks._thumbs_world import HINTS
 from email_agent import directions as directed
 from email_agent import users
 from email_agent.build_base import LESSON
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.lineage.lineage import Lineage

@@ -28,8 +28,8 @@ from benchmarks._gpu_shapes import GPU_SHAPES, RANK
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings

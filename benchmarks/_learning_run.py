@@ -22,8 +22,8 @@ from benchmarks._learning_world import MODEL, SETTINGS, World
 from headrace_registry.evaluation import run_trial
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage

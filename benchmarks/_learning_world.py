@@ -22,7 +22,7 @@ from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import Mailtools
 from headrace_collector.trajectories import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
 from headrace_schemas.programs.gate import Tasks
 from headrace_schemas.values.base import utcnow

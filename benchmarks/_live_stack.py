@@ -11,9 +11,9 @@ from pathlib import Path
 
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support.ports import free_port
 
 

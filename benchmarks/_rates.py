@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from benchmarks._numbers import Summary
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Outgoing, decode
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, decode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Turn
 from tests.support.turns import ask, user
 

@@ -27,8 +27,8 @@ from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import status_line
 from headrace_operations.rollouts import chart
 from headrace_operations.supervisor import Supervisor
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.http.rollout_api import RolloutState

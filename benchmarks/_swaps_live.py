@@ -26,8 +26,8 @@ from benchmarks import _rollout_models
 from benchmarks._live_lines import Line, print_now, report
 from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model

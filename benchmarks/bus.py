@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import _end_to_end, _rates
 from headrace_cli.progress import ProgressDisplay
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support import kafka_node
 from tests.support.broker_process import BrokerProcess
 from tests.support.kafka_node import KafkaNode

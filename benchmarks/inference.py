@@ -33,10 +33,10 @@ from headrace_cli.progress import ProgressDisplay
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model

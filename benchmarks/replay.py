@@ -34,8 +34,8 @@ from headrace_operations.replay.partition_merge import open_merge
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request, make
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime import topics
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Span, Trajectory
 from headrace_schemas.values.ids import session_key
 from tests.support.broker_process import BrokerProcess

@@ -29,7 +29,7 @@ from headrace_collector import upkeep as collector
 from headrace_collector.handlers import Collector
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
-from headrace_runtime.processor import Processor, Step, run_until_finished
+from headrace_runtime.stream.processor import Processor, Step, run_until_finished
 from headrace_schemas import Message
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer

@@ -10,7 +10,7 @@ from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
 from trinity_bench.results import BenchFailed
 from trinity_bench.settings import Settings
 

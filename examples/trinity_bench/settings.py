@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.settings.table import parse_toml
 from headrace_schemas.values.text import read_user_text
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings

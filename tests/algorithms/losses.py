@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.algorithms.divergences import DIVERGENCES
 from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_schemas import Experience, RewardPart
 from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.algorithms.baselines import Decay

@@ -29,7 +29,7 @@ KINDS = {"sft": (SFT, "demonstrations"), "dpo": (DPO, "preferences"), "kto": (KT
 
 def settings_of(base: Path, algorithm: str, **more: Any) -> TrainerSettings:
     """Return the settings as a start would read them."""
-    from headrace_runtime.settings import complete
+    from headrace_runtime.settings.sections import complete
 
     table = {"base": str(base), "algorithm": algorithm, "native": {"tokens": 0}, **more}
     trainer_settings: TrainerSettings = complete(TrainerSettings).model_validate(table)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from headrace_operations.toml_text import toml
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model

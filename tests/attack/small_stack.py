@@ -13,10 +13,10 @@ from typing import TypeVar
 from aiokafka import AIOKafkaProducer
 
 from headrace.topics import Range, connected
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
 from tests.support.broker_process import BrokerProcess
 from tests.support.service_process import ServiceProcess

@@ -12,9 +12,9 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace_operations import turn_account
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.wire import decode
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import decode
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
 from tests.chaos.client import Acked, digest, tokens_digest
 

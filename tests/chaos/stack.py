@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from headrace_operations.supervisor import Limits, Supervisor
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.store import LineageStore
 from tests.chaos import settings
 from tests.chaos.balancer import answers

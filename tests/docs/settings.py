@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace_operations.supervisor.plan import installed
 from headrace_runtime.main import Service
-from headrace_runtime.settings import ServiceSettings, load
+from headrace_runtime.settings.sections import ServiceSettings, load
 
 _NEEDED = {
     "HEADRACE_TRAINER__BASE": "a-folder",

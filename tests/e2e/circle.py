@@ -22,7 +22,7 @@ from headrace.registry import ModelRegistry
 from headrace.topics import Range, connected
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.turn_account import TurnAccount
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from headrace_schemas import (
     Checkpoint,
     DeadLetter,

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions as files
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Branch, Experience, Span, TrainingMetrics, Turn
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.history import PublishedVersion

@@ -13,8 +13,8 @@ from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
-from headrace_runtime.processor import Step, Unfinished
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.stream.processor import Step, Unfinished
 from headrace_schemas import Branch, Event, Experience, Feedback, Span, Trajectory
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values import ids

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace_operations.jobs.journal import JobJournal
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.registries import Registry
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support.processes import wait_until
 
 LINEAGE = "killed"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import TrainingMetrics
 from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.store import LineageStore

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_schemas import Checkpoint, Event, TrainingMetrics
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-trainer[ray]")
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Copy, Learner, LearnerLost
 from headrace_trainer.ray_learner import copies
 from headrace_trainer.ray_learner.cluster import Cluster

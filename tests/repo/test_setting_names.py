@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 
 from headrace_operations.supervisor.plan import installed
-from headrace_runtime.reference import describe
-from headrace_runtime.settings import Common, complete
+from headrace_runtime.settings.reference import describe
+from headrace_runtime.settings.sections import Common, complete
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests/attack", "tests/chaos", "tests/compose", "tests/support", "benchmarks", "examples", "deploy", "docs")

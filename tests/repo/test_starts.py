@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headrace_runtime import topics
+from headrace_runtime.kafka import topics
 from headrace_runtime.services import installed
 
 INSTALLED = installed()

@@ -20,7 +20,7 @@ from headrace_registry.gate import Gate
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
-from headrace_runtime.program_environment import INHERITED, program_environment
+from headrace_runtime.process.programs import INHERITED, program_environment
 from headrace_schemas import FunctionCall
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.protocol import CallRequest

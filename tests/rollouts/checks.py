@@ -12,7 +12,7 @@ from itertools import pairwise
 from headrace_registry import routing as routings
 from headrace_registry import store
 from headrace_registry.rollouts import rollout_store
-from headrace_runtime.database import Database
+from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.events.routing import TrafficSplit
 from headrace_schemas.rules.assignment import assign_unit

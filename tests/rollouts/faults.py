@@ -18,7 +18,7 @@ from headrace_inference.errors import UnknownVersion
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.rollouts.spoiled import FORMS, Spoiled, Workshop, sound

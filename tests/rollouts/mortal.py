@@ -20,9 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry.__main__ import SERVICE
 from headrace_registry.tables import MODELS
 from headrace_registry.transition import Transition
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"

@@ -11,12 +11,12 @@ import contextlib
 import sys
 from pathlib import Path
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings, Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import LoadedVersion, Probe, Replica, Routing
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import FakeReplica

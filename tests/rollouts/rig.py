@@ -13,13 +13,13 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from headrace_registry.tables import LEASE
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.database import Database
-from headrace_runtime.dead_letters import DeadLetterSender
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import GATE

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import httpx2
 
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.wire import decode
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import decode
 from headrace_schemas import Reward, Turn
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 from aiokafka import TopicPartition
 from aiokafka.partitioner import murmur2
 
-from headrace_runtime.topics import catalogue
-from headrace_runtime.wire import RawHeaders, Record
+from headrace_runtime.kafka.topics import catalogue
+from headrace_runtime.kafka.wire import RawHeaders, Record
 from tests.simulation.loop import START
 from tests.simulation.trace import Trace
 

@@ -32,7 +32,7 @@ from aiokafka.errors import (
 )
 from aiokafka.structs import RecordMetadata
 
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
 from tests.simulation.bus import Bus
 from tests.simulation.process import Process, living
 from tests.simulation.world import world

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Trajectory
 from headrace_schemas.events.envelope import Envelope
 from tests.simulation import agents, faults, rest

@@ -18,9 +18,8 @@ from sqlalchemy import NullPool, event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
 
-from headrace_runtime import migrations
-from headrace_runtime.database import Database
-from headrace_runtime.sqlite_driver import Driver
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database, Driver
 from tests.simulation.process import CURRENT, Killed, Process
 from tests.simulation.world import world
 

@@ -21,7 +21,7 @@ from typing import Any
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaConnectionError
 
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.settings.sections import BusSettings
 from tests.simulation.clients import connect, message_of
 from tests.simulation.process import living
 from tests.simulation.world import world

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tests.simulation import clients, faust_app
 
 STANDS_FOR: Mapping[str, object] = {
-    "headrace_runtime.producer.AIOKafkaProducer": clients.Producer,
-    "headrace_runtime.consumer.AIOKafkaConsumer": clients.Consumer,
-    "headrace_runtime.faust_host._app": faust_app.App,
+    "headrace_runtime.kafka.producer.AIOKafkaProducer": clients.Producer,
+    "headrace_runtime.kafka.consumer.AIOKafkaConsumer": clients.Consumer,
+    "headrace_runtime.stream.faust_host._app": faust_app.App,
 }

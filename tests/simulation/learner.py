@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ModelEvent
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.blobs import Fingerprint, Manifest

@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_gateway.publisher import Publisher
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.faust_host import FaustHost, _record
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.stream.faust_host import FaustHost, _record
+from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import Event
 from headrace_scorer import feedback_matching
 from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
@@ -113,7 +113,7 @@ def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractCont
 
 PLANTED: Mapping[str, Planted] = {
     "commit before effect": Planted(
-        _bug("headrace_runtime.faust_host.FaustHost._work", _acknowledge_first),
+        _bug("headrace_runtime.stream.faust_host.FaustHost._work", _acknowledge_first),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
     "dedupe off": Planted(
@@ -124,11 +124,11 @@ PLANTED: Mapping[str, Planted] = {
         frozenset({"liveness", "account"}),
     ),
     "outbox in memory": Planted(
-        _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
+        _bug("headrace_runtime.stream.outbox.Outbox.add", _only_in_memory),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
     "ends do not wait": Planted(
-        _bug("headrace_runtime.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
+        _bug("headrace_runtime.stream.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
     ),
     "past the spool": Planted(
         _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})

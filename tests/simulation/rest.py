@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore

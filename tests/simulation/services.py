@@ -19,15 +19,14 @@ from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.offsets import Offsets
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import Offsets, TopicTable
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings

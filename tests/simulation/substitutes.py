@@ -23,8 +23,8 @@ from sqlalchemy.exc import SAWarning
 
 from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.settings import BusSettings, Common
+from headrace_runtime.settings.sections import BusSettings, Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Trajectory
 from headrace_schemas.programs.gate import Tasks
 from headrace_schemas.values.blobs import BlobRef
@@ -136,21 +136,21 @@ def _names() -> Mapping[str, Any]:
     return {
         "asyncio.TaskGroup": TaskGroup,
         **kafka.STANDS_FOR,
-        "headrace_runtime.database.Database.open": lambda service, _common: open_database(service),
-        "headrace_runtime.blobs.BlobStore.put": _put,
-        "headrace_runtime.blobs.BlobStore.set_pointer": _set_pointer,
-        "headrace_runtime.blobs.BlobStore.delete": _delete,
-        "headrace_runtime.blobs.BlobStore.create": _create,
-        "headrace_runtime.blobs.BlobStore.remove_area": _remove_area,
-        "headrace_runtime.topics.ensure": _ensure,
-        "headrace_runtime.migrations.upgrade": _nothing,
-        "headrace_runtime.web.serve": _serve,
-        "headrace_runtime.web.app": _nowhere,
-        "headrace_runtime.stream_service.SystemClock": VirtualClock,
+        "headrace_runtime.storage.database.Database.open": lambda service, _common: open_database(service),
+        "headrace_runtime.storage.blobs.BlobStore.put": _put,
+        "headrace_runtime.storage.blobs.BlobStore.set_pointer": _set_pointer,
+        "headrace_runtime.storage.blobs.BlobStore.delete": _delete,
+        "headrace_runtime.storage.blobs.BlobStore.create": _create,
+        "headrace_runtime.storage.blobs.BlobStore.remove_area": _remove_area,
+        "headrace_runtime.kafka.topics.ensure": _ensure,
+        "headrace_runtime.storage.migrations.upgrade": _nothing,
+        "headrace_runtime.http.web.serve": _serve,
+        "headrace_runtime.http.web.app": _nowhere,
+        "headrace_runtime.stream.stream_service.SystemClock": VirtualClock,
         "headrace_collector.app.SystemClock": VirtualClock,
         "headrace_trainer.app.SystemClock": VirtualClock,
         "headrace_registry.app.SystemClock": VirtualClock,
-        "headrace_runtime.dead_letters.utcnow": lambda: VirtualClock().now(),
+        "headrace_runtime.kafka.dead_letters.utcnow": lambda: VirtualClock().now(),
         "headrace_registry.app.Gate": LocalGate,
         "headrace_scorer.app.FunctionPool": LocalPool,
         # Less often than in production: steps without effect are most of what a run would cost.

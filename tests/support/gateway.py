@@ -26,14 +26,14 @@ from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.replica_watch import ReplicaWatch
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
 from headrace_gateway.spool import Spool
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.http_protocol import protocol_for
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.source_values import SourceValues
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.http.protocol import protocol_for
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.settings.source_values import SourceValues
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Routing, ServedVersion, Turn
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.fake_replica import VERSION, FakeReplica

@@ -15,12 +15,12 @@ from typing import TypeVar
 from aiokafka import ConsumerRecord, TopicPartition
 
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import decode
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import decode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.ports import free_port, wait_open

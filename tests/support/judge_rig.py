@@ -14,12 +14,12 @@ from prometheus_client import REGISTRY
 
 from headrace_judge import app
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.database import Database
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_service import StreamService
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Processor
+from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory
 from headrace_schemas.values.ids import session_key
 from tests.support.fake_llm import FakeLLM

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from headrace_runtime.loop_watch import LoopWatch
+from headrace_runtime.process.loop_watch import LoopWatch
 
 
 @dataclass(slots=True)

@@ -6,15 +6,16 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-from headrace_runtime import migrations
-from headrace_runtime.database import Database
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database
 
 _pictures: dict[str, bytes] = {}
 """File that the migrations of each package leave when they start without a database."""
 
 
 async def make_tables(database: Database, package: str) -> None:
-    """`headrace_runtime.migrations.upgrade`. PostgreSQL, and a file that is there already, see it at work each time."""
+    """`headrace_runtime.storage.migrations.upgrade`. PostgreSQL, and a file that is there already, see it at work each
+    time."""
     file = Path(database.engine.url.database or "") if database.sqlite else None
     if file is None or file.exists():
         await migrations.upgrade(database, package)

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.database import Database
+from headrace_runtime.storage.database import Database
 
 WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
 """Tables of waiting work, not of history: reading all of them is reading all work."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import text
 
-from headrace_runtime.database import Database
+from headrace_runtime.storage.database import Database
 
 _CHUNK = 100_000
 TURNS_PER_SESSION = 5

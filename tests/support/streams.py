@@ -18,15 +18,15 @@ import structlog
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handler, Processor, ProcessorLimits, Step
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Outgoing, Record
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, Record
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits, Step
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
@@ -82,7 +82,7 @@ class MemoryProducer(EventProducer):
 
 @dataclass
 class Service:
-    """Parts of `headrace_runtime.stream_service.StreamService` for tests. Without `package` the tables are just
+    """Parts of `headrace_runtime.stream.stream_service.StreamService` for tests. Without `package` the tables are just
     created."""
 
     tables: StreamTables

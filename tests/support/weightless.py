@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 

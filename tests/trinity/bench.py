@@ -13,7 +13,7 @@ import httpx
 
 from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, Turn
 from headrace_schemas.programs.gate import Play
 from headrace_schemas.values.base import utcnow

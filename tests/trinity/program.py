@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.buffer import Buffer

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings, Scope
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Section, is_loopback
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.settings.sections import Section, is_loopback
+from headrace_runtime.settings.table import parse_toml
 from headrace_schemas.values.ids import decode_name
 
 _AGENTS: frozenset[Scope] = frozenset(("chat", "feedback"))

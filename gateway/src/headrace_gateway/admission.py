@@ -16,8 +16,8 @@ from headrace_gateway.publisher import Publisher
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import headers_of, read_body
 from headrace_gateway.settings import Scope as KeyScope
-from headrace_runtime import tracing
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.process import tracing
 from headrace_schemas import Event
 from headrace_schemas.values.ids import decode_name
 

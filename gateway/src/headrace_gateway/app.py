@@ -26,21 +26,21 @@ from headrace_gateway.replica_watch import ReplicaWatch
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
 from headrace_gateway.table_cache import TableCache
-from headrace_runtime import topics, web
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.dead_letters import SentDeadLetters, dead_letter
-from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.known_versions import KnownVersions
-from headrace_runtime.logs import get_logger
-from headrace_runtime.offsets import Offsets
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.replica_trust import ReplicaTrust
-from headrace_runtime.settings import Common, SecuritySettings
-from headrace_runtime.source_values import SourceValues
-from headrace_runtime.wire import Record
+from headrace_runtime.http import web
+from headrace_runtime.http.guard import ReplicaTrust
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import Offsets, TopicTable
+from headrace_runtime.kafka.dead_letters import SentDeadLetters, dead_letter
+from headrace_runtime.kafka.known_versions import KnownVersions
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common, SecuritySettings
+from headrace_runtime.settings.source_values import SourceValues
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.disk import DiskGuard
 from headrace_schemas import Replica, Routing
 from headrace_schemas.rules.ingest import KnownModels
 

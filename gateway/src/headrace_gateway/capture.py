@@ -10,8 +10,8 @@ from pydantic_core import to_json
 from headrace_gateway import metrics
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.transcript import ChoiceSoFar, Transcript
-from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import DEAD_LETTERS
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas import DeadLetter, Turn
 from headrace_schemas.values.base import utcnow
 

@@ -34,7 +34,7 @@ from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
 from headrace_runtime.clock import Clock
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_schemas.values import ids
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
-from headrace_runtime.settings import Common
-from headrace_runtime.source_values import SourceValues
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.settings.source_values import SourceValues
 
 
 async def check(common: Common, settings: GatewaySettings) -> list[str]:

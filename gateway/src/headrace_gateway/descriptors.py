@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 from headrace_gateway.settings import LimitSettings
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _OWN = 128

@@ -17,8 +17,8 @@ from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
-from headrace_runtime import tracing
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.process import tracing
+from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_schemas import Replica
 
 Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]

@@ -15,7 +15,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
 from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
-from headrace_runtime.source_values import SourceValues
+from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import metric_source, values_of

@@ -35,12 +35,12 @@ from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_gateway.token_counting import TokenCounting, reader
-from headrace_runtime import web
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
-from headrace_runtime.settings import Common
-from headrace_runtime.source_values import SourceValues
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.http import web
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.settings.source_values import SourceValues
 
 
 @dataclass(frozen=True, slots=True)

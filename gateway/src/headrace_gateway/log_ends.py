@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from aiokafka.partitioner import murmur2
 
-from headrace_runtime.offsets import Offsets
+from headrace_runtime.kafka.consumer import Offsets
 from headrace_schemas import Trajectory, Turn
 
 TOPICS = (Turn.topic, Trajectory.topic)

@@ -13,13 +13,13 @@ from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.shares import Shares
 from headrace_gateway.spool import Spool, Spooled
 from headrace_gateway.stages import in_stages
-from headrace_runtime import tracing
-from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.isolation import TRIES, is_fatal, reason_of
-from headrace_runtime.logs import get_logger
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.wire import Outgoing, Record
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, Record
+from headrace_runtime.process import tracing
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import TRIES, is_fatal, reason_of
 from headrace_schemas import EVENTS, Event, Feedback, SessionEnd
 
 log = get_logger(__name__)

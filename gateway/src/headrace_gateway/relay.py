@@ -22,7 +22,7 @@ from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.transcript import Transcript
 from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from headrace_gateway.engine import Engines
 from headrace_gateway.replica_set import ReplicaSet, ReplicaStatus
 from headrace_gateway.settings import UpstreamSettings
 from headrace_runtime.clock import Clock
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _TICK_S = 0.25

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope
 from headrace_gateway.body_encoding import SUPPORTED, decoded
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
-from headrace_runtime.json_bounds import more_values_than
-from headrace_runtime.worker_threads import run_off_loop
+from headrace_runtime.kafka.wire import more_values_than
+from headrace_runtime.process.worker_threads import run_off_loop
 from headrace_schemas.values.text import closest, printable
 
 M = TypeVar("M", bound=BaseModel)

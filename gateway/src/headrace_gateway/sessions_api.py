@@ -20,9 +20,9 @@ from headrace_gateway.requests import check_values, parse
 from headrace_gateway.settings import FeedbackSettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_runtime.clock import Clock
-from headrace_runtime.source_values import SourceValues
-from headrace_runtime.topics import catalogue
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.kafka.topics import catalogue
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import Event, Feedback, SessionEnd, Trajectory
 from headrace_schemas.values import ids
 

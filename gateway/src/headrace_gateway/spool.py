@@ -17,9 +17,9 @@ from headrace_gateway import metrics
 from headrace_gateway.shares import tenant_of
 from headrace_gateway.spool_file import Spooled
 from headrace_gateway.spool_log import SpoolBroken, SpoolLog
-from headrace_runtime import disk
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
 
 T = TypeVar("T")
 log = get_logger(__name__)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from headrace_gateway.spool_file import Spooled, packed, scan
 from headrace_gateway.spool_segment import Position, Segment, SegmentOffset
-from headrace_runtime import disk
 from headrace_runtime.errors import HeadraceError, SettingError
+from headrace_runtime.storage import disk
 
 _DATABASE = "spool.db"
 

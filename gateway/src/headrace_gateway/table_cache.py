@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from headrace_runtime import whole_file
-from headrace_runtime.isolation import reason_of
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import files
+from headrace_runtime.storage.isolation import reason_of
 from headrace_schemas import Event
 
 log = get_logger(__name__)
@@ -24,7 +24,7 @@ E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
 class FollowedTable(Protocol[E_co]):
-    """A table of the bus, as far as it is needed here (`headrace_runtime.consumer.Table`)."""
+    """A table of the bus, as far as it is needed here (`headrace_runtime.kafka.consumer.Table`)."""
 
     @property
     def loaded(self) -> asyncio.Event:
@@ -108,5 +108,5 @@ class TableCache(Generic[E]):
         if text == self._written:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole_file.replace(self._path, text)
+        files.replace_file(self._path, text)
         self._written = text

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 from aiokafka import ConsumerRecord
 
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.settings.sections import BusSettings
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, read_topic
 from tests.support.hostile_feedback import SESSIONS, body

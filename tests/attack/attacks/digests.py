@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas.values.blobs import Fingerprint, Manifest
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 from pydantic import SecretStr
 
-from headrace_runtime.replica_trust import signed
-from headrace_runtime.settings import SecuritySettings
+from headrace_runtime.http.guard import signed
+from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Replica
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from headrace_operations.supervisor import Limits, Supervisor
-from headrace_runtime.producer import EventProducer
+from headrace_runtime.kafka.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.full_disk import SmallDisk

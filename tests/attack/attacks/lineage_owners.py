@@ -20,9 +20,9 @@ from unittest import mock
 
 from fsspec.implementations.local import LocalFileSystem
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.lineage import Lineage

@@ -29,7 +29,7 @@ def _of_browser(scope: dict[str, Any]) -> bool:
 def _watch() -> None:
     from starlette.applications import Starlette
 
-    from headrace_runtime.web_guard import WebGuard
+    from headrace_runtime.http.guard import WebGuard
 
     initialize, called, guarded = Starlette.__init__, Starlette.__call__, WebGuard.__call__
 

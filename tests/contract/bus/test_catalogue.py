@@ -9,9 +9,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from structlog.testing import capture_logs
 
-from headrace_runtime import topics
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.settings.sections import BusSettings
 from tests.contract.bus.clients import administering
 from tests.support.broker_process import BrokerProcess
 

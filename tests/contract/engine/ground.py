@@ -12,8 +12,8 @@ import torch
 
 from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.importing.native import load_model
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.settings.sections import BusSettings
 from tests.contract.bus import clients
 from tests.contract.used.ground import Scenario
 from tests.simulation import kafka, world

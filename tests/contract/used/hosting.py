@@ -14,10 +14,10 @@ from typing import Any, cast
 from aiokafka import AIOKafkaProducer, TopicPartition
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.faust_host import FaustHost
-from headrace_runtime.offsets import Offsets
-from headrace_runtime.processor import Processor
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import Offsets
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.stream.faust_host import FaustHost
+from headrace_runtime.stream.processor import Processor
 from tests.contract.used.ground import Ground, Scenario, consuming, eventually, everything, producing, send
 
 _COMMITS_WITHIN_S = 2.5

@@ -11,8 +11,8 @@ from unittest import mock
 
 from aiokafka import TopicPartition
 
-from headrace_runtime.faust_host import FaustHost, _record
-from headrace_runtime.wire import RawHeaders, Record
+from headrace_runtime.kafka.wire import RawHeaders, Record
+from headrace_runtime.stream.faust_host import FaustHost, _record
 from tests.contract.used import hosting, reading, sending
 from tests.contract.used.ground import Ground, Scenario, eventually, producing, send
 from tests.simulation.bus import Bus, Group, Member

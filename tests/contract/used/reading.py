@@ -8,9 +8,9 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import ConsumerStoppedError, IllegalOperation, IllegalStateError
 
-from headrace_runtime.consumer import assign_all, partitions_of
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import assign_all, partitions_of
+from headrace_runtime.kafka.wire import Record
 from tests.contract.used.ground import (
     Ground,
     Scenario,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.bus_client import check_login
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka.bus_client import check_login
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas.http.stack_access import BusLogin, remember_login
 from tests.contract.used.ground import Scenario
 from tests.contract.used.grounds import play_for_real, play_simulated
@@ -110,7 +110,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 def test_acknowledging_out_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated host is harsher than Faust here, so that no service relies on Faust's treatment of gaps."""
-    monkeypatch.setattr("headrace_runtime.faust_host.FaustHost._work", acknowledge_backwards)
+    monkeypatch.setattr("headrace_runtime.stream.faust_host.FaustHost._work", acknowledge_backwards)
     with pytest.raises(ExceptionGroup) as stopped:
         play_simulated(a_full_batch, 0)
     assert stopped.group_contains(AssertionError, match="not acknowledged in order")

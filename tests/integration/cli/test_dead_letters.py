@@ -14,13 +14,13 @@ from aiokafka import ConsumerRecord, TopicPartition
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_runtime import topics as catalogue
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import consumer, record_of
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Outgoing, Record
+from headrace_runtime.kafka import topics as catalogue
+from headrace_runtime.kafka.consumer import consumer, record_of
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, Record
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Trajectory
 from headrace_schemas.events.dead_letter import RETRY_HEADER
 from headrace_schemas.events.envelope import SEQUENCE_HEADER

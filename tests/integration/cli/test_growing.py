@@ -13,9 +13,9 @@ import asyncpg  # type: ignore[import-untyped]
 import pytest
 
 from headrace_operations.mirror import mirror
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on

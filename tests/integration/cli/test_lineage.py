@@ -12,8 +12,8 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Entry, Range, connected
 from headrace_operations.lineage.sessions import trace_session
 from headrace_operations.lineage.versions import trace_version
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.topics import ensure
+from headrace_runtime.kafka.topics import ensure
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Experience
 from tests.support.broker_process import BrokerProcess
 from tests.support.lineage_questions import TOPICS, assert_traces_agree, made_up, recorded

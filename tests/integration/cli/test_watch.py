@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from headrace_cli.demo.watch import Watch
-from headrace_runtime import topics as catalogue
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics as catalogue
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ModelEvent
 from headrace_schemas.values.base import utcnow
 from tests.support.broker_process import BrokerProcess

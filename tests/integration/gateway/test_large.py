@@ -7,7 +7,7 @@ from pathlib import Path
 
 import openai
 
-from headrace_runtime import topics
+from headrace_runtime.kafka import topics
 from tests.integration.gateway.conftest import circle
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import FakeReplica

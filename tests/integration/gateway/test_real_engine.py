@@ -15,7 +15,7 @@ import httpx2
 import openai
 import pytest
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Replica, Routing, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model

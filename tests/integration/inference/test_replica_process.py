@@ -15,11 +15,11 @@ import httpx
 import openai
 import pytest
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Outgoing, decode
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, decode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Replica, Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model

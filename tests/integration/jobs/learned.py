@@ -13,8 +13,8 @@ from typing import Any
 
 from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.journal import JobJournal
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.programs.models import WrittenBranch
 
 PROGRAM = "from headrace_cli.app import main; main()"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import decode
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import decode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Reward
 from headrace_schemas.values.base import utcnow
 from tests.support import fake_llm

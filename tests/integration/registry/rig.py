@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.dead_letters import DeadLetterSender
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings, Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.values.base import utcnow
 from tests.support import weightless

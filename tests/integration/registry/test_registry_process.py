@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint
 from tests.integration.registry.rig import RegistryRig
 from tests.support import postgres_node

@@ -16,10 +16,10 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from headrace.topics import Range, connected
-from headrace_runtime import topics as catalogue
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics as catalogue
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
 from tests.contract.bus.clients import administering
 from tests.integration.trainer.conftest import TrainerProcess

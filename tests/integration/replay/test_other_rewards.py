@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Span, Trajectory
 from headrace_schemas.values.base import utcnow
 from headrace_trainer.lineage.opening import open_lineage

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.records import Records
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import Records
 from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import session_key

@@ -8,12 +8,12 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import MessageSizeTooLargeError
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import record_of
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import record_of
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from aiokafka.partitioner import murmur2
 
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import DeadLetter, Experience, Trajectory
 from headrace_schemas.values.ids import session_key
 from tests.contract.bus.clients import eventually

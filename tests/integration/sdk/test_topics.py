@@ -14,11 +14,11 @@ from aiokafka import AIOKafkaProducer
 from headrace.errors import Unreachable, UsageError
 from headrace.topics import Entry, Progress, Range, connected
 from headrace_operations.from_topics import read_turn_account
-from headrace_runtime import topics as catalogue
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics as catalogue
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import EVENTS, Event
 from headrace_schemas.events.chat import Message
 from headrace_schemas.values.base import utcnow

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import derived_id

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy import MetaData
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.faust_host import FaustHost
-from headrace_runtime.offsets import Offsets
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handling, Processor, ProcessorLimits, position
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import Offsets
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.faust_host import FaustHost
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Handling, Processor, ProcessorLimits, position
 from headrace_schemas import Event, Feedback
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import session_key

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import DeadLetter
 from tests.integration.streams.rig import StreamsRig, account, episode, play, rig_on
 from tests.support.broker_process import BrokerProcess

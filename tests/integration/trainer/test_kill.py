@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import pytest
 
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Outgoing, decode
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, decode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics
 from headrace_trainer.lineage.store import LineageStore
 from tests.integration.trainer.conftest import TrainerProcess

@@ -17,9 +17,9 @@ import pytest
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.values.base import utcnow
 from headrace_trainer.lineage.lineage import Lineage

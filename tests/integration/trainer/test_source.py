@@ -10,8 +10,8 @@ from aiokafka.admin import NewTopic, RecordsToDelete
 from aiokafka.structs import TopicPartition
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import BusSettings
 from headrace_trainer.source import BusReplaced, KafkaSource
 from tests.contract.bus.clients import administering
 

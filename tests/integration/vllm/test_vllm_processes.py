@@ -24,7 +24,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Turn
 from headrace_schemas.values.base import utcnow
 from tests.contract.engine.ground import Stored, recomputed

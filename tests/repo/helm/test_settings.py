@@ -17,10 +17,10 @@ from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_judge.settings import JudgeSettings
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
+from headrace_runtime.kafka.topics import catalogue
 from headrace_runtime.main import Service as Program
-from headrace_runtime.settings import Common, ServiceSettings, load
-from headrace_runtime.settings_table import CONFIG_VARIABLE
-from headrace_runtime.topics import catalogue
+from headrace_runtime.settings.sections import Common, ServiceSettings, load
+from headrace_runtime.settings.table import CONFIG_VARIABLE
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.settings import TrinitySettings
 from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, services

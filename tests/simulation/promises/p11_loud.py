@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_runtime.topics import catalogue
+from headrace_runtime.kafka.topics import catalogue
 from headrace_schemas import DeadLetter, Feedback
 
 if TYPE_CHECKING:

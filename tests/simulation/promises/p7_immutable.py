@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_runtime.errors import CorruptBlob, Unavailable
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint, Routing
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from headrace_broker.server import Server
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.store import Store
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.disk import DiskGuard
+from headrace_runtime.storage.disk import DiskGuard
 from tests.support.wire_client import WireClient, connected
 from tests.unit.broker.group_clients import Clients
 from tests.unit.broker.harness import Harness

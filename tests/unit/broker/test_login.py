@@ -16,12 +16,12 @@ from pydantic import SecretStr
 
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
 from headrace_broker.login import Credentials, Login
-from headrace_runtime import topics
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.bus_client import check_login, client_options
 from headrace_runtime.errors import SettingError
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.bus_client import check_login, client_options
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support.account_events import experience
 from tests.support.broker_process import BrokerProcess
 from tests.support.seeds import draw_seed

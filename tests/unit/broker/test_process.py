@@ -15,7 +15,7 @@ import pytest
 
 from headrace_broker.settings import BrokerSettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from tests.support.broker_process import BrokerProcess
 from tests.support.ports import free_port
 

@@ -13,7 +13,7 @@ from headrace_broker.protocol.offsets import (
     OffsetCommitRequest,
     OffsetCommitResponse,
 )
-from headrace_runtime.disk import DiskGuard
+from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk
 from tests.support.record_batches import batch
 from tests.unit.broker.conftest import Run

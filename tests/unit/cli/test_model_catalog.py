@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace_operations.catalog import comparing, exporting, importing
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
 from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
 from headrace_schemas.programs.models import MANIFEST_FILE, StoredLine

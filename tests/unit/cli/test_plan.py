@@ -15,7 +15,7 @@ from headrace_operations.supervisor import plan as planning
 from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 from headrace_runtime.errors import SettingError
 from headrace_runtime.services import ServiceInfo
-from headrace_runtime.settings_table import override
+from headrace_runtime.settings.table import override
 from tests.support import plugins
 from tests.support.ports import free_port
 

@@ -13,8 +13,8 @@ from headrace_operations.settings_reference import as_toml
 from headrace_operations.supervisor.plan import installed
 from headrace_operations.toml_text import toml
 from headrace_runtime.main import Service
-from headrace_runtime.reference import SettingDoc, describe
-from headrace_runtime.settings import Common, complete, load
+from headrace_runtime.settings.reference import SettingDoc, describe
+from headrace_runtime.settings.sections import Common, complete, load
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "headrace.toml"
 NEEDED = {

@@ -23,7 +23,7 @@ from headrace_operations.controls.recording import from_file
 from headrace_operations.evaluation import tasks
 from headrace_operations.jobs import recipe as job_recipe
 from headrace_operations.jobs.sources import RowFile
-from headrace_runtime.settings_table import read as read_settings
+from headrace_runtime.settings.table import read as read_settings
 from headrace_schemas.values.text import decode_text
 from trinity_bench import settings as bench
 
@@ -128,9 +128,9 @@ OWN = {
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
-    "packages/runtime/src/headrace_runtime/dead_letters.py", "packages/runtime/src/headrace_runtime/holders.py",
-    "schemas/src/headrace_schemas/topics/__init__.py", "schemas/src/headrace_schemas/http/stack_access.py",
-    "schemas/src/headrace_schemas/generate.py",
+    "packages/runtime/src/headrace_runtime/kafka/dead_letters.py",
+    "packages/runtime/src/headrace_runtime/process/holders.py", "schemas/src/headrace_schemas/topics/__init__.py",
+    "schemas/src/headrace_schemas/http/stack_access.py", "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
 """Modules that decode by themselves: files that Headrace or the kernel wrote."""
 

@@ -10,7 +10,7 @@ import typer.main
 
 from headrace_cli.app import app
 from headrace_inference.vllm_engine import orphans
-from headrace_runtime.settings import Common, ServiceSettings, load
+from headrace_runtime.settings.sections import Common, ServiceSettings, load
 
 
 def variables(command: Any) -> Iterator[str]:

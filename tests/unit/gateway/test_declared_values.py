@@ -11,8 +11,8 @@ import pytest
 
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import load
-from headrace_runtime.source_values import SourceValues
+from headrace_runtime.settings.sections import load
+from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import DeadLetter, Feedback
 from headrace_schemas.values import ids
 from tests.support.gateway import gateway, until

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from headrace_gateway.settings import LimitSettings
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
     DeadLetter,
     Event,

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from headrace_gateway.settings import KeySettings
-from headrace_runtime.wire import Received, Record
+from headrace_runtime.kafka.wire import Received, Record
 from headrace_schemas import Feedback, SessionEnd
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values import ids

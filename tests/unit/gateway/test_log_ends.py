@@ -14,9 +14,9 @@ from headrace_gateway.log_ends import LogEnds, after
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.offsets import Offsets
-from headrace_runtime.wire import Outgoing, Record, decode
+from headrace_runtime.kafka.consumer import Offsets
+from headrace_runtime.kafka.wire import Outgoing, Record, decode
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Feedback
 from headrace_schemas.values import ids
 from tests.support.gateway import ListBus, ListProducer, until

@@ -13,10 +13,10 @@ from headrace_gateway.publisher import Publisher
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool, Spooled
-from headrace_runtime import tracing
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.process import tracing
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, SessionEnd
 from headrace_schemas.values.base import utcnow
 from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until

@@ -17,9 +17,9 @@ from headrace_gateway.publisher import Publisher
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool, Spooled
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.wire import Outgoing, Record, decode
+from headrace_runtime.kafka.wire import Outgoing, Record, decode
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Feedback
 from tests.support.full_disk import full_error
 from tests.support.gateway import ListBus, ListProducer, until

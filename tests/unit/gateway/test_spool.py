@@ -23,8 +23,8 @@ import pytest
 
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
-from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
+from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk, full_error
 from tests.support.gateway import until
 

@@ -14,8 +14,8 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ServedVersion
 from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model

@@ -20,8 +20,8 @@ from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
-from headrace_runtime.settings import Common
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.settings.sections import Common
 from headrace_schemas import Probe
 from headrace_schemas.values.blobs import Manifest
 

@@ -15,7 +15,7 @@ from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
-from headrace_runtime.versions import file_digest
+from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
 from tests.unit.inference.conftest import Models
 

@@ -12,8 +12,8 @@ import pytest
 from headrace_inference.engine import NOBODY, Generation, Sampling, Share, Start
 from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.fleet import Fleet, FleetLimits
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Probe, Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import Manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from headrace_inference.fleet import Fleet, FleetLimits
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.storage.versions import VersionCache
 from tests.unit.inference.conftest import Models
 from tests.unit.inference.test_fleet import Rig
 

@@ -16,7 +16,7 @@ from headrace_inference.chat.plain import PlainText
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import template_message
 from headrace_runtime.errors import Refused
-from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
+from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
 from headrace_schemas import Message, TextPart
 from headrace_schemas.values.blobs import Manifest
 from tests.support.tiny_model import CHATML

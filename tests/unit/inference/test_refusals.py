@@ -11,7 +11,7 @@ import pytest
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import Overloaded
-from headrace_runtime.versions import file_digest
+from headrace_runtime.storage.versions import file_digest
 from tests.unit.inference.asking import TOOLS, USER, ask
 from tests.unit.inference.conftest import Models
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client

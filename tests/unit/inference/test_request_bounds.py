@@ -17,7 +17,7 @@ from headrace_inference.engine import Sampling, Start
 from headrace_inference.errors import PromptEmpty, TokenOutOfVocabulary
 from headrace_inference.fleet import _report_tokens_without_row
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.versions import file_digest, template_digest
+from headrace_runtime.storage.versions import file_digest, template_digest
 from headrace_schemas.events.chat import Sampling as RecordedSampling
 from tests.unit.inference.asking import USER
 from tests.unit.inference.conftest import Models, prompt_of

@@ -25,8 +25,8 @@ from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.writing.program import _manifest
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support import tiny_model
 from tests.support.tokenizer_families import FAMILIES, Family
 from tests.unit.inference.asking import Json, joined

@@ -15,7 +15,7 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.writing.program import open_writer, write_row
 from headrace_inference.writing.tokens import ConversationWriter, Unwritable
-from headrace_runtime.versions import file_digest
+from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
 from headrace_schemas.programs.models import BaseLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
 from tests.support.tiny_model import CHATML

@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.trajectory_handler import sampled
-from headrace_runtime import web
 from headrace_runtime.errors import SettingError
+from headrace_runtime.http import web
 from headrace_schemas import DeadLetter
 from headrace_schemas.http.source_api import SourceList
 from tests.support import fake_llm

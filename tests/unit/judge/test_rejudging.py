@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace_judge import rejudging
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.programs.replay import JudgedLine
 from tests.support.fake_llm import FakeLLM

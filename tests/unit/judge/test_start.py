@@ -13,8 +13,8 @@ from headrace_judge import app
 from headrace_judge.rubric import load, load_all
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.reference import describe
-from headrace_runtime.settings import load as load_settings
+from headrace_runtime.settings.reference import describe
+from headrace_runtime.settings.sections import load as load_settings
 from tests.support.judge_rig import settings
 
 CONFIGURED = {"HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://h/v1", "HEADRACE_JUDGE__ENDPOINT__MODEL": "m"}

@@ -27,14 +27,14 @@ from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handler, Processor, ProcessorLimits
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
-from headrace_runtime.wire import Outgoing, Record
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, Record
+from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs.gate import Tasks

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from headrace_registry.api import RegistryApi
 from headrace_registry.changes import RegistryChanges
-from headrace_runtime import web
-from headrace_runtime.settings import Common, SecuritySettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList
 from tests.unit.registry.rig import MODEL, Rig, loaded
 

@@ -11,8 +11,8 @@ import pytest
 from headrace_registry import audit_filter
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.programs.replay import Measure, Measured
 
 PROGRAM = """

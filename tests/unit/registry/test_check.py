@@ -12,7 +12,7 @@ from headrace_registry.check import check
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 
 GATE = """
 import json, sys, urllib.request

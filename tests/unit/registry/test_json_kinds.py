@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.rollouts.api import RolloutApi
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from tests.support.hostile_json import TEXTS, kinds_everywhere
 from tests.unit.registry.catalog.catalog_bench import CatalogBench
 from tests.unit.registry.rig import MODEL, Rig

@@ -11,8 +11,8 @@ from sqlalchemy import update
 
 from headrace_registry.leader import LeaderLease, LostLeadership
 from headrace_registry.tables import LEASE
-from headrace_runtime import holders
 from headrace_runtime.clock import Clock
+from headrace_runtime.process import holders
 from tests.unit.registry.rig import MODEL, Rig
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 
 from headrace_registry import store
 from headrace_registry.tables import METADATA
-from headrace_runtime import migrations
+from headrace_runtime.storage import migrations
 from tests.unit.registry.rig import MODEL, Rig
 
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.api import RolloutApi
-from headrace_runtime import web
-from headrace_runtime.settings import Common, SecuritySettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.http.rollout_api import RolloutList, RolloutState

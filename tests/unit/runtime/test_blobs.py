@@ -12,8 +12,8 @@ from fsspec import register_implementation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
+from headrace_runtime.storage.blobs import BlobStore
 from tests.support import plugins
 
 ODD = "Zoë's agents 100% #1?"

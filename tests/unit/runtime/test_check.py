@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime import check, topics
+from headrace_runtime import check
 from headrace_runtime.errors import SettingError, Unavailable
-from headrace_runtime.settings import BusSettings, Common
+from headrace_runtime.kafka import topics
+from headrace_runtime.settings.sections import BusSettings, Common
 from tests.support.ports import free_port
 
 

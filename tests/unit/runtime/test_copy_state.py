@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import Boolean, Connection, Float, LargeBinary, MetaData, Numeric, Table, insert, select, text
 from sqlalchemy.types import Integer
 
-from headrace_runtime import migrations
 from headrace_runtime.copy_state import NotEmpty, copy
-from headrace_runtime.database import Database
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database
 from tests.support.postgres_node import PostgresNode
 
 pytestmark = pytest.mark.postgres

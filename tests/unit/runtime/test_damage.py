@@ -8,10 +8,10 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from headrace_runtime import damage
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.wire import Record, decode
+from headrace_runtime.kafka import damage
+from headrace_runtime.kafka.wire import Record, decode
+from headrace_runtime.storage.blobs import BlobStore
 
 _VALUES = 3
 _BATCHES = 4

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, text
 
-from headrace_runtime import database as module
-from headrace_runtime.database import Database
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import database as module
+from headrace_runtime.storage.database import Database
 
 POSTGRESQL = "postgresql://headrace:secret@127.0.0.1:1/headrace"
 """Address without a listener."""

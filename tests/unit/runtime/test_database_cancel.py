@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from headrace_runtime.database import Database
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 
 
 async def test_cancelling_anywhere_leaves_no_lock_and_no_half_transaction(data_dir: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 
 
 class Refusal(Exception):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.dead_letters import DeadLetterSender, SentDeadLetters, dead_letter
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.dead_letters import DeadLetterSender, SentDeadLetters, dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter
 from tests.support.streams import MemoryProducer
 

@@ -13,14 +13,14 @@ import pytest
 from sqlalchemy import MetaData, text
 from sqlalchemy.exc import OperationalError
 
-from headrace_runtime import disk
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.database import Database
-from headrace_runtime.disk import DiskGuard
 from headrace_runtime.errors import DiskFull
-from headrace_runtime.processor import Handling
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import disk
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.disk import DiskGuard
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Event
 from tests.support.full_disk import MeasuredDisk, full_error, small_disk
 from tests.support.streams import Service, bench

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime import faust_host
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.stream import faust_host
 
 
 @pytest.mark.parametrize(("request_s", "session_s"), [(30.0, 10.0), (5.0, 10.0), (30.0, 60.0)])

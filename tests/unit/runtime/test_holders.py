@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headrace_runtime import holders
+from headrace_runtime.process import holders
 
 
 def of(pid: int, **changes: str) -> str:

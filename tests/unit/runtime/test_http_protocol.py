@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace_runtime import web
-from headrace_runtime.settings import ServiceSettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import ServiceSettings
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 

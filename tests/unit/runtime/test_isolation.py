@@ -11,13 +11,13 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import isolation
-from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import StepFailed
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.storage import isolation
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.processor import StepFailed
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench

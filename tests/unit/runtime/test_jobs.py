@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import MetaData
 
-from headrace_runtime.jobs import Job, Jobs
-from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.jobs import Job, Jobs
 from tests.support.streams import Bench, Service, bench
 
 metadata = MetaData()

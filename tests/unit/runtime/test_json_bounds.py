@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from headrace_runtime import json_bounds
-from headrace_runtime.json_bounds import more_values_than
+from headrace_runtime.kafka import wire
+from headrace_runtime.kafka.wire import more_values_than
 
 
 def separators(value: object) -> int:
@@ -36,7 +36,7 @@ def test_what_stands_in_strings_does_not_count(monkeypatch: pytest.MonkeyPatch, 
     seed = random.randrange(2**32)
     print(f"{seed=}")
     rng = random.Random(seed)
-    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", portion + 1)  # a portion holds an escape as a whole
+    monkeypatch.setattr(wire, "_PORTION_BYTES", portion + 1)  # a portion holds an escape as a whole
     for _ in range(200):
         value = [drawn(rng), ",,,[[[{{{"]
         body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
@@ -47,7 +47,7 @@ def test_what_stands_in_strings_does_not_count(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("body", [b'"' + b",[{" * 5, b'["\\', b',,,"\\', b'"\\"\\', b"", b'"', b"\\"])
 def test_what_is_no_json_ends_too(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", 2)
+    monkeypatch.setattr(wire, "_PORTION_BYTES", 2)
     assert more_values_than(body, 2) == (body.startswith(b",,,"))
 
 
@@ -60,7 +60,7 @@ def test_objects_and_lists_are_counted_by_themselves(monkeypatch: pytest.MonkeyP
     seed = random.randrange(2**32)
     print(f"{seed=}")
     rng = random.Random(seed)
-    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", portion)
+    monkeypatch.setattr(wire, "_PORTION_BYTES", portion)
     for _ in range(100):
         body = json.dumps([drawn(rng), [1, 2, 3], "[{" * 9]).encode()
         containers = opened(json.loads(body))

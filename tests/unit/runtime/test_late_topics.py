@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime import topics
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.settings.sections import BusSettings
 
 
 class LateCluster:

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from headrace_runtime import liveness
-from headrace_runtime.liveness_watch import LivenessWatch
+from headrace_runtime.process import liveness
+from headrace_runtime.process.liveness import LivenessWatch
 
 
 def test_the_loop_writes_while_it_turns_and_not_while_it_is_stuck() -> None:

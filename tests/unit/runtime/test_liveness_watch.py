@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from headrace_runtime.liveness_watch import LivenessWatch
+from headrace_runtime.process.liveness import LivenessWatch
 
 
 def test_silence_that_nobody_watched_does_not_count() -> None:

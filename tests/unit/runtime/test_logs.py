@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from headrace_runtime import logs
-from headrace_runtime.settings import LogSettings
+from headrace_runtime.process import logs
+from headrace_runtime.settings.sections import LogSettings
 from headrace_schemas.values.text import printable
 
 

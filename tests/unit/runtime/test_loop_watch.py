@@ -11,8 +11,8 @@ import time
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_runtime.loop_watch import INTERVAL_S, LoopWatch, watch_loop
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import INTERVAL_S, LoopWatch, watch_loop
+from headrace_runtime.process.worker_threads import WorkerThreads
 from tests.support.loop_block import blocked
 
 
@@ -49,7 +49,7 @@ async def test_work_on_much_is_done_beside_the_loop() -> None:
 
 
 async def test_the_longest_block_is_a_metric_and_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_runtime.loop_watch._WINDOW_S", 0.05)
+    monkeypatch.setattr("headrace_runtime.process.loop_watch._WINDOW_S", 0.05)
     watch = LoopWatch(0.001)
     running = asyncio.create_task(watch.run())
 

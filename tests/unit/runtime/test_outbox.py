@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 from sqlalchemy import MetaData, text
 
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import DeadLetter, Reward
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.values.ids import session_key

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from headrace_runtime import liveness, parent_death
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process import liveness, parent_death
+from headrace_runtime.process.parent_death import bound_to_parent
 from tests.support.processes import alive, wait_until
 
 PARENT = """
 import subprocess, sys
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
 child = subprocess.Popen(bound_to_parent(["sleep", "600"]))
 print(child.pid, flush=True)
 sys.stdin.read()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.pausing import DeadLetterLimiter
-from headrace_runtime.settings import RefusalBounds
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_runtime.stream.pausing import DeadLetterLimiter
 
 
 def record(offset: int) -> Record:

@@ -14,13 +14,13 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import held_records
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, Unfinished, position, run_until_finished
-from headrace_runtime.refusal_limit import TenantLimits
-from headrace_runtime.settings import RefusalBounds
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream import delivery
+from headrace_runtime.stream.pausing import TenantLimits
+from headrace_runtime.stream.processor import Handling, Unfinished, position, run_until_finished
 from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd
 from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
@@ -345,7 +345,7 @@ async def test_events_of_a_rolled_back_transaction_are_not_sent_with_the_next(
 async def test_a_consumer_without_room_for_refusals_stops_and_goes_on_when_told(
     stream: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_records, "HELD_RECORDS_MAX", 2)
+    monkeypatch.setattr(delivery, "HELD_RECORDS_MAX", 2)
     stream.processor._limits = TenantLimits(RefusalBounds(run_max=3))
     records = [stream.append("feedback", b"{") for _ in range(8)]
     work = asyncio.create_task(stream.deliver(*records, feedback("a")))

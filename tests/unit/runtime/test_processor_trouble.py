@@ -14,13 +14,13 @@ from sqlalchemy import MetaData
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import held_records
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, ProcessorLimits, StepFailed, position
-from headrace_runtime.refusal_limit import TenantLimits
-from headrace_runtime.settings import RefusalBounds
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream import delivery
+from headrace_runtime.stream.pausing import TenantLimits
+from headrace_runtime.stream.processor import Handling, ProcessorLimits, StepFailed, position
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
@@ -274,7 +274,7 @@ async def test_what_was_kept_back_is_tried_again_after_a_restart(
 async def test_a_tenant_without_room_is_dead_lettered_while_others_are_handled(
     stream: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_records, "HELD_RECORDS_MAX", 2)
+    monkeypatch.setattr(delivery, "HELD_RECORDS_MAX", 2)
     stream.processor._limits = TenantLimits(RefusalBounds(run_max=3))
     await stream.deliver(_of("other", "good"))
     bad = [stream.append("feedback", b'{"tenant": "flooder"}') for _ in range(20)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.program_digest import program_digest
+from headrace_runtime.process.programs import program_digest
 
 FILES = {
     "gate.py": "import helper\nfrom parts import scoring\nimport json, late.one\n",

@@ -10,9 +10,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError, Unavailable
-from headrace_runtime.records import _KEPT, Records
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import _KEPT, Records
 
 
 @pytest.fixture(params=["file", "memory"])

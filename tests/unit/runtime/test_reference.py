@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from headrace_runtime.reference import SettingDoc, describe
 from headrace_runtime.registries import OrNameIn, Registry
-from headrace_runtime.settings import Common, Section
+from headrace_runtime.settings.reference import SettingDoc, describe
+from headrace_runtime.settings.sections import Common, Section
 
 
 class Gate(Section):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_runtime.refusal_limit import RefusalLimit
-from headrace_runtime.settings import RefusalBounds
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_runtime.stream.pausing import RefusalLimit
 
 
 def test_a_run_of_refusals_is_cut_at_its_bound() -> None:

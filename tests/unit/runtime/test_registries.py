@@ -10,10 +10,10 @@ import pytest
 
 from headrace_runtime import registries
 from headrace_runtime.errors import SettingError
-from headrace_runtime.reference import describe
 from headrace_runtime.registries import NameIn, PluginError, Registry
 from headrace_runtime.services import ServiceInfo, installed
-from headrace_runtime.settings import Section, ServiceSettings, complete, load
+from headrace_runtime.settings.reference import describe
+from headrace_runtime.settings.sections import Section, ServiceSettings, complete, load
 from tests.support import plugins
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from headrace_runtime.replica_trust import ReplicaTrust, signed
-from headrace_runtime.settings import SecuritySettings
+from headrace_runtime.http.guard import ReplicaTrust, signed
+from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Replica
 from tests.support.fake_replica import FakeReplica
 from tests.support.seeds import draw_seed

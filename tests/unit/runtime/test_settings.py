@@ -10,7 +10,7 @@ from pydantic import AfterValidator, SecretStr
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.main import secrets_of
-from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load
+from headrace_runtime.settings.sections import Common, Section, ServiceSettings, is_loopback, load
 from tests.support import plugins
 
 

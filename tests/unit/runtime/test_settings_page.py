@@ -7,9 +7,9 @@ import json
 from pydantic import BaseModel, SecretStr
 from starlette.testclient import TestClient
 
-from headrace_runtime import web
-from headrace_runtime.settings import Common, SecuritySettings
-from headrace_runtime.settings_page import public_settings, settings_route
+from headrace_runtime.http import web
+from headrace_runtime.http.web import public_settings, settings_route
+from headrace_runtime.settings.sections import Common, SecuritySettings
 
 
 class Inner(BaseModel):

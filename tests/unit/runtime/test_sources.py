@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from headrace_runtime import sources as module
-from headrace_runtime import web
-from headrace_runtime.settings import Common
-from headrace_runtime.sources import Sources
+from headrace_runtime.http import sources as module
+from headrace_runtime.http import web
+from headrace_runtime.http.sources import Sources
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.source_api import SourceList
 
 

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, delete, insert, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from headrace_runtime.database import Database
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 
 metadata = MetaData()
 items = Table("things", metadata, Column("id", Integer, primary_key=True), Column("name", Text, unique=True))

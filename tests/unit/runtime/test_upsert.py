@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, select
 
-from headrace_runtime.stream_tables import StreamTables
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import StreamTables, upsert
 from tests.support.streams import Bench, Service, bench
 
 metadata = MetaData()

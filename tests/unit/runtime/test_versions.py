@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 
 FINGERPRINT = Fingerprint(token_ids=(1, 2, 3), logprobs=(-0.5, -0.25))

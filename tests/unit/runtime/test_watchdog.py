@@ -14,7 +14,7 @@ from tests.support.processes import alive, wait_until
 
 SERVICE = """
 import asyncio, os, pathlib, signal, sys, time
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 
 async def main():
     pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))

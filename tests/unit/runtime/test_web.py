@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace_runtime import metrics, web
+from headrace_runtime import metrics
 from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
 from headrace_schemas.values.ids import decode_name
 from tests.support.full_disk import full_error
 
@@ -117,8 +118,8 @@ async def test_a_taken_port_is_an_error_not_a_hang() -> None:
 
 HANDED = """
 import asyncio, os
-from headrace_runtime import web
-from headrace_runtime.settings import ServiceSettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import ServiceSettings
 
 os.dup2(int(os.environ["GIVEN"]), 3)
 os.environ |= {"LISTEN_FDS": "1", "LISTEN_PID": os.environ.get("MEANT", str(os.getpid()))}

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace_runtime import web
-from headrace_runtime.settings import SecuritySettings, ServiceSettings
-from headrace_runtime.web_guard import WebGuard
+from headrace_runtime.http import web
+from headrace_runtime.http.guard import WebGuard
+from headrace_runtime.settings.sections import SecuritySettings, ServiceSettings
 from tests.support.seeds import draw_seed
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]

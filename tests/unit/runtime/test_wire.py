@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime import tracing
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.wire import Outgoing, Record, decode, encode
+from headrace_runtime.kafka.wire import Outgoing, Record, decode, encode
+from headrace_runtime.process import tracing
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Feedback
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.base import utcnow

@@ -18,9 +18,9 @@ from headrace_judge.settings import JudgeSettings
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime import check
 from headrace_runtime.errors import SettingError
-from headrace_runtime.private_files import data_folder
-from headrace_runtime.settings import Common, ServiceSettings, _plain_types, load
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.settings.sections import Common, ServiceSettings, _plain_types, load
+from headrace_runtime.settings.table import parse_toml
+from headrace_runtime.storage.files import data_folder
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.processor import Step
+from headrace_runtime.stream.processor import Step
 from headrace_schemas import Event, Experience, Reward, Trajectory
 from headrace_scorer import schema, upkeep
 from headrace_scorer.functions import worker

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace_runtime import web
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common, load
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common, load
 from headrace_scorer import api
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.settings import ScorerSettings

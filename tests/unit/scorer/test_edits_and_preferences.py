@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from headrace_runtime import web
-from headrace_runtime.settings import Common
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common
 from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.values import ids

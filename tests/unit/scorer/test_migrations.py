@@ -9,9 +9,9 @@ import pytest
 from alembic import command
 from sqlalchemy import text
 
-from headrace_runtime import migrations
-from headrace_runtime.database import Database
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database
 from headrace_scorer import ledger
 from headrace_scorer.feedback_entries import EntryKey
 

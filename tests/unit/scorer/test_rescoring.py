@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.filters import Lines
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer.learned.replaying import LearnedReplay

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.processor import Processor
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Trajectory
 from tests.support.streams import ManualClock
 from tests.support.trajectories import closed

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.decisions import Listener, line
-from headrace_runtime import topics
-from headrace_runtime.settings import BusSettings
+from headrace_runtime.kafka import topics
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import ModelEvent
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import bus_view

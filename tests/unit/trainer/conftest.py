@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from headrace_trainer.algorithms.catalog import hindsight
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
 from headrace_trainer.algorithms.needs import OFFERED

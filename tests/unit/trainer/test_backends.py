@@ -14,7 +14,7 @@ import pytest
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import PluginError
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from headrace_schemas import Checkpoint
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
@@ -28,7 +28,7 @@ from tests.support import plugins
 from tests.unit.trainer.world import World, experience
 
 FOREIGN = """
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.losses import Loss
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model
@@ -98,8 +98,8 @@ async def test_what_is_missing_or_broken_is_named(base: Path) -> None:
 
 def test_without_a_comparison_torch_is_not_imported(base: Path) -> None:
     code = (
-        "import asyncio, sys; from headrace_trainer.check import check; from headrace_runtime.settings import Common;"
-        "from headrace_trainer.settings import TrainerSettings;"
+        "import asyncio, sys; from headrace_trainer.check import check;"
+        "from headrace_runtime.settings.sections import Common; from headrace_trainer.settings import TrainerSettings;"
         f"assert not asyncio.run(check(Common(), TrainerSettings(base={str(base)!r}, native={{'tokens': 0}})));"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

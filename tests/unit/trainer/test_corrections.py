@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.trainer import Trainer

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore, digest_of
-from headrace_runtime.records import Records
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.blobs import BlobStore, digest_of
+from headrace_runtime.storage.records import Records
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.events.checkpoint import LISTED_MAX
 from headrace_schemas.values.blobs import BlobRef

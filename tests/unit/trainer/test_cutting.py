@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
 from headrace_schemas.programs.replay import BATCH_HEADER
 from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, marks_of

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.importing.folder import Importer
 from headrace_inference.settings import InferenceSettings
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
-from headrace_runtime.model_folder import find_folder_problems
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_schemas.programs.models import FolderLine
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings

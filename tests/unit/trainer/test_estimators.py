@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import ESTIMATORS, AdvantageInputs
 from headrace_trainer.algorithms.losses import LossInputs
@@ -22,7 +22,7 @@ from tests.support import plugins
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
 BATCH = AdvantageInputs([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
 FOREIGN = """
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.estimators import estimator

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.saved import LegacyPointer, Pointer

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_trainer import check
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.lineage.opening import open_lineage

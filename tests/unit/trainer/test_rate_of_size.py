@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import OptimizerSettings
 from tests.support.torch_learners import optimizer_of, policy_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.ray_learner import network
 from headrace_trainer.ray_learner.settings import RaySettings
@@ -42,7 +42,7 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_reading_settings_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys; from headrace_runtime.settings import complete;"
+        "import sys; from headrace_runtime.settings.sections import complete;"
         "from headrace_trainer.settings import TrainerSettings;"
         "complete(TrainerSettings).model_validate({'base': 'x', 'backend': 'ray', 'ray': {'ranks': 4}});"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from headrace_runtime.blobs import BlobStore, digest_of
+from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_trainer.learner import VERSION, WEIGHTS
 from headrace_trainer.lineage import assembly, opening, saving
 from headrace_trainer.lineage.assembly import assemble, share_weights

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import load
+from headrace_runtime.settings.sections import load
 from headrace_trainer.settings import TrainerSettings
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions as files
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.programs.replay import ShortRun
 from headrace_trainer.lineage.versions import weight_digests

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
-from headrace_runtime.records import Records
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import Records
 from headrace_schemas.values.blobs import BlobRef, Fingerprint
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.saved import Pointer, Saved
@@ -141,7 +141,7 @@ async def test_old_states_are_removed_and_versions_stay(world: World, make: Make
     manifests = {checkpoint.manifest.sha256: checkpoint for checkpoint in world.bus.checkpoints}
     assert len(manifests) == 11
     of_versions = set(manifests)
-    from headrace_runtime.versions import read_manifest
+    from headrace_runtime.storage.versions import read_manifest
 
     for checkpoint in manifests.values():
         of_versions |= {file.blob.sha256 for file in read_manifest(world.blobs, checkpoint.manifest).files}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.versions import read_manifest
-from headrace_runtime.wire import encode
+from headrace_runtime.kafka.wire import encode
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Event, Experience
 from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.learner import NotFinite, StepResult

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.learner import Learner, LearnerLost
 from headrace_trainer.lineage.store import LineageStore

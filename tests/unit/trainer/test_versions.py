@@ -15,9 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import FINGERPRINT_TOKENS, VersionCache, fingerprint_tokens
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import FINGERPRINT_TOKENS, VersionCache, fingerprint_tokens
 from headrace_schemas.values.blobs import BlobRef, Fingerprint, Manifest
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.opening import open_lineage

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.pausing import DeadLetterLimiter
-from headrace_runtime.settings import RefusalBounds
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.events.experience import NoReward

@@ -15,7 +15,7 @@ from headrace_operations.catalog import exporting, importing
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.state import RunState, read
-from headrace_runtime.settings_table import ENV_PREFIX
+from headrace_runtime.settings.table import ENV_PREFIX
 from headrace_schemas.http.registry_api import VersionState
 
 _READY_S = 300.0

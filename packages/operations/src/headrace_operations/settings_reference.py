@@ -13,8 +13,8 @@ from pydantic import JsonValue, TypeAdapter
 
 from headrace.errors import HeadraceError
 from headrace_operations.toml_text import toml
-from headrace_runtime.reference import SettingDoc, Tier
 from headrace_runtime.services import ServiceInfo
+from headrace_runtime.settings.reference import SettingDoc, Tier
 
 _WIDTH = 120
 _TIMEOUT_S = 60.0

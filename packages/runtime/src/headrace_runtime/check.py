@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.services import SERVICES
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.values.text import is_storable
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
@@ -68,7 +68,7 @@ async def _data_dir(common: Common) -> list[str]:
 
 
 async def _blobs(common: Common) -> list[str]:
-    from headrace_runtime.blobs import BlobStore
+    from headrace_runtime.storage.blobs import BlobStore
 
     try:
         BlobStore.open(common)
@@ -82,7 +82,7 @@ async def _blobs(common: Common) -> list[str]:
 async def _database(common: Common) -> list[str]:
     from sqlalchemy import text
 
-    from headrace_runtime.database import Database
+    from headrace_runtime.storage.database import Database
 
     if common.database.url.get_secret_value() == "sqlite":  # a file under data_dir
         return []
@@ -101,7 +101,7 @@ async def _database(common: Common) -> list[str]:
 
 
 async def _bus(common: Common) -> list[str]:
-    from headrace_runtime import topics
+    from headrace_runtime.kafka import topics
 
     await topics.check(common.bus, _CONNECT_S)
     return []

@@ -21,10 +21,11 @@ from pydantic import SecretStr
 from sqlalchemy import Boolean, Connection, MetaData, RowMapping, Select, Table, column, func, insert, select, table
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import migrations, services
-from headrace_runtime.database import Database
+from headrace_runtime import services
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.settings import Common, ServiceSettings, load
+from headrace_runtime.settings.sections import Common, ServiceSettings, load
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database
 
 _ROWS_AT_ONCE = 500
 _VERSION_TABLE = "schema_version"

@@ -22,12 +22,12 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, SecretStr
 
-from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
-from headrace_runtime.private_files import private_folder
+from headrace_runtime.process import liveness
 from headrace_runtime.registries import PluginError
-from headrace_runtime.settings import Common, ServiceSettings, complete, load
-from headrace_runtime.settings_table import CONFIG_VARIABLE
+from headrace_runtime.settings.sections import Common, ServiceSettings, complete, load
+from headrace_runtime.settings.table import CONFIG_VARIABLE
+from headrace_runtime.storage.files import private_folder
 from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -83,7 +83,7 @@ class Service(Generic[S]):
         os.umask(_OWNER_ALONE)
         with contextlib.suppress(OSError):  # another user's folder or a full disk, which later writes report
             private_folder(common.data_dir)
-        from headrace_runtime import logs
+        from headrace_runtime.process import logs
 
         logs.configure(self.name, common.logs, {*secrets_of(common, settings), *_environment_secrets(os.environ)})
         log = logs.get_logger(f"headrace_{self.name}")
@@ -121,7 +121,7 @@ class Service(Generic[S]):
         return 2 if problems else 0
 
     def _describe(self) -> int:
-        from headrace_runtime.reference import describe
+        from headrace_runtime.settings.reference import describe
 
         described = {"common": describe(Common), self.name: describe(complete(self.settings), f"{self.name}.")}
         text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
@@ -147,7 +147,7 @@ async def _until_stopped(run: Run[S], common: Common, settings: S, pipe: int | N
 
     The event loop sends heartbeats to `pipe` from before the first step until after the last one (`liveness`).
     """
-    from headrace_runtime.loop_watch import watch_loop
+    from headrace_runtime.process.loop_watch import watch_loop
 
     task = asyncio.ensure_future(watch_loop(run(common, settings)))
     loop = asyncio.get_running_loop()

@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from headrace_runtime.liveness import VARIABLE
-from headrace_runtime.liveness_watch import LivenessWatch
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
+from headrace_runtime.process.parent_death import bound_to_parent
 
 HANG_TIMEOUT = "HANG_TIMEOUT_S"
 START_TIMEOUT = "START_TIMEOUT_S"

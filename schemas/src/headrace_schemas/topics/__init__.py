@@ -1,6 +1,7 @@
 """Topic files, one per topic: producer, consumers, key, partitions, retention and guarantees.
 
-This module only locates the files, so that the schemas depend on pydantic alone. `headrace_runtime.topics` parses them.
+This module only locates the files, so that the schemas depend on pydantic alone. `headrace_runtime.kafka.topics` parses
+them.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from headrace_broker.topics import TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
-from headrace_runtime import disk
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
-from headrace_runtime.settings import Common
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import disk
 
 log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
@@ -181,7 +181,7 @@ async def _maintain(store: Store, broker: Broker) -> None:
 async def _serve_http(common: Common, broker: Broker, server: Server) -> None:
     """Serve HTTP and metrics. Their slow imports run in a thread."""
     await asyncio.to_thread(crc.prepare)
-    web = await asyncio.to_thread(import_module, "headrace_runtime.web")
+    web = await asyncio.to_thread(import_module, "headrace_runtime.http.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
     metrics.register(broker, server)
     application = web.app({"store": lambda: broker.writer.trouble or True}, common=common)

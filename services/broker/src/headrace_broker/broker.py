@@ -19,7 +19,7 @@ from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, epoch_ms
-from headrace_runtime.disk import DiskGuard
+from headrace_runtime.storage.disk import DiskGuard
 
 NODE_ID = 1
 

@@ -13,7 +13,7 @@ from headrace_broker.budget import MemoryBudget
 from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
 from headrace_broker.login import Login
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _SIZE = struct.Struct(">i")

@@ -19,7 +19,7 @@ from headrace_broker.idempotence import ProducerState
 from headrace_broker.store_format import TABLE_NAMES, offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
 from headrace_broker.wire import WireReader, decode
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

@@ -8,7 +8,7 @@ from headrace_broker.batch import parse_produced
 from headrace_broker.broker import Broker
 from headrace_broker.errors import Rejected
 from headrace_broker.inspection import LostRange
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _RAW_BYTES_MAX = 512 * 1024

@@ -20,7 +20,7 @@ from headrace_broker.errors import Code, Rejected
 from headrace_broker.readers import Readers
 from headrace_broker.retention import Bounds
 from headrace_broker.topic_config import TopicConfig
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 P = ParamSpec("P")
 T = TypeVar("T")

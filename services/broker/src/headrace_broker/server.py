@@ -8,7 +8,7 @@ import socket
 from headrace_broker.broker import Broker
 from headrace_broker.budget import MemoryBudget
 from headrace_broker.connection import Connection
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from headrace_broker.service import INFO
-from headrace_runtime.settings import Port, ServiceSettings, is_loopback
+from headrace_runtime.settings.sections import Port, ServiceSettings, is_loopback
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]

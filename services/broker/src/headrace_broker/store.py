@@ -13,9 +13,9 @@ from headrace_broker import inspection
 from headrace_broker.guard import Guard, RepairReport
 from headrace_broker.inspection import LostRange
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
-from headrace_runtime import disk
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
 
 log = get_logger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from headrace_broker.errors import Code, Damaged, Rejected
 from headrace_broker.inspection import is_damage
 from headrace_broker.stats import Stats
-from headrace_runtime import disk
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
 
 T = TypeVar("T")
 log = get_logger(__name__)

@@ -10,13 +10,13 @@ from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
 from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
-from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, StepFailed, run_until_finished
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_service import StreamService, Timer
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.stream import stream_service
+from headrace_runtime.stream.processor import Processor, StepFailed, run_until_finished
+from headrace_runtime.stream.stream_service import StreamService, Timer
 
 log = get_logger(__name__)
 _ENDS_INTERVAL_S = 0.5

@@ -19,10 +19,10 @@ from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import build_trajectory
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.isolation import each
-from headrace_runtime.wire import Record
-from headrace_runtime.worker_threads import run_off_loop
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_runtime.storage.isolation import each
 from headrace_schemas import Event, Feedback, Trajectory, Turn
 from headrace_schemas.events.trajectory import EndReason
 

@@ -20,8 +20,8 @@ from headrace_collector.closing import Candidate, Choose, close_runs, refuse_ses
 from headrace_collector.schema import IS_OPEN, ends, sessions, stream
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import Unfinished
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
 

@@ -17,8 +17,8 @@ from headrace_collector.schema import feedback as feedback_table
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.processor import Handling
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
+from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Event, Feedback, SessionEnd, Turn
 from headrace_schemas.values.arrays import MAX_LENGTH
 from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX

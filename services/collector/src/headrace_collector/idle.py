@@ -13,8 +13,8 @@ from headrace_collector.ends import End, store_ends
 from headrace_collector.schema import sessions
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import Unfinished
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event
 
 _AT_ONCE_MAX = 50

@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-from headrace_runtime.stream_tables import Id, StreamTables
+from headrace_runtime.storage.tables import Id, StreamTables
 
 metadata = MetaData()
 stream = StreamTables(metadata)

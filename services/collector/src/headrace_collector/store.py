@@ -20,9 +20,9 @@ from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import upsert
-from headrace_runtime.worker_threads import run_off_loop
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable
 

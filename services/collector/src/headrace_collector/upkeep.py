@@ -13,11 +13,11 @@ from headrace_collector.ends import End, store_ends
 from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions, stream, turns
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import Unfinished
-from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_rows, delete_batch
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.tables import AT_ONCE_MAX, COUNTED_MAX, count_rows, delete_batch
+from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event, Feedback
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.ids import key_of_response

@@ -8,9 +8,9 @@ from datetime import datetime
 
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.wire import tombstone
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import tombstone
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas import LoadedVersion, Replica
 
 log = get_logger(__name__)

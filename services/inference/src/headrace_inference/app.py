@@ -22,17 +22,18 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds
 from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
-from headrace_runtime import topics, web
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.replica_trust import signed
-from headrace_runtime.settings import Common
-from headrace_runtime.versions import VersionCache
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.http import web
+from headrace_runtime.http.guard import signed
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Replica
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.values.base import utcnow

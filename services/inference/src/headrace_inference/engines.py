@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace_runtime.registries import Registry
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 
 if TYPE_CHECKING:
     from headrace_inference.engine import Engine

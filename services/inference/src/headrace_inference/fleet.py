@@ -19,8 +19,8 @@ from headrace_inference.engine import Engine
 from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.http.routes import Served
 from headrace_runtime.errors import CorruptBlob, Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import LoadedVersion, Probe, Routing, ServedVersion
 from headrace_schemas.events.routing import Alias, LoadState
 from headrace_schemas.values.blobs import BlobRef, Manifest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.consumer import TopicTable
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing
 
 

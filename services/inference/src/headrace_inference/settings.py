@@ -11,7 +11,7 @@ from headrace_inference.engines import ENGINES, EngineKind
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.service import INFO
 from headrace_runtime.registries import NameIn
-from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 
 if TYPE_CHECKING:
     from headrace_inference.engine import Engine

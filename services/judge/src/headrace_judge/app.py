@@ -22,14 +22,14 @@ from headrace_judge.settings import EndpointSettings, JudgeSettings
 from headrace_judge.tables import STREAM
 from headrace_judge.trajectory_handler import TrajectoryHandler
 from headrace_judge.worker import JudgeWorker, drop
-from headrace_runtime import stream_service
 from headrace_runtime.errors import SettingError
-from headrace_runtime.isolation import each
-from headrace_runtime.jobs import Job, Jobs
-from headrace_runtime.processor import Processor, ProcessorLimits, Unfinished
-from headrace_runtime.settings import Common
-from headrace_runtime.sources import Sources
-from headrace_runtime.stream_service import StreamService, Timer
+from headrace_runtime.http.sources import Sources
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.stream import stream_service
+from headrace_runtime.stream.jobs import Job, Jobs
+from headrace_runtime.stream.processor import Processor, ProcessorLimits, Unfinished
+from headrace_runtime.stream.stream_service import StreamService, Timer
 from headrace_schemas import Event, Reward
 
 _DEADLINES_S = 1.0

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_judge.settings import BudgetSettings
 from headrace_judge.tables import SPENDING
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
 
 _RETENTION = timedelta(days=2)
 _LENGTHS = {"day": timedelta(days=1), "hour": timedelta(hours=1)}

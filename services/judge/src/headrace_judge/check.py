@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace_judge import app
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 
 
 async def check(common: Common, settings: JudgeSettings) -> list[str]:

@@ -19,7 +19,7 @@ from headrace_judge.settings import JudgeSettings
 from headrace_judge.transactions import transact
 from headrace_judge.verdict import Reader, Unreadable, Verdict, reader
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.processor import Processor
+from headrace_runtime.stream.processor import Processor
 
 _BYTES_PER_TOKEN = 4
 _QUOTED_CHARS_MAX = 8_000

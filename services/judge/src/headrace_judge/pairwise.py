@@ -19,8 +19,8 @@ from headrace_judge.settings import PairSettings
 from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
+from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import derived_id
 from headrace_schemas.values.text import printable

@@ -22,18 +22,18 @@ from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
 from headrace_judge.settings import JudgeSettings
 from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS, STREAM
 from headrace_judge.transactions import transact
-from headrace_runtime import migrations
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.database import Database
-from headrace_runtime.filters import Lines
-from headrace_runtime.jobs import Jobs
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common, DatabaseSettings
-from headrace_runtime.stream_service import StreamService
-from headrace_runtime.wire import Outgoing, Record
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing, Record
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common, DatabaseSettings
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.stream.jobs import Jobs
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Processor
+from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_schemas.programs.replay import JudgedLine
 

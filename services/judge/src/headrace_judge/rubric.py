@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import PluginError, Registry
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.settings.table import parse_toml
 
 SCALE_MIN = 1
 SCALE_MAX = 5

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo
 from headrace_judge.rubric import RUBRICS
 from headrace_judge.service import INFO
 from headrace_runtime.registries import OrNameIn
-from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 
 Rubric = Annotated[str, OrNameIn(RUBRICS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

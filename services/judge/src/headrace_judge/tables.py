@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, Table, Text
 
-from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.storage.tables import StreamTables
 
 METADATA = MetaData()
 STREAM = StreamTables(METADATA)

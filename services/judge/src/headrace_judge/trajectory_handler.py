@@ -15,8 +15,8 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import transcript_of
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.jobs import Jobs, kind_of_tenant
-from headrace_runtime.processor import Handling
+from headrace_runtime.stream.jobs import Jobs, kind_of_tenant
+from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import derived_id, tenant_name
 

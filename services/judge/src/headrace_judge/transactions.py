@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.processor import Processor
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_judge.tables import VERDICTS
 from headrace_judge.verdict import Verdict
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.sweeping import delete_batch
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import delete_batch, upsert
 
 
 def question_digest(body: Mapping[str, object], sample: int) -> str:

@@ -25,14 +25,14 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings, RetrySettings
 from headrace_judge.transactions import transact
-from headrace_runtime import tracing
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.isolation import each, is_fatal, reason_of
-from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, StepFailed
-from headrace_runtime.sources import RETRIED, Sources
-from headrace_runtime.wire import Record
+from headrace_runtime.http.sources import RETRIED, Sources
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process import tracing
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import each, is_fatal, reason_of
+from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
+from headrace_runtime.stream.processor import Processor, StepFailed
 from headrace_schemas import Event, Reward
 
 log = get_logger(__name__)

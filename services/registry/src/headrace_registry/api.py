@@ -18,11 +18,11 @@ from headrace_registry.records import ModelRecord
 from headrace_registry.rollouts import apply_outcome, rollout_store
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import Clock
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
-from headrace_runtime.logs import get_logger
-from headrace_runtime.settings import Common
-from headrace_runtime.web import parameters_of
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 from headrace_schemas import Replica
 from headrace_schemas.http.registry_api import (
     HoldRequest,

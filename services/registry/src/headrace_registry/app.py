@@ -22,20 +22,22 @@ from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.gateway_client import GatewayAnswers
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
-from headrace_runtime import disk, migrations, topics, web
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.consumer import TopicTable
-from headrace_runtime.database import Database
-from headrace_runtime.dead_letters import DeadLetterSender
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
-from headrace_runtime.isolation import ItemIsolation
-from headrace_runtime.logs import get_logger
-from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handler, Processor, ProcessorLimits
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.replica_trust import ReplicaTrust
-from headrace_runtime.settings import Common
+from headrace_runtime.http import web
+from headrace_runtime.http.guard import ReplicaTrust
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import disk, migrations
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.isolation import ItemIsolation
+from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 
 log = get_logger(__name__)

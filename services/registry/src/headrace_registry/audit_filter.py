@@ -10,8 +10,8 @@ from headrace_registry.evaluation import AuditLimiter, play_audit_tasks
 from headrace_registry.gate import Gate
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.programs.replay import Measure, Measured
 
 

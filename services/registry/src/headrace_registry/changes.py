@@ -16,7 +16,7 @@ from headrace_registry.leader import LeaderLease, LostLeadership
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.transition import Transition
 from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.processor import Processor
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 from headrace_schemas.http.registry_api import ModelState
 

@@ -9,7 +9,7 @@ from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.settings import GateRaySettings, RegistrySettings
 from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.programs.gate import Tasks
 
 VERSION = "check@000000000000"

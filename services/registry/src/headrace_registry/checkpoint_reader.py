@@ -8,13 +8,13 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
 
 from headrace_registry.tables import STREAM
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, position
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.database import Database
+from headrace_runtime.stream.processor import Processor, position
 from headrace_schemas import Checkpoint
 
 log = get_logger(__name__)

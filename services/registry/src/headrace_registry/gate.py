@@ -17,9 +17,8 @@ from pydantic import ValidationError
 
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, SettingError
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_digest import program_digest
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas.programs.gate import Play, Played, Tasks
 
 T = TypeVar("T")

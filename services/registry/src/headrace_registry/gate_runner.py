@@ -22,9 +22,9 @@ from headrace_registry.records import CHAMPION_IS_ANCHOR, ModelRecord
 from headrace_registry.settings import GateSettings
 from headrace_registry.transition import Transition
 from headrace_registry.trial import Trial
-from headrace_runtime.isolation import is_fatal, reason_of
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import is_fatal, reason_of
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 
 log = get_logger(__name__)

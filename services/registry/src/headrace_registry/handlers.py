@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from headrace_registry.leader import LeaderLease
 from headrace_registry.transition import Transition
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob
-from headrace_runtime.processor import Handling
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
+from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Checkpoint, Event
 from headrace_schemas.values.blobs import Manifest
 

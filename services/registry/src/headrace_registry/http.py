@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_runtime.errors import Refused
-from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
+from headrace_runtime.http.web import require_internal_key
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.values.base import Model
 
 _BODY_BYTES_MAX = 65_536

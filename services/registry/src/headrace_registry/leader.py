@@ -16,12 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.metrics import LEADER
 from headrace_registry.tables import LEASE
-from headrace_runtime import holders
 from headrace_runtime.clock import Clock, epoch_ms
-from headrace_runtime.database import Database
 from headrace_runtime.errors import DiskFull, Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import upsert
+from headrace_runtime.process import holders
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.tables import upsert
 
 log = get_logger(__name__)
 _NAME = "leader"

@@ -37,9 +37,9 @@ from headrace_registry.rollouts.state_machine import NotAllowed
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
-from headrace_runtime.isolation import ItemIsolation
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import ItemIsolation
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event, Replica
 
 log = get_logger(__name__)

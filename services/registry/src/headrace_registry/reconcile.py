@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry import routing, store
 from headrace_registry.leader import LeaderLease
 from headrace_runtime.clock import Clock
-from headrace_runtime.isolation import each
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event, Routing
 
 log = get_logger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Boolean, Column, Float, Index, LargeBinary, Table, Text
 
 from headrace_registry.tables import METADATA
-from headrace_runtime.stream_tables import Id
+from headrace_runtime.storage.tables import Id
 
 ROLLOUTS = Table(
     "rollouts",

@@ -8,8 +8,8 @@ from pydantic import Field, field_validator
 
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.service import INFO
-from headrace_runtime.program_environment import VariableName
-from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_runtime.process.programs import VariableName
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=0.5)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Index, MetaData, Table, Text, false, true
 
-from headrace_runtime.stream_tables import Id, StreamTables
+from headrace_runtime.storage.tables import Id, StreamTables
 
 METADATA = MetaData()
 STREAM = StreamTables(METADATA)

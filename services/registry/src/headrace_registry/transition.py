@@ -28,8 +28,8 @@ from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts import apply_outcome
 from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import upsert
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Checkpoint, Event, ModelEvent, RolloutStep
 from headrace_schemas.events.model_event import STATISTICS_MAX, Decision
 from headrace_schemas.values.blobs import Manifest

@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from headrace_runtime.clock import from_epoch_ms
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
-from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
+from headrace_runtime.http.web import require_internal_key
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 from headrace_scorer import ledger
 from headrace_scorer.feedback_entries import ANY_CHOICE
 from headrace_scorer.functions.pool import FunctionPool

@@ -8,13 +8,13 @@ from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import stream_service
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, SettingError
-from headrace_runtime.known_versions import KnownVersions
-from headrace_runtime.settings import Common
-from headrace_runtime.stream_service import StreamService, Timer
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.known_versions import KnownVersions
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.stream import stream_service
+from headrace_runtime.stream.stream_service import StreamService, Timer
 from headrace_schemas import Event
 from headrace_scorer import api, learned_api, schema, upkeep
 from headrace_scorer.functions.pool import FunctionPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.settings import ScorerSettings

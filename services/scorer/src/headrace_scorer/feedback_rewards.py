@@ -7,7 +7,7 @@ from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer import feedback_matching, ledger, store

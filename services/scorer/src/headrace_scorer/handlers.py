@@ -10,8 +10,8 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import Handling, Unfinished
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.stream.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_schemas.events.opinion import values_of
 from headrace_schemas.values.sources import owner_of
@@ -90,7 +90,7 @@ class Scorer:
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
         """Enter a reward from the bus in the ledger.
 
-        `headrace_runtime.provenance` has refused rewards whose source is reserved for another service.
+        `headrace_runtime.kafka.wire` has refused rewards whose source is reserved for another service.
 
         Raises:
             InvalidEvent: the trajectory has too many sources, or the value is outside the declared range of its source.

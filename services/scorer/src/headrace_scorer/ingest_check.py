@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pydantic import ValidationError
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.wire import Received
+from headrace_runtime.kafka.wire import Received
 from headrace_schemas import Trajectory
 from headrace_schemas.events.envelope import OWN_SOURCE
 from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection

@@ -14,9 +14,9 @@ from sqlalchemy import Row, delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
-from headrace_runtime.isolation import each
-from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import upsert
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Event, Trajectory
 from headrace_schemas.values.sources import fits_any
 from headrace_scorer import metrics

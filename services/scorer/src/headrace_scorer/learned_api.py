@@ -13,9 +13,9 @@ from starlette.routing import BaseRoute, Route
 
 from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.processor import Processor
-from headrace_runtime.settings import Common
-from headrace_runtime.web import parameters_of, require_internal_key
+from headrace_runtime.http.web import parameters_of, require_internal_key
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 from headrace_schemas.values.text import printable
 from headrace_scorer import judge_monitor

@@ -14,7 +14,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.sources import owner_of
 from headrace_scorer import metrics

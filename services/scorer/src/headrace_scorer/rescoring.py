@@ -18,13 +18,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent, SettingError
-from headrace_runtime.filters import Lines
-from headrace_runtime.isolation import is_fatal, reason_of
-from headrace_runtime.logs import get_logger
-from headrace_runtime.settings import Common
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX

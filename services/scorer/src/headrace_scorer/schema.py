@@ -17,7 +17,7 @@ from sqlalchemy import (
     text,
 )
 
-from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.storage.tables import StreamTables
 
 metadata = MetaData()
 stream = StreamTables(metadata)

@@ -20,11 +20,11 @@ from pydantic import BaseModel, JsonValue
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.isolation import each, reason_of
-from headrace_runtime.jobs import Job, Jobs, kind_of_tenant
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, Step, StepFailed
-from headrace_runtime.sources import Sources
+from headrace_runtime.http.sources import Sources
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import each, reason_of
+from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
+from headrace_runtime.stream.processor import Processor, Step, StepFailed
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
 from headrace_scorer.fair_queue import FairQueue

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_runtime.program_environment import VariableName
+from headrace_runtime.process.programs import VariableName
 from headrace_runtime.registries import OrNameIn
-from headrace_runtime.settings import Port, ServiceSettings
-from headrace_runtime.source_values import SourceValues
+from headrace_runtime.settings.sections import Port, ServiceSettings
+from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
 from headrace_schemas.values.sources import fits
 from headrace_scorer.drift_settings import DriftSettings

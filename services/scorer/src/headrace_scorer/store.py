@@ -12,12 +12,12 @@ from sqlalchemy import RowMapping, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.logs import get_logger
-from headrace_runtime.upsert import insert_new, upsert
-from headrace_runtime.wire import Record
-from headrace_runtime.worker_threads import run_off_loop
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_runtime.storage.tables import insert_new, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer

@@ -10,9 +10,9 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.isolation import each
-from headrace_runtime.processor import Unfinished
-from headrace_runtime.sweeping import COUNTED_MAX, count_rows
+from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.tables import COUNTED_MAX, count_rows
+from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event
 from headrace_scorer import judge_monitor, metrics, store
 from headrace_scorer.reward_policy import RewardPolicy

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace_runtime import topics, web
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.dead_letters import DeadLetterSender
-from headrace_runtime.logs import get_logger
-from headrace_runtime.pausing import DeadLetterLimiter, resume_route
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import Common
-from headrace_runtime.settings_page import settings_route
+from headrace_runtime.http import web
+from headrace_runtime.http.web import settings_route
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.dead_letters import DeadLetterSender
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.stream.pausing import DeadLetterLimiter, resume_route
 from headrace_schemas import Event, ModelEvent
 from headrace_trainer.metrics import ALGORITHM
 from headrace_trainer.report import Reporter

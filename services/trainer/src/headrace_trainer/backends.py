@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_runtime.registries import Registry
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.needs import NOTHING, Needs
 
 if TYPE_CHECKING:

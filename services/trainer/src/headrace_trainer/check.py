@@ -12,10 +12,10 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
-from headrace_runtime.model_folder import find_folder_problems
-from headrace_runtime.settings import Common
-from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.model_folder import find_folder_problems
+from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings

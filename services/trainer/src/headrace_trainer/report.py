@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from torch.utils.tensorboard import SummaryWriter
 
-from headrace_runtime import disk
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
 from headrace_schemas import ModelEvent
 from headrace_schemas.values.text import printable
 from headrace_trainer.experiences.state import LineageState

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.blobs import BlobStore
 
 log = get_logger(__name__)
 _CHECK_INTERVAL_S = 1.0

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
-from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_schemas.values.base import ModelName
 from headrace_trainer.algorithms.needs import OFFERED, Needs
 from headrace_trainer.algorithms.presets import ALGORITHMS

@@ -9,11 +9,11 @@ from typing import Protocol
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from headrace_runtime.consumer import consumer, partitions_of, record_of
 from headrace_runtime.errors import HeadraceError, Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Event
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.metrics import EXPIRED
@@ -159,6 +159,6 @@ class KafkaSource:
 
 
 class Sink(Protocol):
-    """Destination of announcements; `headrace_runtime.producer.EventProducer`."""
+    """Destination of announcements; `headrace_runtime.kafka.producer.EventProducer`."""
 
     async def send(self, event: Event) -> None: ...

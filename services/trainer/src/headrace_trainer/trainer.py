@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from headrace_runtime import disk
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.logs import get_logger
+from headrace_runtime.kafka.wire import BatchDecoder, Record
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
-from headrace_runtime.pausing import DeadLetterLimiter
-from headrace_runtime.wire import BatchDecoder, Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.learner import OPTIMIZER, VERSION, WEIGHTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import AdvantageInputs, estimator

@@ -9,12 +9,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace_runtime import topics, web
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.consumer import assign_all, consumer, record_of
-from headrace_runtime.settings import Common
-from headrace_runtime.wire import BatchDecoder
+from headrace_runtime.http import web
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import BatchDecoder
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Turn
 from headrace_stranger.metrics import HEARD
 from headrace_stranger.settings import EchoSettings

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from headrace_inference.engine import NOBODY, Finish, Sampling, Share, Start, Tokens
 from headrace_inference.engines import EngineKind
 from headrace_inference.errors import UnknownVersion
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_schemas import Probe
 from headrace_schemas.values.blobs import Manifest
 

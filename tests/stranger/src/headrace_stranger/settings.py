@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace_runtime.settings import Port, ServiceSettings
+from headrace_runtime.settings.sections import Port, ServiceSettings
 from headrace_stranger.service import INFO
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_inference.errors import UnknownVersion
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ServedVersion
 from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.unit.inference.conftest import Models, Stored

@@ -16,8 +16,8 @@ from headrace_inference.errors import VersionUnusable
 from headrace_inference.importing.folder import Importer
 from headrace_inference.importing.merging import merge
 from headrace_inference.settings import InferenceSettings
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model

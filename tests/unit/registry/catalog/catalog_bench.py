@@ -12,8 +12,8 @@ from headrace_registry.api import RegistryApi
 from headrace_registry.catalog.api import CatalogApi
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
-from headrace_runtime import web
-from headrace_runtime.settings import Common, SecuritySettings
+from headrace_runtime.http import web
+from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.values.blobs import BlobRef, File
 from tests.support import weightless

@@ -10,10 +10,10 @@ import pytest
 
 from headrace_registry.garbage import collector, lineages, storage_limit
 from headrace_registry.records import VersionRecord
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.records import Records
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import Records
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas.http.catalog import GarbageReport
 from headrace_schemas.values.blobs import BlobRef, File
 from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal

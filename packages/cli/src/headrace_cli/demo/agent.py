@@ -8,7 +8,7 @@ import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
 
 _STOP_S_MAX = 60.0
 

@@ -20,8 +20,8 @@ from headrace_cli.demo.rows import Row, RowsRecipe
 from headrace_cli.demo.settled import TrainingWait
 from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
 
 _FIRST_VERSION_S_MAX = 300.0
 """Long, because an engine core of vLLM takes a minute to start on two idle CPU cores."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
 from headrace_cli.demo.rows import RowsRecipe
-from headrace_runtime.program_environment import VariableName
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.process.programs import VariableName
+from headrace_runtime.settings.table import parse_toml
 
 Positive = Annotated[float, Field(gt=0)]
 

@@ -18,7 +18,7 @@ from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_operations.jobs.sources import RowFile
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import Program, start_program
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.programs import program_environment
 from headrace_schemas.programs.models import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
 from headrace_schemas.values.base import Finite, Model, Sha256
 

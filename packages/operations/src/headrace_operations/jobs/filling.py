@@ -16,9 +16,9 @@ from headrace_operations.jobs.checking import CheckedRows
 from headrace_operations.jobs.job import PreparedJob
 from headrace_operations.jobs.journal import JobJournal
 from headrace_operations.jobs.written_experiences import experiences, row_order
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.producer import EventProducer
-from headrace_runtime.wire import Outgoing
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
 
 POSITION_HEADER = "headrace_place"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from headrace.errors import UsageError
 from headrace_operations.jobs.rows import BadRow, DataRow
 from headrace_operations.jobs.sources import RowFile
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_schemas.programs.gate import Tasks
 
 SHINGLE_WORDS = 13

@@ -15,8 +15,8 @@ from headrace.errors import UsageError
 from headrace_operations.jobs.sources import RowFile, find_files
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
-from headrace_runtime import versions
 from headrace_runtime.registries import PluginError, Registry
+from headrace_runtime.storage import versions
 
 ALGORITHMS: Registry[object] = Registry("algorithms", object, "algorithm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from headrace.errors import UsageError
 from headrace_operations.jobs.job import PreparedJob
-from headrace_runtime import whole_file
+from headrace_runtime.storage import files
 from headrace_schemas.values.base import Model, Sha256, Timestamp, Version
 from headrace_schemas.values.blobs import BlobRef
 
@@ -70,7 +70,7 @@ class JobJournal(Model):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole_file.replace(path, self.model_dump_json(indent=1).encode())
+        files.replace_file(path, self.model_dump_json(indent=1).encode())
 
     def record(self, path: Path, **fields: object) -> Self:
         """Return the journal with new field values, after they were written durably to `path`."""

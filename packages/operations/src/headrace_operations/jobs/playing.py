@@ -18,8 +18,8 @@ from headrace_operations.jobs.journal import JobJournal, lock_job
 from headrace_operations.jobs.runner import JobResult
 from headrace_operations.replay import training
 from headrace_operations.supervisor import Supervisor
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
 from headrace_schemas import Checkpoint, TrainingMetrics
 
 _POLL_S = 0.5

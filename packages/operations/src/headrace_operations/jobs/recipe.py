@@ -38,8 +38,8 @@ from headrace_operations.jobs import playing, runner
 from headrace_operations.jobs.job import Job, PreparedJob, RowOptions, prepare
 from headrace_operations.jobs.journal import JobJournal
 from headrace_operations.jobs.runner import JobResult
-from headrace_runtime.program_environment import VariableName
-from headrace_runtime.settings_table import parse_toml
+from headrace_runtime.process.programs import VariableName
+from headrace_runtime.settings.table import parse_toml
 from headrace_schemas.programs.models import MANIFEST_FILE
 
 Tick = Callable[[str, int, int], None]

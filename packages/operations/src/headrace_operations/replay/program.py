@@ -12,8 +12,8 @@ from typing import IO
 
 from headrace.errors import HeadraceError, UsageError
 from headrace_operations.supervisor.plan import installed
-from headrace_runtime.filters import line_of, parse_line
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import line_of, parse_line
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
 _BUFFER_BYTES = 1 << 20

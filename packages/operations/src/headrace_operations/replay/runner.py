@@ -19,7 +19,7 @@ from headrace_operations.replay.pipeline import Item, Pipeline, Tick, choose_cut
 from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request
-from headrace_runtime import whole_file
+from headrace_runtime.storage import files
 from headrace_schemas.programs.replay import DryRunLine
 
 
@@ -32,7 +32,7 @@ class CopyState(BaseModel):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole_file.replace(path, self.model_dump_json(indent=1).encode())
+        files.replace_file(path, self.model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -13,7 +13,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Range, Topics, connected, event_of
 from headrace_operations.replay.program import failure_reason, service_module
 from headrace_operations.replay.request import Request
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
 from headrace_schemas.programs.replay import DryRunBatch, DryRunLine
 

@@ -44,7 +44,8 @@ def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] |
 
 
 def failed_checks(body: bytes) -> tuple[str, ...]:
-    """Parse a `/health` page (`headrace_runtime.web`): return its reasons, and failed checks that have no reason."""
+    """Parse a `/health` page (`headrace_runtime.http.web`): return its reasons, and failed checks that have no
+    reason."""
     try:
         page = json.loads(body)
         reasons = page.get("reasons", {})

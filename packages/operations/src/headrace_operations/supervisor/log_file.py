@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from headrace_runtime.private_files import owner_alone, private_folder
+from headrace_runtime.storage.files import owner_alone, private_folder
 
 _LINE_BYTES_MAX = 65_536
 _TAIL_LINES = 20

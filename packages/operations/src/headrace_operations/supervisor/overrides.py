@@ -13,9 +13,9 @@ from pydantic import SecretStr
 
 from headrace.errors import UsageError
 from headrace_operations.toml_text import toml
-from headrace_runtime import settings_table
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.settings_table import CONFIG_VARIABLE, variable_of
+from headrace_runtime.settings import table as settings_table
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.settings.table import CONFIG_VARIABLE, variable_of
 from headrace_schemas.http.stack_access import BusLogin, login_for, remember_login
 
 

@@ -17,9 +17,8 @@ from headrace_operations.supervisor.listening_socket import ListeningSocket
 from headrace_operations.supervisor.log_file import LogFile, enlarge_pipe
 from headrace_operations.supervisor.plan import ServicePlan
 from headrace_operations.supervisor.state import ServiceState, Status
-from headrace_runtime.liveness import VARIABLE
-from headrace_runtime.liveness_watch import LivenessWatch
-from headrace_runtime.parent_death import bound_to_parent
+from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
+from headrace_runtime.process.parent_death import bound_to_parent
 
 
 @dataclass(frozen=True, slots=True)

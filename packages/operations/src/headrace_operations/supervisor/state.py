@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headrace.errors import UsageError
 from headrace_operations.errors import NotRunning
-from headrace_runtime import whole_file
-from headrace_runtime.private_files import data_folder, owner_alone, private_folder
+from headrace_runtime.storage import files
+from headrace_runtime.storage.files import data_folder, owner_alone, private_folder
 from headrace_schemas.http.stack_access import remember_stack
 
 _TRIES = 5
@@ -74,7 +74,7 @@ class RunState(BaseModel):
 
     def write(self, data_dir: Path) -> None:
         text = self.model_dump_json(indent=1)
-        whole_file.replace(_folder(data_dir) / "state.json", text.encode(), opener=owner_alone)
+        files.replace_file(_folder(data_dir) / "state.json", text.encode(), opener=owner_alone)
 
 
 class Lock:

@@ -11,7 +11,7 @@ from headrace_broker.protocol.authentication import (
     SaslHandshakeRequest,
     SaslHandshakeResponse,
 )
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 
 
 class GrammarSettings(Section):

@@ -15,7 +15,7 @@ import numpy as np
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.vocabulary import TokenBytes, read_token_bytes
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

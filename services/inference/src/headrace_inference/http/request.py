@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationEr
 from headrace_inference.engine import Sampling
 from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
-from headrace_runtime.json_bounds import more_values_than
+from headrace_runtime.kafka.wire import more_values_than
 from headrace_schemas import Message, Tool
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields

@@ -21,10 +21,11 @@ from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
 from headrace_inference.http.streaming import EventStream, unless_disconnected
-from headrace_runtime import tracing, web
 from headrace_runtime.errors import Refused
-from headrace_runtime.settings import Common
-from headrace_runtime.worker_threads import WorkerThreads
+from headrace_runtime.http import web
+from headrace_runtime.process import tracing
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER, ScoredAnswers, ScoreRequest
 
 _SESSION_LENGTH_MAX = 64

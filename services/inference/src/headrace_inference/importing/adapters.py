@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from headrace_inference.errors import VersionUnusable
-from headrace_runtime import versions
+from headrace_runtime.storage import versions
 from headrace_schemas.values.blobs import Manifest
 from headrace_schemas.values.text import read_user_text
 

@@ -18,10 +18,10 @@ from headrace_inference.torch_engine.engine import device_and_type
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.probe import probe
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Refused
-from headrace_runtime.model_folder import find_folder_problems
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.importing import native
-from headrace_runtime import versions
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef
 
 

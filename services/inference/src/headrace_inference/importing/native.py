@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.torch_engine.loader import check_whole
-from headrace_runtime.versions import fingerprint_tokens
+from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.blobs import Fingerprint
 
 

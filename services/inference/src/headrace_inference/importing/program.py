@@ -7,9 +7,9 @@ from pathlib import Path
 from headrace_inference.importing.folder import Importer
 from headrace_inference.importing.merging import merge
 from headrace_inference.settings import InferenceSettings
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.programs.models import FolderLine, MergedLine, MergeLine
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headrace_inference.torch_engine.forward import forward
 from headrace_inference.torch_engine.sampler import draw
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _TRACE_TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.rows import HELD, PENALISED, TRUNCATED, Rows
 from headrace_inference.torch_engine.sequence import Sequence
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace_inference.engine import Finish, Guide, Sampling, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.prefix import Entry
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.batch import DecodeBatch, Delivery
 from headrace_inference.torch_engine.probe import compute_control
 from headrace_inference.torch_engine.sequence import Sequence
-from headrace_runtime import liveness
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process import liveness
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 _FAILURES_MAX = 3

@@ -25,7 +25,7 @@ from headrace_inference.vllm_engine import adapters, probing
 from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, tokens_of, until_stopped
 from headrace_inference.vllm_engine.settings import VllmSettings
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Probe
 from headrace_schemas.values.blobs import Manifest
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from headrace_inference.chat.parsers import Call, ParsedText, ParserContext, ParserFamily, ReasoningParser, ToolParser
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.registries import PluginError
 
 log = get_logger(__name__)

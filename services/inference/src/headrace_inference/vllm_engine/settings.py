@@ -9,7 +9,7 @@ from pydantic import Field
 
 from headrace_inference.engines import EngineKind
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 
 if TYPE_CHECKING:
     from headrace_inference.engine import Engine

@@ -11,9 +11,9 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.writing.tokens import ConversationWriter, Unwritable
-from headrace_runtime import versions
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import versions
 from headrace_schemas.programs.models import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from headrace_schemas.values.text import read_user_text

@@ -18,11 +18,11 @@ from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.transition import Transition
-from headrace_runtime.blobs import BlobStore
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.settings import Common
-from headrace_runtime.web import parameters_of
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
 from headrace_schemas.http.catalog import (
     AliasesRequest,
     AuditList,

@@ -12,8 +12,8 @@ from starlette.requests import Request
 
 from headrace_registry.tables import AUDIT
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
-from headrace_runtime.settings import Common
-from headrace_runtime.web import header_of
+from headrace_runtime.http.web import header_of
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.catalog import WHO_HEADER, AuditEntry
 from headrace_schemas.values.text import printable
 

@@ -14,9 +14,9 @@ from headrace_registry.catalog.aliases import ROLES
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.tables import VERSIONS
 from headrace_registry.transition import Transition
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint
 from headrace_schemas.values.blobs import BlobRef, File, Manifest
 

@@ -12,7 +12,7 @@ from headrace_registry.records import VersionRecord
 from headrace_registry.tables import NOTES, TAGS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas.http.catalog import NOTES_MAX
 
 TAGS_MAX = 64

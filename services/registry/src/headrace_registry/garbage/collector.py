@@ -21,12 +21,12 @@ from headrace_registry.leader import LeaderLease
 from headrace_registry.records import VersionRecord
 from headrace_registry.tables import VERSIONS
 from headrace_registry.transition import Transition
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import CorruptBlob, MissingBlob
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
-from headrace_runtime.versions import read_manifest
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 from headrace_schemas.http.catalog import GarbageReport
 from headrace_schemas.values.blobs import Manifest

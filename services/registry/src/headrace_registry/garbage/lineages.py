@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
-from headrace_runtime.records import Records
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import Records
 from headrace_schemas.values.base import Version
 from headrace_schemas.values.blobs import BlobRef
 

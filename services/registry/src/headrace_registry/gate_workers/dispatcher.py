@@ -8,7 +8,7 @@ from typing import Protocol
 
 from headrace_registry.gate import GateFailed
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas.programs.gate import Play, Tasks
 
 log = get_logger(__name__)

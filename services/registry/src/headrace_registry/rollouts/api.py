@@ -19,10 +19,10 @@ from headrace_registry.rollouts import apply_outcome, rollout_store, states, ste
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RequestedRollout, RolloutSettings
 from headrace_registry.transition import Transition
-from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
-from headrace_runtime.settings import Common
-from headrace_runtime.web import parameters_of
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
 from headrace_schemas.http.rollout_api import RolloutChange, RolloutList, RolloutRequest
 
 Change = Callable[[Transition, ModelRecord, RolloutRecord, str], Awaitable[None]]

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.shadow.requirements import EstimateRequirements
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_statistics import spending
 

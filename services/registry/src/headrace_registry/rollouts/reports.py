@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from headrace_runtime import rollout_picture
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas.http.rollout_api import RolloutState
 
 log = get_logger(__name__)

@@ -33,9 +33,9 @@ from headrace_registry.shadow import prompts
 from headrace_registry.shadow.expectations import Expectations, prompt_kinds
 from headrace_registry.shadow.prompt_reader import PromptReader, metric_pair
 from headrace_registry.transition import Transition
-from headrace_runtime.isolation import ItemIsolation
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, Unfinished
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import ItemIsolation
+from headrace_runtime.stream.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
 
 log = get_logger(__name__)

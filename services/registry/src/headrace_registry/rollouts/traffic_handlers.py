@@ -14,7 +14,7 @@ from headrace_registry.metrics import UNITS_FULL
 from headrace_registry.rollouts import rollout_store, unit_store
 from headrace_registry.rollouts.unit_store import Membership
 from headrace_registry.shadow.sampling import PromptSampler
-from headrace_runtime.processor import Handling
+from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 

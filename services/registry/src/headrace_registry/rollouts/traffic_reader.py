@@ -20,13 +20,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry.leader import LeaderLease
 from headrace_registry.rollouts import rollout_store, unit_store
 from headrace_registry.tables import STREAM
-from headrace_runtime.consumer import consumer, partitions_of, record_of
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, position
-from headrace_runtime.settings import BusSettings
-from headrace_runtime.upsert import upsert
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.tables import upsert
+from headrace_runtime.stream.processor import Processor, position
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 log = get_logger(__name__)

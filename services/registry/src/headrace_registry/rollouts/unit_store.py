@@ -16,8 +16,7 @@ from headrace_registry.rollouts.records import SessionRecord
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.state_machine import UNDER_WAY
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
-from headrace_runtime.sweeping import AT_ONCE_MAX, delete_batch
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import AT_ONCE_MAX, delete_batch, upsert
 from headrace_schemas import EVENTS as KINDS
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 

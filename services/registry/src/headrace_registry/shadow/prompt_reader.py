@@ -18,7 +18,7 @@ from headrace_registry.shadow import expectations, prompts
 from headrace_registry.shadow.estimate import ShadowPair
 from headrace_registry.shadow.prompts import ANSWERING, PromptRecord, Side
 from headrace_registry.shadow.recording import first_run, is_opening, is_single_run
-from headrace_runtime.processor import Processor, Unfinished
+from headrace_runtime.stream.processor import Processor, Unfinished
 from headrace_schemas import Event
 from headrace_schemas.values.base import Finite, Model, Text
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry.rollout_tables import EVENTS, PROMPTS, ROLLOUTS, SESSIONS, UNITS
 from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.unit_store import Membership
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
 from headrace_schemas.values import ids
 
 Side = Literal["logged", "candidate", "champion"]

@@ -27,9 +27,9 @@ from headrace_registry.shadow.recording import (
     scorable_answers,
 )
 from headrace_registry.shadow.rerun import ModelSession, ReadOnlyTools, RerunFailed, Toolbox, rerun
-from headrace_runtime.isolation import is_fatal, reason_of
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, StepFailed
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import is_fatal, reason_of
+from headrace_runtime.stream.processor import Processor, StepFailed
 from headrace_schemas import Event, Turn
 from headrace_schemas.values.text import storable
 

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 
 from headrace_registry.shadow.rerun import RerunBounds
-from headrace_runtime.program_environment import VariableName
-from headrace_runtime.settings import Section
+from headrace_runtime.process.programs import VariableName
+from headrace_runtime.settings.sections import Section
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from headrace_registry.shadow.rerun import RerunFailed
 from headrace_registry.shadow.settings import ShadowSettings
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
 from headrace_schemas import FunctionCall
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_scorer import metrics
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import Outcome

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
-from headrace_runtime.isolation import reason_of
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
+from headrace_runtime.storage.isolation import reason_of
 from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.protocol import LENGTH, CallRequest, LoadRequest, LoadResponse
 

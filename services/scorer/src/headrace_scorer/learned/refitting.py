@@ -12,9 +12,9 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.isolation import is_fatal
-from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import is_fatal
+from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 from headrace_scorer import metrics
 from headrace_scorer.learned import store

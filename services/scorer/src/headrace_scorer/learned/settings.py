@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace_runtime.registries import NameIn
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_scorer.learned.models import CONTROLLED, REWARD_MODELS, FitRequirements
 
 PREFIX = "learned:"

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.upsert import upsert
+from headrace_runtime.storage.tables import upsert
 from headrace_scorer.learned.models import Features, Thumb, ThumbedRun
 from headrace_scorer.schema import reward_models, run_features, thumbs, trajectories
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_runtime.registries import Registry
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import Advantages, Floats
 from headrace_trainer.algorithms.baselines import Baselines, Decay

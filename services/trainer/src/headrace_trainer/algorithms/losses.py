@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_runtime.registries import Registry
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.needs import NOTHING, Needs
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace_runtime.registries import NameIn
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
 from headrace_trainer.algorithms.reward_ranges import RangeLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from headrace_runtime.wire import Record
+from headrace_runtime.kafka.wire import Record
 from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.experiences.pairing import form_parties

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace_runtime.isolation import is_fatal, reason_of
+from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import AdvantageInputs

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from headrace_runtime.isolation import is_fatal, reason_of
+from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason

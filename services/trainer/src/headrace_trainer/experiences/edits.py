@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace_runtime.chat_messages import template_message
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import TOKENIZER_FILE
+from headrace_runtime.storage.versions import TOKENIZER_FILE
 from headrace_schemas.events.chat import Message
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 

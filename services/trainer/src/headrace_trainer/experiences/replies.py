@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import TOKENIZER_FILE
+from headrace_runtime.storage.versions import TOKENIZER_FILE
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.templates import environment, read_template, special_tokens

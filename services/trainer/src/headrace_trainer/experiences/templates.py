@@ -13,7 +13,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from headrace_runtime.versions import TEMPLATE_FILE
+from headrace_runtime.storage.versions import TEMPLATE_FILE
 from headrace_schemas.values.text import read_user_text
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import VERSION, WEIGHTS
 from headrace_trainer.lineage.saved import Assembly, Range

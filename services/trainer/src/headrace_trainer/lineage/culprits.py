@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace_runtime.isolation import TRIES, is_fatal
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import TRIES, is_fatal
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.experiences.waiting import WaitingExperience

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol, TypeVar
 
-from headrace_runtime import holders
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process import holders
+from headrace_runtime.process.logs import get_logger
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, OwnerSign
 
 log = get_logger(__name__)

@@ -11,12 +11,12 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 
-from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
-from headrace_runtime.isolation import reason_of
-from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import ITEMS_FAILED
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import versions as files
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.isolation import reason_of
 from headrace_schemas import ModelEvent
 from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.batches import summary

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import versions as files
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.values.blobs import File, Manifest
 from headrace_trainer.algorithms.baselines import Baselines

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from headrace_runtime import versions as files
-from headrace_runtime.blobs import BlobStore, digest_of
+from headrace_runtime.storage import versions as files
+from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.values.blobs import BlobRef, File, Manifest
 from headrace_trainer.batches import summary

@@ -20,10 +20,11 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace_runtime import disk, holders
-from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
-from headrace_runtime.records import Record, Records
+from headrace_runtime.process import holders
+from headrace_runtime.storage import disk
+from headrace_runtime.storage.blobs import BlobStore, digest_of
+from headrace_runtime.storage.records import Record, Records
 from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
 from headrace_trainer.lineage.assembly import SharedWeights, assemble

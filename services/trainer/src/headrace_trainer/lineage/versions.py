@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from headrace_runtime import versions as store
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
+from headrace_runtime.storage import versions as store
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from headrace_trainer.learner import Learner
 

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Branch, Experience
 from headrace_schemas.programs.replay import DryRunBatch, DryRunLine, RecordedBatch
 from headrace_schemas.values.blobs import BlobRef

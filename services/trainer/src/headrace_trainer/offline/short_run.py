@@ -14,10 +14,10 @@ import threading
 from collections import Counter
 from dataclasses import replace
 
-from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_runtime.filters import Lines
-from headrace_runtime.settings import Common
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
 from headrace_schemas.programs.replay import ShortRun
 from headrace_trainer.experiences.admission import versions_of

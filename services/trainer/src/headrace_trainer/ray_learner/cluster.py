@@ -20,7 +20,7 @@ from pathlib import Path
 import ray
 
 from headrace_runtime.errors import SettingError, Unavailable
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_trainer.ray_learner.settings import RaySettings
 
 log = get_logger(__name__)

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abandoned, Abilities, StepResult

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace_runtime.settings import complete
+from headrace_runtime.settings.sections import complete
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Abilities, StepResult

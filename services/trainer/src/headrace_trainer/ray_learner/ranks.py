@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import model_files
+from headrace_runtime.storage.versions import model_files
 from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.pieces import MARK, PIECE_BYTES

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

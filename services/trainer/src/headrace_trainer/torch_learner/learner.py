@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace_runtime import liveness
 from headrace_runtime.errors import SettingError
+from headrace_runtime.process import liveness
 from headrace_trainer.batches.batch import pack
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model import forward

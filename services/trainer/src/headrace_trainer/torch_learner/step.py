@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 from headrace_trainer.algorithms.divergences import DIVERGENCES
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, LossInputs

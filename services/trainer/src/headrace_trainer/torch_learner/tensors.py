@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer

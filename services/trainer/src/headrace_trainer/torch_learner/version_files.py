@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import modeling_utils
 
-from headrace_runtime.versions import is_weights, model_files
+from headrace_runtime.storage.versions import is_weights, model_files
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.rounding import round_stochastically

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace_runtime import versions
+from headrace_runtime.storage import versions
 from headrace_schemas.values.base import Model, Sha256
 from headrace_trainer.trinity_learner.configuration import TrinityJob
 

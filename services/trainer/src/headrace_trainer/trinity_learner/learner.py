@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, LearnerLost, NotFinite, StepResult

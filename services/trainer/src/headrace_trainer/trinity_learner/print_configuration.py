@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common
+from headrace_runtime.settings.sections import Common
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import (
     TrinityJob,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.parent_death import bound_to_parent
-from headrace_runtime.program_environment import program_environment
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
 
 _END_S = 20.0
 _LOG_TAIL_BYTES = 2000

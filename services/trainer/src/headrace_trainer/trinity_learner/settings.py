@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 
-from headrace_runtime.program_environment import VariableName
-from headrace_runtime.settings import Section
+from headrace_runtime.process.programs import VariableName
+from headrace_runtime.settings.sections import Section
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

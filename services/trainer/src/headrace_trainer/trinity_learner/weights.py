@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from headrace_runtime.versions import fingerprint_tokens
+from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.torch_learner.model.policy import from_folder
 

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.gap import GapEstimate
 from headrace_trainer.algorithms.needs import Needs

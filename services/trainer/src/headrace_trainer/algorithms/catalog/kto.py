@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.catalog.sft import LATE
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, LossInputs

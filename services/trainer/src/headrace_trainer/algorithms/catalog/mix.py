@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.losses import CLIPPED, Compute, Loss, LossInputs
 from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm

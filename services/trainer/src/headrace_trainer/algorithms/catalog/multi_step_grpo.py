@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import EPSILON, Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay

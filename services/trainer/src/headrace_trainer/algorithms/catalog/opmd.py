@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.advantages import Advantages, run_means
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.catalog.sft import LATE

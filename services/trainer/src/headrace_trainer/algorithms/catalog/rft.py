@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_runtime.settings import Section
+from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.catalog.sft import LATE
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.presets import Algorithm

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
+from headrace_runtime.process.logs import get_logger
 from headrace_trainer.settings import ComputeSettings
 
 log = get_logger(__name__)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headrace_runtime import liveness
+from headrace_runtime.process import liveness
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head_tail import NO_TAIL, Tail, find_tail, planted_logits

@@ -21,10 +21,10 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from headrace_runtime import liveness
 from headrace_runtime.errors import SettingError
-from headrace_runtime.logs import get_logger
-from headrace_runtime.versions import fingerprint_tokens
+from headrace_runtime.process import liveness
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings

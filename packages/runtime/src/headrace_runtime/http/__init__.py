@@ -1,0 +1,1 @@
+"""HTTP server of every service, and the checks of its callers."""

@@ -1,0 +1,176 @@
+"""uvicorn's HTTP/1.1 protocol with timeouts for incoming requests and without ambiguous requests.
+
+Requests of ambiguous length are refused (request smuggling, RFC 9112, section 6.1), and connections of clients that
+send too slowly are closed (slowloris).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+import socket
+from typing import Any, Literal
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from headrace_runtime.settings.sections import ServiceSettings
+
+_GRACE_S = 1.0
+"""Additional time for the body, so that an application with its own timeout responds first."""
+_LINGER_S = 1.0
+_Waiting = Literal["header", "body"]
+
+
+def protocol_for(settings: ServiceSettings) -> type[H11Protocol]:
+    """Return the protocol class for uvicorn's option `http`."""
+
+    class Bounded(_TimedProtocol):
+        bounds = settings
+
+    return Bounded
+
+
+class _TimedProtocol(H11Protocol):
+    """uvicorn's protocol with timeouts."""
+
+    bounds: ServiceSettings
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.conn = self._strict = _Strict(self.bounds.header_bytes_max)
+        self._is_unused = True
+        """Whether no data was received yet."""
+        self._is_refused = False
+        """Whether the connection was refused and is about to be closed."""
+        self._waiting: _Waiting | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        connection: socket.socket = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            # asyncio sets this option only for sockets with an explicit protocol, which inherited ones lack
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._is_unused = False
+        if not self._is_refused:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Respond to invalid HTTP with the matching status and reason, and close the connection."""
+        status, reason = self._strict.refusal or (400, msg)
+        self._refuse(status, reason)
+
+    def _watch(self) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY:
+            self._wait_for("body")
+        elif self.conn.their_state is h11.IDLE and (self._is_unused or self.conn.trailing_data[0]):
+            self._wait_for("header")
+        else:
+            self._wait_for(None)
+
+    def _wait_for(self, part: _Waiting | None) -> None:
+        """Start the timeout for a part of the request, unless it is already running. None stops it."""
+        if part == self._waiting:
+            return
+        self._waiting = part
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if part is not None:
+            seconds = self.bounds.header_timeout_s if part == "header" else self.bounds.body_timeout_s + _GRACE_S
+            self._timer = self.loop.call_later(seconds, self._time_out, part)
+
+    def _time_out(self, part: _Waiting) -> None:
+        if self._is_unused:
+            self.transport.close()
+            return
+        limit_s = self.bounds.header_timeout_s if part == "header" else self.bounds.body_timeout_s
+        self._refuse(408, f"the request's {part} took longer than {limit_s:g} s")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Send an error response, unless a response has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            error = {"message": reason, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+            body = json.dumps({"error": error}).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            phrase = http.HTTPStatus(status).phrase.encode()
+            events = (
+                h11.Response(status_code=status, headers=headers, reason=phrase),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
+            for event in events:
+                if not (self._strict.head and isinstance(event, h11.Data)):
+                    self.transport.write(self.conn.send(event) or b"")
+            self._linger()
+        else:
+            self._wait_for(None)
+            self.transport.close()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # so that further output of the application is discarded
+            cycle.message_event.set()
+
+    def _linger(self) -> None:
+        """Close after `_LINGER_S`, because data that arrives at a closed socket would discard the sent response."""
+        self._is_refused = True
+        self._wait_for(None)
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+class _Strict(h11.Connection):
+    """h11's connection without its tolerance of ambiguous requests."""
+
+    def __init__(self, header_bytes_max: int) -> None:
+        super().__init__(h11.SERVER, header_bytes_max)
+        self._header_bytes_max = header_bytes_max
+        self.refusal: tuple[int, str] | None = None
+        """Status and reason of the last error."""
+        self.head = False
+        """Whether the request's method is HEAD, so that its response has no body."""
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises `h11.RemoteProtocolError` for invalid HTTP."""
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self.head = event.method == b"HEAD"
+                self._check(event)
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint
+            too_large = f"the request's header is larger than {self._header_bytes_max} bytes"
+            self.refusal = (status, too_large if status == 431 else f"not valid HTTP: {error}")
+            raise
+        return event
+
+    def _check(self, request: h11.Request) -> None:
+        names = [name for name, _ in request.headers]
+        if b"transfer-encoding" in names:
+            if b"content-length" in names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+            if request.http_version != b"1.1":
+                raise h11.RemoteProtocolError("Transfer-Encoding needs HTTP/1.1")
+        size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+        if size > self._header_bytes_max:  # h11 does not measure a header that arrives in one piece
+            raise h11.RemoteProtocolError("too large", error_status_hint=431)

@@ -1,0 +1,266 @@
+"""HTTP server of every service: `/health`, `/metrics`, `/settings`, and uvicorn inside the service's own event loop.
+
+uvicorn uses h11, because with httptools a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
+(https://github.com/Kludex/uvicorn/issues/2722).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, JsonValue
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.http.guard import WebGuard
+from headrace_runtime.http.protocol import protocol_for
+from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
+from headrace_runtime.storage import disk
+from headrace_schemas.values.errors import HIDDEN, is_secret, redacted
+from headrace_schemas.values.ids import decode_name, decode_path, decode_segment
+from headrace_schemas.values.text import closest, printable
+
+_FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
+CheckResult = bool | str
+"""True if a check passes, otherwise False or the reason of the failure."""
+Check = Callable[[], CheckResult | Awaitable[CheckResult]]
+
+
+def app(
+    checks: Mapping[str, Check],
+    routes: Sequence[BaseRoute] = (),
+    common: Common | None = None,
+    *,
+    needs_disk: bool = True,
+    notes: Mapping[str, Check] | None = None,
+) -> Starlette:
+    """Create the application of a service with the common pages.
+
+    `/health` responds 200 if all checks pass, otherwise 503 with the failed checks. With `common`, `/metrics` requires
+    the internal key if one is set, because its labels name models, tenants' keys and replicas.
+
+    Args:
+        checks: the checks of the service's health.
+        routes: the service's own routes.
+        common: the common settings. With them the disk of `data_dir` is checked, too.
+        needs_disk: whether the service is unready if the disk check fails. Otherwise the reason is only reported.
+        notes: further checks whose failures are reported but do not make the service unready.
+    """
+
+    async def health(_request: Request) -> Response:
+        results = {name: await _run_check(check) for name, check in checks.items()}
+        disk_result = await _check_disk(common) if common else True
+        if needs_disk and common:
+            results["disk"] = disk_result
+        healthy = all(result is True for result in results.values())
+        note_results = {name: await _run_check(note) for name, note in (notes or {}).items()}
+        all_results = {**results, **note_results, "disk": disk_result}
+        reasons = {name: redacted(result) for name, result in all_results.items() if isinstance(result, str)}
+        body: dict[str, object] = {
+            "status": "ok" if healthy else "unready",
+            "checks": {name: result is True for name, result in results.items()},
+            **({"reasons": reasons} if reasons else {}),
+        }
+        return JSONResponse(body, 200 if healthy else 503)
+
+    async def metrics(request: Request) -> Response:
+        if common is not None:
+            require_internal_key(request, common)
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[Route("/health", health), Route("/metrics", metrics), *routes],
+        exception_handlers={Refused: _refused},
+        middleware=[Middleware(_StorableNames)],
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    application: ASGIApp, settings: ServiceSettings, security: SecuritySettings | None = None
+) -> AsyncIterator[int]:
+    """Serve `application` while the body runs, and yield the port. Afterwards open requests get a few seconds to end.
+
+    Requests of web pages are refused (`web_guard`), except from origins and hosts that `security` names.
+
+    A socket that the process inherited (sd_listen_fds(3)) is used in place of a new one. `headrace up` keeps the
+    gateway's socket open in this way, so that callers wait while the gateway restarts.
+
+    Raises:
+        Unavailable: the address is not available.
+        SettingError: the inherited socket has another address than the settings.
+    """
+    listener = _listen(settings)
+    server = _Server(
+        uvicorn.Config(
+            WebGuard(_with_exact_paths(application), settings, security or SecuritySettings()),
+            http=protocol_for(settings),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=10,
+        )
+    )
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            if running.done():
+                running.result()
+            await asyncio.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await running
+
+
+def _listen(settings: ServiceSettings) -> socket.socket:
+    inherited = _take_inherited_socket(settings)
+    if inherited is not None:
+        return inherited
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+
+
+def _take_inherited_socket(settings: ServiceSettings) -> socket.socket | None:
+    """Return the first socket that the process inherited, or None. Its own child processes do not inherit it."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or int(os.environ.get("LISTEN_FDS", "0")) < 1:
+        return None
+    for name in ("LISTEN_PID", "LISTEN_FDS"):
+        del os.environ[name]
+    listener = socket.socket(fileno=_FIRST_HANDED_OVER)
+    listener.set_inheritable(False)
+    host, port = listener.getsockname()[:2]
+    if settings.port not in (0, port):
+        raise SettingError("port", settings.port, f"the inherited socket listens on {host}:{port}")
+    if is_loopback(settings.host) and not is_loopback(host):
+        raise SettingError("host", settings.host, f"the inherited socket listens on {host}:{port}")
+    return listener
+
+
+def require_internal_key(request: Request, common: Common) -> None:
+    """Raise `Refused` if `security.internal_key` is set and the request does not contain it."""
+    expected = common.security.internal_key.get_secret_value()
+    token = header_of(request, "authorization").removeprefix("Bearer ")
+    if expected and not hmac.compare_digest(expected.encode(), token.encode()):
+        raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
+
+
+def header_of(request: Request, name: str) -> str:
+    """Return a header's value, decoded as in `headrace_schemas.values.ids`, or an empty string without the header."""
+    raw_name = name.lower().encode("ascii")
+    return next((decode_name(value) for header, value in request.headers.raw if header == raw_name), "")
+
+
+def parameters_of(request: Request, *names: str) -> dict[str, str]:
+    """Return the query parameters of a request, decoded as in `headrace_schemas.values.ids`.
+
+    Raises:
+        Refused: a parameter is not one of `names` or has two different values (status 400).
+    """
+    raw: bytes = request.scope.get("query_string", b"")
+    parameters: dict[str, str] = {}
+    for pair in filter(None, raw.split(b"&")):
+        name, value = (decode_segment(part.replace(b"+", b" ")) for part in pair.partition(b"=")[::2])
+        if name not in names:
+            similar = closest(name, names)
+            hint = f"did you mean {similar!r}?" if similar else f"this page accepts {', '.join(names) or 'none'}"
+            text = f"unknown query parameter '{printable(name)}'; {hint}"
+            raise Refused(400, "unknown_parameter", text, printable(name))
+        if parameters.setdefault(name, value) != value:
+            raise Refused(400, "repeated_parameter", f"{name}: two different values; send one", name)
+    return parameters
+
+
+class _StorableNames:
+    """Middleware that refuses a path or a query with NUL, because PostgreSQL raises an error for it in a lookup."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            query: bytes = scope.get("query_string") or b""
+            for part, has_nul in (("path", "\0" in scope["path"]), ("query", b"%00" in query or b"\0" in query)):
+                if has_nul:
+                    error = Refused(400, "invalid_value", f"{part}: must not contain NUL; remove %00", part)
+                    await (await _refused(Request(scope), error))(scope, receive, send)
+                    return
+        await self._application(scope, receive, send)
+
+
+def _with_exact_paths(application: ASGIApp) -> ASGIApp:
+    """Return `application` with paths that are decoded as in `headrace_schemas.values.ids`."""
+
+    async def exact(scope: Scope, receive: Receive, send: Send) -> None:
+        raw: bytes = scope.get("raw_path") or b""
+        if b"%" in raw:
+            scope = {**scope, "path": decode_path(raw)}
+        await application(scope, receive, send)
+
+    return exact
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `headrace_runtime.main` handles signals
+
+
+async def _run_check(check: Check) -> CheckResult:
+    result = check()
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _check_disk(common: Common) -> CheckResult:
+    return await asyncio.to_thread(disk.problem, common.data_dir.absolute(), common.disk_free_bytes_min) or True
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    body = {"message": str(error), "type": "invalid_request_error", "code": error.code, "param": error.param}
+    return JSONResponse({"error": body}, error.status)
+
+
+def settings_route(service: str, settings: BaseModel, common: Common) -> Route:
+    """Return the route of the page, which requires the internal key if one is set."""
+
+    async def page(request: Request) -> Response:
+        require_internal_key(request, common)
+        return JSONResponse({"service": service, "settings": public_settings(settings)})
+
+    return Route("/settings", page)
+
+
+def public_settings(settings: BaseModel) -> dict[str, JsonValue]:
+    """Return all settings by name, without values that are typed or named as secrets and without passwords in URLs."""
+    values: dict[str, JsonValue] = settings.model_dump(mode="json")
+    return {name: _without_secrets(name, value) for name, value in values.items()}
+
+
+def _without_secrets(name: str, value: JsonValue) -> JsonValue:
+    if isinstance(value, dict):
+        return {inner: _without_secrets(inner, item) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and is_secret(name) else redacted(value)

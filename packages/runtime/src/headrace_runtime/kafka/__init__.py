@@ -1,0 +1,1 @@
+"""Kafka clients: topics, consumers, producers, and the form of a record."""

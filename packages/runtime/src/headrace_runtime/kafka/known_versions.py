@@ -1,0 +1,97 @@
+"""Existing models and versions, read from `checkpoints` and `routing`, for the validation of ingested trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from headrace_runtime.errors import CorruptBlob, InvalidEvent, Unavailable
+from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.versions import read_manifest
+from headrace_schemas import Checkpoint, Routing
+from headrace_schemas.rules.ingest import KnownModels
+from headrace_schemas.values.blobs import BlobRef
+
+_VERSIONS_MAX = 100_000
+"""Maximum number of remembered versions of one model. Beyond it the oldest are forgotten."""
+
+
+class KnownVersions:
+    """Reader of the topics. `run` must run in a task, and `models` returns the current state."""
+
+    def __init__(
+        self,
+        bus: BusSettings,
+        client_id: str,
+        blobs: BlobStore,
+        refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
+    ) -> None:
+        self._blobs = blobs
+        self._versions: dict[str, dict[str, None]] = {}
+        self._manifests: dict[str, BlobRef] = {}
+        self._vocabularies: dict[str, int | None] = {}
+        self._checkpoints = TopicTable(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
+        self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
+
+    async def run(self) -> None:
+        """Read the topics until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._checkpoints.run())
+            group.create_task(self._routings.run())
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all events that existed at the start have been read."""
+        return self._checkpoints.loaded.is_set() and self._routings.loaded.is_set()
+
+    def checkpoint(self, _key: str, event: Checkpoint | None) -> None:
+        """Handle an event of `checkpoints`."""
+        if event is not None:
+            self._learn(event.model, event.version, event.manifest)
+
+    def routing(self, _key: str, event: Routing | None) -> None:
+        """Handle an event of `routing`."""
+        for served in event.serve if event is not None else ():
+            assert event is not None
+            self._learn(event.model, served.version, served.manifest)
+        if event is not None:
+            for version in (*event.aliases.values(), *event.withdrawn):
+                self._learn(event.model, version, None)
+
+    async def models(self, model: str) -> KnownModels:
+        """Return all models and versions, with the vocabulary size of `model`.
+
+        Raises:
+            Unavailable: the topics have not been read to the end yet.
+        """
+        if not self.loaded:
+            raise Unavailable("the existing versions have not been read yet; retry")
+        if self._vocabularies.get(model) is None and model in self._manifests:
+            self._vocabularies[model] = await asyncio.to_thread(self._vocabulary, self._manifests[model])
+        sizes = {name: size for name, size in self._vocabularies.items() if size is not None}
+        return KnownModels({name: versions.keys() for name, versions in self._versions.items()}, sizes)
+
+    def _learn(self, model: str, version: str, manifest: BlobRef | None) -> None:
+        versions = self._versions.setdefault(model, {})
+        versions[version] = None
+        if len(versions) > _VERSIONS_MAX:
+            del versions[next(iter(versions))]
+        if manifest is not None:
+            self._manifests[model] = manifest
+
+    def _vocabulary(self, manifest: BlobRef) -> int | None:
+        """Return the vocabulary size in the model's `config.json`, or None if it is missing.
+
+        The trainer checks it, too.
+        """
+        try:
+            files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}
+            config = json.loads(self._blobs.get(files["config.json"]))
+        except (KeyError, ValueError, CorruptBlob, Unavailable, RecursionError):
+            return None
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        return size if isinstance(size, int) else None

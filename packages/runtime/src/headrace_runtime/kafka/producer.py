@@ -1,0 +1,114 @@
+"""Idempotent producer of events, which waits for the acknowledgements of all in-sync replicas of the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLargeError
+
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.kafka.bus_client import client_options
+from headrace_runtime.kafka.wire import Outgoing, encode
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_schemas import Event
+
+_AT_A_TIME = 8
+"""Number of records after which other tasks run. aiokafka only queues records, so many of them would block the loop."""
+
+
+class EventProducer:
+    """Connection to the bus. `send` returns once the record is durable; concurrent calls are possible.
+
+    `source` is the `ce_source` of the events, for example `headrace/gateway`. Call `start` before use and `stop`, which
+    flushes, at the end.
+    """
+
+    def __init__(self, settings: BusSettings, source: str, blobs: BlobStore) -> None:
+        self._settings = settings
+        self._source = source
+        self._blobs = blobs
+        self._producer: AIOKafkaProducer | None = None
+
+    @property
+    def source(self) -> str:
+        """The `ce_source` of the events."""
+        return self._source
+
+    async def start(self) -> None:
+        """Connect. Raises `Unavailable` if the bus does not respond."""
+        producer = AIOKafkaProducer(
+            **client_options(self._settings),
+            client_id=self._source,
+            acks="all",
+            enable_idempotence=True,
+            compression_type=None if self._settings.compression == "none" else self._settings.compression,
+            max_request_size=1_048_576,
+            request_timeout_ms=int(self._settings.request_timeout_s * 1000),
+        )
+        try:
+            await producer.start()
+        except (KafkaError, OSError) as error:
+            await producer.stop()
+            raise Unavailable(f"bus {self._settings.address}: {error}") from error
+        self._producer = producer
+
+    async def stop(self) -> None:
+        """Flush and disconnect."""
+        if self._producer is not None:
+            await self._producer.stop()
+            self._producer = None
+
+    async def abandon(self) -> None:
+        """Disconnect without sending queued records.
+
+        aiokafka has no public method for this. Cancelling its sender first leaves no records for `stop` to flush.
+        """
+        producer, self._producer = self._producer, None
+        if producer is None:
+            return
+        sending: asyncio.Task[None] | None = producer._sender.sender_task
+        if sending is not None:
+            sending.cancel()
+            await asyncio.wait([sending])
+        producer._message_accumulator.fail_all(KafkaConnectionError("given up"))
+        await producer.stop()
+
+    async def encode(
+        self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
+    ) -> Outgoing:
+        """Return the record of an event."""
+        return await encode(event, self._source, self._blobs, partition=partition, after=after)
+
+    async def send(self, event: Event) -> None:
+        """Send an event. Raises `Unavailable` without an acknowledgement in time; the event may have been stored."""
+        await self.send_raw([await self.encode(event)])
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        """Send records, in order per partition, and wait for all acknowledgements. Raises as `send` does."""
+        if self._producer is None:
+            raise Unavailable("the producer is not started")
+        try:
+            acks = []
+            for number, record in enumerate(records, 1):
+                fields = (record.topic, record.value, record.key, record.partition)
+                acks.append(await self._producer.send(*fields, headers=list(record.headers)))
+                if number % _AT_A_TIME == 0:
+                    await asyncio.sleep(0)
+            await asyncio.gather(*acks)
+        except MessageSizeTooLargeError as error:
+            raise InvalidEvent("too_large", f"a record is larger than the bus accepts: {error}") from error
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
+
+    async def partitions(self, topic: str) -> set[int]:
+        """Return the numbers of the topic's partitions."""
+        if self._producer is None:
+            raise Unavailable("the producer is not started")
+        try:
+            partitions: set[int] = await self._producer.partitions_for(topic)
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
+        return partitions

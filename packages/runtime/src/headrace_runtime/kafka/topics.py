@@ -1,0 +1,157 @@
+"""Reads the topic files and creates the topics. Topics are never created implicitly by a producer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import cache
+from typing import Literal
+
+import yaml
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.kafka.bus_client import check_login, client_options
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import BusSettings
+from headrace_schemas import topics as files
+
+log = get_logger(__name__)
+
+
+class Topic(BaseModel):
+    """Content of one topic file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str
+    producer: str
+    consumers: tuple[str, ...]
+    key: str
+    partitions: int = Field(ge=1)
+    retention_ms: int
+    cleanup: Literal["delete", "compact"]
+    max_message_bytes: int
+    dead_letters: str | None
+    promises: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, str]:
+        """The topic configuration for Kafka."""
+        return {
+            "cleanup.policy": self.cleanup,
+            "retention.ms": str(self.retention_ms),
+            "max.message.bytes": str(self.max_message_bytes),
+        }
+
+
+@cache
+def catalogue() -> dict[str, Topic]:
+    """Return all topics of Headrace by name."""
+    return {name: Topic.model_validate(yaml.safe_load(text)) for name, text in files.sources().items()}
+
+
+async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
+    """Create missing topics, by default of all names, and wait until the bus lists them.
+
+    Existing topics stay unchanged, because an operator may have changed their partitions or retention. A difference
+    from the topic file is logged as a warning.
+
+    Args:
+        settings: the settings of the bus. This waits at most `start_timeout_s` for the bus.
+        names: the names of the topics.
+
+    Raises:
+        SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
+        Unavailable: the bus does not respond in time.
+    """
+    required = [topic for name, topic in catalogue().items() if names is None or name in names]
+    deadline = time.monotonic() + settings.start_timeout_s
+    while True:
+        try:
+            if not (missing := await _create_missing(settings, required)):
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"bus {settings.address} has created {', '.join(missing)} but does not list them")
+        except (KafkaError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"bus {settings.address} did not respond: {error}; is it running?") from error
+            await check_login(settings)
+        await asyncio.sleep(0.2)
+
+
+async def check(settings: BusSettings, timeout_s: float) -> None:
+    """Check that services can start with the present topics, without creating topics.
+
+    Raises:
+        SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
+        Unavailable: the bus does not respond in time.
+    """
+    required = list(catalogue().values())
+    try:
+        async with asyncio.timeout(timeout_s):
+            admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
+            try:
+                await admin.start()
+                existing = set(await admin.list_topics())
+                present = [topic for topic in required if topic.name in existing]
+                missing = [topic for topic in required if topic.name not in existing]
+                await _check(admin, settings, present, missing)
+            finally:
+                await admin.close()
+    except (KafkaError, OSError, ValueError) as error:
+        await check_login(settings)
+        cause = f"no response in {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        raise Unavailable(f"setting bus.address = {settings.address!r}: {cause}; is it running there?") from None
+
+
+async def _create_missing(settings: BusSettings, required: list[Topic]) -> list[str]:
+    """Create missing topics, and return their names."""
+    admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
+    await admin.start()
+    try:
+        existing = set(await admin.list_topics())
+        missing = [topic for topic in required if topic.name not in existing]
+        await _check(admin, settings, [topic for topic in required if topic.name in existing], missing)
+        if not missing:
+            return []
+        new = [
+            NewTopic(topic.name, topic.partitions, settings.replication, topic_configs=topic.config)
+            for topic in missing
+        ]
+        response = await admin.create_topics(new, timeout_ms=10_000)
+        for name, code, *_ in response.topic_errors:
+            error = for_code(code)
+            if code and error is not TopicAlreadyExistsError:
+                raise error(f"creating topic {name}")
+        return [topic.name for topic in missing]
+    finally:
+        await admin.close()
+
+
+async def _check(admin: AIOKafkaAdminClient, settings: BusSettings, present: list[Topic], missing: list[Topic]) -> None:
+    """Raise `SettingError` for unequal numbers of partitions, and log other differences from the topic files."""
+    if not present:
+        return
+    descriptions = await admin.describe_topics([topic.name for topic in present])
+    counts = {
+        description["topic"]: len(description["partitions"])
+        for description in descriptions
+        if not description["error_code"]
+    }
+    by_session = {t.name: counts.get(t.name, t.partitions) for t in (*present, *missing) if t.key == "session_key"}
+    if len(set(by_session.values())) > 1:
+        numbers = ", ".join(f"{name} {count}" for name, count in sorted(by_session.items()))
+        remedy = f"topics keyed by session need equal numbers of partitions; they have {numbers}"
+        raise SettingError("bus.address", settings.address, remedy)
+    resources = [ConfigResource(ConfigResourceType.TOPIC, topic.name, dict.fromkeys(topic.config)) for topic in present]
+    for response in await admin.describe_configs(resources):
+        for _code, _message, _kind, name, entries in response.resources:
+            config = {entry[0]: entry[1] for entry in entries}
+            for setting, value in catalogue()[name].config.items():
+                if config.get(setting, value) != value:
+                    log.warning("topic_differs", topic=name, setting=setting, bus=config[setting], file=value)

@@ -1,0 +1,1 @@
+"""Settings of a service: their sections, the table that they are read from, and their description."""

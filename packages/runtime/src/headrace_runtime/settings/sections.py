@@ -1,0 +1,398 @@
+"""Settings: one TOML file with a section per service, overridden by environment variables.
+
+    data_dir = ".headrace"
+    [bus]
+    address = "127.0.0.1:9092"
+    [gateway]
+    port = 8000
+
+`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Only its own service reads a section, except for
+`Common.section_of`. Every service checks the names of all sections, so that each service refuses an unknown section
+such as `[gatway]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from headrace_runtime import services
+from headrace_runtime.errors import SettingError
+from headrace_runtime.registries import PluginError
+from headrace_runtime.settings import table as settings_table
+from headrace_schemas.values.text import closest
+
+SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
+"""Headrace's own services. A container image has one of them, and its settings file has the sections of all."""
+Port = Annotated[int, Field(ge=0, le=65535)]
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]
+"""Name of a host without its port, an address without brackets, or `*.` and a domain. `*` matches any host."""
+Origin = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]{1,255}$")]
+"""Scheme, host and port of a web page."""
+
+
+class Section(BaseModel):
+    """One table of the settings file. `headrace config` prints the docstrings of its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    COMMON: ClassVar[tuple[str, ...]] = ()
+    """Names of the settings in this section that users commonly set. `headrace config init` writes them."""
+    TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
+    """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
+
+    @classmethod
+    def announced(cls) -> Mapping[str, type[Section]]:
+        """Return the inner sections of installed packages by name. All their settings must have defaults."""
+        return {}
+
+    def of(self, name: str) -> Section:
+        """Return the inner section that a package announces as `name`, by default with its default values."""
+        section = getattr(self, name, None)
+        return section if isinstance(section, Section) else type(self).announced()[name]()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_sections_keep_their_defaults(cls, table: Any) -> Any:
+        """Merge inner tables into the defaults of their fields.
+
+        A field `limits: Limits = Limits(burst=9)` keeps the 9 if a file sets another value of `[limits]`.
+        """
+        if not isinstance(table, Mapping):
+            return table
+        fields = cls.model_fields
+        return {
+            name: _merged(fields[name].default, value) if name in fields else value for name, value in table.items()
+        }
+
+
+def _merged(default: object, value: Any) -> Any:
+    """Return the table `value` with the settings that only the section `default` sets, at every depth."""
+    if not isinstance(default, Section) or not isinstance(value, Mapping):
+        return value
+    defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
+    return defaults | {name: _merged(getattr(default, name, None), item) for name, item in value.items()}
+
+
+M = TypeVar("M", bound=Section)
+
+
+def complete(model: type[M]) -> type[M]:
+    """Return `model` with fields for the sections that installed packages announce, at every depth.
+
+    Raises:
+        PluginError: a package announces a name that the section already has.
+    """
+    inner: dict[str, type[Section]] = {}
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            completed = complete(section)
+            if completed is not section:
+                inner[name] = completed
+    for name, section in model.announced().items():
+        if name in model.model_fields:
+            raise PluginError(f"a package announces settings as {name!r}, which {model.__name__} has; uninstall it")
+        inner[name] = section
+    return cast(type[M], _with(model, tuple(inner.items()))) if inner else model
+
+
+@cache
+def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
+    """Return the subclass of `model` with the inner sections.
+
+    Equal arguments give one class, so settings compare equal.
+    """
+    fields: dict[str, Any] = {name: (section, _default_of(model, name, section)) for name, section in inner}
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
+
+
+def _default_of(model: type[Section], name: str, section: type[Section]) -> Section:
+    """Return the default of the field `name` as a `section`, with the values that the field's present default sets."""
+    default = model.model_fields[name].default if name in model.model_fields else None
+    set_fields = default.model_fields_set if isinstance(default, Section) else ()
+    return section(**{field: getattr(default, field) for field in set_fields})
+
+
+class BusSettings(Section):
+    """Address, login and timeouts of the Kafka cluster."""
+
+    COMMON: ClassVar = ("address", "replication")
+
+    address: str = "127.0.0.1:9092"
+    """Kafka bootstrap address of the embedded broker or of Apache Kafka: `host:port`, several separated by commas."""
+    username: str = "headrace"
+    """User name for the login at the bus."""
+    password: SecretStr = SecretStr("")
+    """Password for the login at the bus (SASL), which the embedded broker also requires. `headrace up` generates one
+    for the broker that it starts. Empty for no login."""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    """SASL mechanism of the login. The embedded broker supports `PLAIN`."""
+    tls: bool = False
+    """Whether connections to the bus are encrypted. The embedded broker does not support TLS."""
+    ca_file: str = ""
+    """PEM file with the certificates that verify the bus; empty for those of the system."""
+    replication: Annotated[int, Field(ge=1)] = 1
+    """Replication factor of topics that Headrace creates."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Timeout of one request to the bus in seconds."""
+    compression: Literal["none", "gzip"] = "none"
+    """Compression of record batches by producers. It pays off if the bus is across a network."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Time that a service waits for the bus at its start, in seconds."""
+    session_timeout_s: Annotated[float, Field(ge=6, le=1800)] = 10.0
+    """Seconds without a heartbeat after which a member of a consumer group counts as dead and its partitions are
+    reassigned. A killed service gets its partitions back only then. Brokers accept 6 to 1800 s by default."""
+
+
+class DatabaseSettings(Section):
+    """Database of the services' state."""
+
+    COMMON: ClassVar = ("url",)
+
+    url: SecretStr = SecretStr("sqlite")
+    """`sqlite` for one file per service under `data_dir`, or `postgresql://user:password@host/database`."""
+    pool_size: Annotated[int, Field(ge=1, le=100)] = 5
+    """Number of connections per service (PostgreSQL only)."""
+
+
+class BlobSettings(Section):
+    """Store for large content."""
+
+    COMMON: ClassVar = ("url",)
+
+    url: str = ""
+    """An fsspec URL such as `s3://bucket/headrace`; empty for a folder under `data_dir`."""
+
+
+class LogSettings(Section):
+    """Level and format of the log on standard error."""
+
+    COMMON: ClassVar = ("level", "format")
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    format: Literal["json", "console"] = "json"
+    """`json` for machines, `console` for people."""
+
+
+class SecuritySettings(Section):
+    """Authentication between services, and trusted hosts and origins."""
+
+    COMMON: ClassVar = ("internal_key",)
+
+    internal_key: SecretStr = SecretStr("")
+    """Bearer token between services and for their metrics. It is required if a service listens beyond loopback."""
+    hosts: tuple[HostPattern, ...] = ()
+    """Further names that services accept in the header `Host`, such as that of a proxy: a name, or `*.` and a domain.
+    Addresses, `localhost` and the machine's name are always accepted. If the list is empty, services beyond loopback
+    accept any name, because they require keys."""
+    origins: tuple[Origin, ...] = ()
+    """Origins whose web pages may call services from a browser, such as `https://chat.example.com`."""
+    replica_hosts: tuple[HostPattern, ...] = ()
+    """Hosts of replicas that are called although their heartbeat is not signed with `internal_key`: a name, an address,
+    or `*.` and a domain. It is needed while replicas of an older release run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalBounds:
+    """Values of the section `dead_letters` of the settings."""
+
+    run_max: int = 100
+    share_max: float = 0.5
+    window: int = 500
+
+
+class DeadLetterSettings(Section):
+    """Limits of a tenant's dead letters. Beyond them its refused records are held until a restart or `POST /resume`."""
+
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+
+    run_max: Annotated[int, Field(ge=0)] = 100
+    """Consecutive refused records of one tenant after which its further refused records are held; 0 for no limit."""
+    share_max: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of refused records among a tenant's last `window` records above which they are held; 1 for no limit."""
+    window: Annotated[int, Field(ge=10, le=100_000)] = 500
+    """Number of records of which the share is computed, once there are so many."""
+
+    @property
+    def bounds(self) -> RefusalBounds:
+        """The limits as a plain value."""
+        return RefusalBounds(self.run_max, self.share_max, self.window)
+
+
+class Common(Section):
+    """Settings that all services share."""
+
+    COMMON: ClassVar = ("data_dir",)
+
+    data_dir: Path = Path(".headrace")
+    """Folder of all data on this machine: databases, blobs, logs, the gateway's spool. Only its owner can read it."""
+    disk_free_bytes_min: Annotated[int, Field(ge=4096)] | None = None
+    """Bytes that must stay free on the disk of `data_dir`. With less, services are not ready, the embedded broker and
+    services with SQLite accept no records, the trainer pauses before a save that would leave less, and replicas do not
+    fetch such a version. Compacted topics and the gateway's spool continue down to half of it. All continue without a
+    restart once there is space. None for the smaller of 1 GiB and 5 % of the disk."""
+    services_elsewhere: tuple[str, ...] = ()
+    """Services of other packages that are not installed here but have a section in this file, because each service runs
+    on a machine or in a container of its own."""
+    bus: BusSettings = BusSettings()
+    database: DatabaseSettings = DatabaseSettings()
+    blobs: BlobSettings = BlobSettings()
+    logs: LogSettings = LogSettings()
+    security: SecuritySettings = SecuritySettings()
+    dead_letters: DeadLetterSettings = DeadLetterSettings()
+    _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    def section_of(self, service: str, model: type[M]) -> M:
+        """Return the fields of `model` from the section of another service, with defaults for missing ones.
+
+        Raises:
+            SettingError: a value is invalid.
+        """
+        table = self._table.get(service)
+        fields = {name: value for name, value in table.items() if name in model.model_fields} if table else {}
+        return _validate(model, fields, f"{service}.")
+
+
+class ServiceSettings(Section):
+    """Settings in the section of every service."""
+
+    host: str = "127.0.0.1"
+    """Address on which the service listens for HTTP."""
+    port: Port = 0
+    """Port of the address; with 0 the system chooses one."""
+    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Time limit for the header of a request in seconds, from its first byte, or for the first request of a connection
+    from the connection's start."""
+    header_bytes_max: Annotated[int, Field(ge=4096)] = 16_384
+    """Largest header of a request in bytes."""
+    body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Time limit for the body of a request to arrive, in seconds."""
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
+    """Load the common settings and those of `service`.
+
+    Args:
+        service: the name of the service.
+        model: the class of its section.
+        path: the settings file, or None for the defaults.
+        environ: environment variables that override the file, by default those of this process.
+
+    Raises:
+        SettingError: a name is unknown or a value is invalid.
+        PluginError: the announcement of an installed package is invalid.
+    """
+    environ = os.environ if environ is None else environ
+    table = settings_table.read(path, environ)
+    names = (*Common.model_fields, *SERVICES, service)
+    elsewhere = _validate(Common, {k: v for k, v in table.items() if k == "services_elsewhere"}, "").services_elsewhere
+    for name, value in table.items():
+        if name not in names and name not in (all_names := (*names, *services.SERVICES.names(), *elsewhere)):
+            raise SettingError(name, value, f"unknown{_hint(name, all_names)}")
+    common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
+    common._table = table
+    settings = _validate(complete(model), table.get(service, {}), f"{service}.")
+    _check_bind(service, settings, common)
+    return common, settings
+
+
+def host_fits(host: str, pattern: str) -> bool:
+    """Return whether a host matches `pattern`: a name, `*`, or `*.` and a domain of the host."""
+    host, pattern = host.lower().rstrip("."), pattern.lower()
+    return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is `localhost` or a loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _validate(model: type[M], table: object, prefix: str) -> M:
+    _check_numbers(model, table, prefix)
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        # A misspelt name is probably the reason for the other problems.
+        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
+        path = [str(part) for part in first["loc"]]
+        remedy = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "string_type" and isinstance(first["input"], int | float):
+            remedy += "; put it in quotes"
+        if first["type"] == "extra_forbidden":
+            remedy = f"unknown{_hint(path[-1], _names_at(model, path[:-1]))}"
+        raise SettingError(prefix + ".".join(path), first["input"], remedy) from None
+
+
+def _check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
+    """Raise `SettingError` for true or false in place of a number, which pydantic would convert to 1 or 0."""
+    for name, value in table.items() if isinstance(table, Mapping) else ():
+        field = model.model_fields.get(name)
+        kinds = _plain_types(field.annotation) if field else set()
+        if kinds & {int, float} and bool not in kinds:
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, bool):
+                    raise SettingError(prefix + name, value, "must be a number, not true or false")
+        for section in kinds:
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for item in value if isinstance(value, list) else (value,):
+                    _check_numbers(section, item, f"{prefix}{name}.")
+
+
+def _plain_types(annotation: object) -> set[Any]:
+    """Return the types in an annotation: for `tuple[int, ...] | None` they include int."""
+    inner = [part for part in get_args(annotation) if part is not Ellipsis]
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in inner}
+    return set().union(*map(_plain_types, inner)) if inner else {annotation}
+
+
+def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Return the names of the settings in the section at `path`, or an empty list if there is no section."""
+    for part in path:
+        field = model.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _hint(name: str, valid_names: tuple[str, ...] | list[str]) -> str:
+    similar = closest(name, valid_names)
+    if similar:
+        return f"; did you mean {similar!r}?"
+    return f"; known here: {', '.join(sorted(set(valid_names)))}" if valid_names else ""
+
+
+def _check_bind(service: str, settings: ServiceSettings, common: Common) -> None:
+    if not is_loopback(settings.host) and not common.security.internal_key.get_secret_value():
+        raise SettingError(
+            f"{service}.host", settings.host, "listens beyond this machine without a key; set security.internal_key"
+        )

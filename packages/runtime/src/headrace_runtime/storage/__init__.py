@@ -1,0 +1,1 @@
+"""Storage of a service: blobs, database, versions, files."""

@@ -1,0 +1,191 @@
+"""Detection of full disks, and waiting for free space.
+
+A service does not end because of a full disk: it logs the problem, waits, and continues once an operator has freed
+space. All messages name the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from headrace_runtime.errors import DiskFull
+from headrace_runtime.process.logs import get_logger
+
+T = TypeVar("T")
+log = get_logger(__name__)
+_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SQLITE_CODES = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,  # the index of the write-ahead log could not grow
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+}
+_POSTGRESQL_DISK_FULL = "53100"
+_WAIT_S = 1.0
+_PROBE_BYTES_MAX = 1_048_576
+_FREE_BYTES_MIN, _FREE_SHARE_MIN = 1 << 30, 0.05
+_MEASURE_S = 0.1
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether `error` or one of its causes means that the disk or the quota is full."""
+    return any(map(_means_full, _causes(error)))
+
+
+def full_error(path: Path | str) -> DiskFull:
+    """Return the error for a full disk of `path`."""
+    return DiskFull(f"disk: no space left on {path}; free space there, a restart is not needed")
+
+
+def problem(folder: Path, free_bytes_min: int | None = None, *, next_bytes: int = 0) -> str | None:
+    """Return the reason why `folder` should not be written, or None if it may be. Blocks.
+
+    The function writes a temporary file, so that it detects quotas, too.
+
+    Args:
+        folder: An existing folder of the disk.
+        free_bytes_min: Bytes that must stay free; None for the smaller of 1 GiB and 5 % of the disk.
+        next_bytes: Bytes that are about to be written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            _allocate(probe.fileno(), min(free_bytes_min or _PROBE_BYTES_MAX, _PROBE_BYTES_MAX))
+        return _Space.of(folder, free_bytes_min).shortage(folder, next_bytes)
+    except OSError as error:
+        return str(full_error(folder)) if is_full(error) else f"disk: {folder} cannot be written: {error.strerror}"
+
+
+class _Space(NamedTuple):
+    """Free bytes of a disk, and the bytes that must stay free."""
+
+    free: int
+    free_min: int
+
+    @classmethod
+    def of(cls, folder: Path, free_bytes_min: int | None) -> _Space:
+        """Measure the disk of `folder`. Raises `OSError`."""
+        space = os.statvfs(folder)
+        free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        if free_bytes_min is None:
+            free_bytes_min = min(_FREE_BYTES_MIN, int(size * _FREE_SHARE_MIN))
+        return cls(free, free_bytes_min)
+
+    def shortage(self, folder: Path, next_bytes: int = 0) -> str | None:
+        """Return the reason why `next_bytes` should not be written to `folder`, or None if they may be."""
+        if self.free >= self.free_min + next_bytes:
+            return None
+        upcoming = f"{_megabytes(next_bytes)} are written next and " if next_bytes else ""
+        return (
+            f"disk: {_megabytes(self.free)} are free on {folder}, where {upcoming}{_megabytes(self.free_min)} have to "
+            "stay free; free space there or set disk_free_bytes_min lower, a restart is not needed"
+        )
+
+
+class DiskGuard:
+    """Guard that stops writes before a disk is full, and permits them again once there is space.
+
+    It measures the disk at most ten times a second, and subtracts the bytes that were written in between.
+    """
+
+    def __init__(self, folder: Path, free_bytes_min: int | None = None, *, share: float = 1.0) -> None:
+        """Guard the disk of `folder`, which must exist when `shortage` is called.
+
+        Args:
+            folder: A folder of the disk.
+            free_bytes_min: Bytes that must stay free; None for the smaller of 1 GiB and 5 % of the disk.
+            share: The share of these bytes that this guard keeps free. More important work has a smaller share.
+        """
+        self._folder = folder
+        self._free_bytes_min = free_bytes_min
+        self._share = share
+        self._space = _Space(0, 0)
+        self._measured_s = -math.inf
+        self._is_short = False
+
+    def shortage(self, next_bytes: int = 0) -> str | None:
+        """Return the reason why `next_bytes` should not be written now, or None if they may be.
+
+        With None the bytes count as written.
+        """
+        now_s = time.monotonic()
+        if now_s - self._measured_s > _MEASURE_S or self._space.free < self._space.free_min + next_bytes:
+            space = _Space.of(self._folder, self._free_bytes_min)
+            self._space = space._replace(free_min=round(space.free_min * self._share))
+            self._measured_s = now_s
+        shortage = self._space.shortage(self._folder, next_bytes)
+        if (shortage is not None) != self._is_short:
+            self._is_short = shortage is not None
+            log.error("disk_low", error=shortage) if shortage else log.info("disk_has_room", folder=str(self._folder))
+        if shortage is None:
+            self._space = self._space._replace(free=self._space.free - next_bytes)
+        return shortage
+
+    async def wait_for_room(self) -> None:
+        """Wait until the disk has enough free space."""
+        while self.shortage() is not None:  # noqa: ASYNC110 (a disk does not notify anyone of free space)
+            await asyncio.sleep(_WAIT_S)
+
+
+def check_room(folder: Path, next_bytes: int, free_bytes_min: int | None = None) -> None:
+    """Raise `DiskFull` unless `next_bytes` fit into `folder` and `free_bytes_min` stay free (see `problem`)."""
+    reason = problem(folder, free_bytes_min, next_bytes=next_bytes)
+    if reason is not None:
+        raise DiskFull(reason)
+
+
+async def retry_while_full(work: Callable[[], Awaitable[T]]) -> T:
+    """Run `work` again while it raises `DiskFull`, and return its result."""
+    is_logged = False
+    while True:
+        try:
+            return await work()
+        except DiskFull as error:
+            if not is_logged:
+                log.error("disk_full", error=str(error))
+            is_logged = True
+        await asyncio.sleep(_WAIT_S)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and its causes, including the driver's error in `orig` of SQLAlchemy's exceptions."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        cause = waiting.pop()
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        waiting += [cause.__cause__, getattr(cause, "orig", None)]
+        if isinstance(cause, BaseExceptionGroup):
+            waiting += cause.exceptions
+
+
+def _means_full(error: BaseException) -> bool:
+    if isinstance(error, DiskFull):
+        return True
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return True
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _SQLITE_CODES:
+        return True
+    return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _allocate(handle: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.write(handle, bytes(size))

@@ -1,0 +1,184 @@
+"""Isolation of the items of a step: an item that fails is tried three times and then reported, and all others continue.
+
+A step first processes all its items in one transaction. If that raises, `Processor` rolls it back and runs the step
+again on a connection that is marked as isolating. Then `each` processes every item in a savepoint of its own. The three
+tries and the report are one transaction, so a crash in between changes nothing, and no failing item remains that would
+fail again after the restart.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.metrics import ITEMS_FAILED
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.database import is_transient
+from headrace_schemas import Event
+from headrace_schemas.values.base import problems_of
+from headrace_schemas.values.text import storable
+
+log = get_logger(__name__)
+TRIES = 3
+"""Number of tries of an item before it is reported as failed."""
+_REASON_LENGTH_MAX = 2_000
+_ENCODE = "headrace_encode_alone"
+T = TypeVar("T")
+Encode = Callable[[Sequence[Event]], Awaitable[object]]
+Fail = Callable[[T, str], Awaitable[Sequence[Event]]]
+"""Function that reports the failure of an item with its reason."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the type and the text of `error`, cut and without characters that PostgreSQL cannot store. Never raises.
+
+    For a `ValidationError` the text names the fields but no values, which may be user text.
+    """
+    try:
+        text = f"{type(error).__name__}: {problems_of(error) if isinstance(error, ValidationError) else error}"
+    except Exception:  # noqa: BLE001 (an exception may define any `__str__`)
+        text = type(error).__name__
+    return storable(text[:_REASON_LENGTH_MAX])
+
+
+def is_fatal(error: Exception) -> bool:
+    """Return whether no item has caused `error`: a dependency is unavailable, or a setting is invalid."""
+    return isinstance(error, Unavailable | SettingError) or is_transient(error)
+
+
+class ItemIsolation:
+    """Isolation of items that are processed outside of a step: a model, a rollout, a record of a table.
+
+    A failing item is tried again in the next rounds, and `run` reports it after three consecutive failures.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._failures: Counter[str] = Counter()
+
+    async def run(
+        self,
+        item: str,
+        work: Callable[[], Awaitable[T]],
+        otherwise: T,
+        fail: Callable[[str], Awaitable[object]] | None = None,
+    ) -> T:
+        """Run `work` and return its result, or `otherwise` if it raises.
+
+        `fail` gets the reason of the third failure.
+        """
+        try:
+            outcome = await work()
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            await self._note(item, error, fail)
+            return otherwise
+        self._failures.pop(item, None)
+        return outcome
+
+    async def _note(self, item: str, error: Exception, fail: Callable[[str], Awaitable[object]] | None) -> None:
+        frames = traceback.format_tb(error.__traceback__, limit=-5)
+        log.warning("item_fails", step=self._name, item=item, kind=type(error).__name__, frames=frames)
+        self._failures[item] += 1
+        if self._failures[item] % TRIES:
+            return
+        ITEMS_FAILED.labels(self._name).inc()
+        log.error("item_failed", step=self._name, item=item, tries=TRIES, kind=type(error).__name__)
+        if fail is not None:
+            try:
+                await fail(reason_of(error))
+            except Exception as worse:
+                if is_fatal(worse):
+                    raise
+                log.error("item_not_named", step=self._name, item=item, kind=type(worse).__name__)
+
+
+async def isolate(tx: AsyncConnection, encode: Encode) -> None:
+    """Mark the connection of `tx` as isolating for `each`. `encode` must raise for events that cannot be sent."""
+    await tx.execution_options(**{_ENCODE: encode})
+
+
+async def each(
+    tx: AsyncConnection,
+    name: str,
+    items: Iterable[T],
+    work: Callable[[T], Awaitable[Sequence[Event]]],
+    *fails: Fail[T],
+) -> list[Event]:
+    """Run `work` for each item, and return the events of all items.
+
+    Args:
+        tx: transaction of the step. `work` and `fail` must change tables through it alone.
+        name: name of the step, for log and metric.
+        items: the items.
+        work: processes one item. It must be repeatable, because its changes in memory are not rolled back.
+        fails: functions that get the item and the reason after the last try. They are called one after the other until
+            one does not raise. Each must remove the item from the selection of the step and return events that report
+            the failure (a dead letter, a failed reward). The last one should be too simple to raise.
+
+    Raises:
+        Exception: any exception of `work`, or only fatal ones (`is_fatal`) if `tx` is isolating.
+    """
+    encode = _encoder(tx)
+    events: list[Event] = []
+    for item in items:
+        if encode is None:
+            events += await work(item)
+        else:
+            events += await _alone(tx, name, item, work, fails, encode)
+    return events
+
+
+def _encoder(tx: AsyncConnection) -> Encode | None:
+    encode: Encode | None = tx.sync_connection.get_execution_options().get(_ENCODE) if tx.sync_connection else None
+    return encode
+
+
+async def _alone(
+    tx: AsyncConnection,
+    name: str,
+    item: T,
+    work: Callable[[T], Awaitable[Sequence[Event]]],
+    fails: Sequence[Fail[T]],
+    encode: Encode,
+) -> Sequence[Event]:
+    reason = ""
+    for _ in range(TRIES):
+        try:
+            return await _in_savepoint(tx, lambda: work(item), encode)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            reason = reason_of(error)
+            frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message may quote user text
+            log.warning("item_fails", step=name, kind=type(error).__name__, frames=frames)
+    ITEMS_FAILED.labels(name).inc()
+    log.error("item_failed", step=name, tries=TRIES, kind=reason.partition(":")[0])
+    for fail in fails:
+        try:
+            return await _in_savepoint(tx, lambda fail=fail: fail(item, reason), encode)  # type: ignore[misc]
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            frames = traceback.format_tb(error.__traceback__, limit=-5)
+            log.error("item_not_named", step=name, kind=type(error).__name__, frames=frames)
+    return ()
+
+
+async def _in_savepoint(
+    tx: AsyncConnection, work: Callable[[], Awaitable[Sequence[Event]]], encode: Encode
+) -> Sequence[Event]:
+    async with tx.begin_nested():
+        events = await work()
+        await encode(events)
+        return events
+
+
+__all__ = ["TRIES", "ItemIsolation", "each", "is_fatal", "isolate", "reason_of"]

@@ -1,0 +1,248 @@
+"""Checks the files of a model's folder without torch, for the trainer's check and for imports.
+
+Missing, unexpected and mismatched tensors and weights that are not finite are detected when the model is loaded
+(`headrace_trainer.torch_learner`, `headrace_inference.torch_engine.loader`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_schemas.values.text import decode_text, read_user_text
+
+_HEADER_BYTES_MAX = 100_000_000
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SHOWN_LENGTH = 60
+_HEAD = "lm_head.weight"
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_TEXTS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json",
+    "model.safetensors.index.json", TEMPLATE_FILE,
+)  # fmt: skip
+_COMPARED_PIECES = 64
+_COMPARED_BYTES = 4096
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Position, type and shape of a tensor in a file of weights."""
+
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether two tensors are equal, by comparing 64 pieces. Tensors of unknown types count as equal."""
+        size = _ITEM_BYTES.get(self.dtype, 0) * math.prod(self.shape)
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with self.path.open("rb") as file, other.path.open("rb") as other_file:
+            for piece in range(_COMPARED_PIECES):
+                at = (size - _COMPARED_BYTES) * piece // (_COMPARED_PIECES - 1) if size > _COMPARED_BYTES else 0
+                file.seek(self.start + at)
+                other_file.seek(other.start + at)
+                count = min(size, _COMPARED_BYTES)
+                if file.read(count) != other_file.read(count):
+                    return False
+        return True
+
+
+def find_folder_problems(folder: Path) -> Iterator[str]:
+    """Yield one message for each problem: broken or missing files of weights, and token ids that do not agree."""
+    yield from _text_problems(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= _stored_tensors(path)
+        except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
+            yield f"{path.name} is not a safetensors file: {error}; copy it again"
+    index = _read_json(folder / "model.safetensors.index.json")
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
+        if not (folder / str(name)).is_file():
+            yield f"its index names {str(name)[:_SHOWN_LENGTH]!r}, which is not there; copy all files of the model"
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    if isinstance(text, dict):
+        yield from _token_problems(folder, text, _embedding_rows(tensors))
+        yield from _head_problems(config, text, tensors)
+        yield from _architecture_problems(config)
+
+
+def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Parse the header of a safetensors file: eight bytes with the length of a JSON header, then the header.
+
+    Raises:
+        ValueError: the header is too long, or bytes are missing.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _HEADER_BYTES_MAX:
+            raise ValueError("its header has an impossible length")
+        header = json.loads(file.read(length))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    missing = 8 + length + end - path.stat().st_size
+    if missing > 0:
+        raise ValueError(f"{missing} bytes are missing")
+    return {
+        name: StoredTensor(path, 8 + length + entry["data_offsets"][0], str(entry["dtype"]), tuple(entry["shape"]))
+        for name, entry in entries.items()
+    }
+
+
+def _embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
+    table = _embedding(tensors)
+    return None if table is None else tensors[table].shape[0]
+
+
+def _embedding(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the name of the tensor of input embeddings, or None if there is none or more than one."""
+    names = [name for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2]
+    return names[0] if len(names) == 1 else None
+
+
+def _text_problems(folder: Path) -> Iterator[str]:
+    """Yield messages about files that tokenizer and model cannot read as JSON or text."""
+    for name in _TEXTS:
+        path = folder / name
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue  # other checks report missing files
+        try:
+            text = decode_text(content)
+            if name.endswith(".json"):
+                json.loads(text)
+        except RecursionError:
+            yield f"{name} cannot be parsed: its JSON is nested too deeply; copy it again"
+        except json.JSONDecodeError as error:
+            yield f"{name} is not JSON: {error}; copy it again"
+        except ValueError as error:
+            yield f"{name} {error}"
+        else:
+            if content.startswith(codecs.BOM_UTF8):
+                yield f"{name} begins with a byte order mark, which model libraries refuse; save it without"
+
+
+def _head_problems(
+    config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Iterator[str]:
+    """Yield a message if configuration and weights disagree about the head.
+
+    In that case transformers would initialise the head at random, or ignore its weights.
+    """
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    head = next((name for name in tensors if name == _HEAD or name.endswith(f".{_HEAD}")), None)
+    table = _embedding(tensors)
+    if tied is False and head is None and table is not None and _has_causal_head(config):
+        yield (
+            f"config.json: tie_word_embeddings = false, and the weights have no {_HEAD}; copy all files of the model, "
+            "or set it to true if the head is the embedding"
+        )
+    if tied is True and head is not None and table is not None and not tensors[head].equals(tensors[table]):
+        yield (
+            f"config.json: tie_word_embeddings = true, and {head} differs from {table}, so that the head would be "
+            "dropped; set it to false, or use this model's configuration"
+        )
+
+
+def _has_causal_head(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_CAUSAL) for name in names)
+
+
+def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message if the configuration's class and model type belong to different models."""
+    kind, names = config.get("model_type"), config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not isinstance(kind, str) or not name.endswith(_CAUSAL) or _letters(name).startswith(_letters(kind)):
+        return
+    try:
+        classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except (ImportError, AttributeError):
+        return
+    valid = classes.get(kind)
+    if valid is not None and name in classes.values() and name not in ((valid,) if isinstance(valid, str) else valid):
+        yield (
+            f"config.json: architectures = {name[:_SHOWN_LENGTH]!r}, and model_type = {kind[:_SHOWN_LENGTH]!r} is "
+            "another model; use this model's configuration"
+        )
+
+
+def _letters(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
+def _token_problems(folder: Path, config: dict[str, Any], rows: int | None) -> Iterator[str]:
+    size = config.get("vocab_size")
+    if isinstance(size, int) and rows is not None and size != rows:
+        yield f"config.json: vocab_size = {size}, and the embedding has {rows} rows; use this model's configuration"
+    sizes = [count for count in (rows, size) if isinstance(count, int)]
+    limit = min(sizes) if sizes else None
+    for name in _SPECIAL_IDS:
+        for token in _ids(config.get(name)):
+            if limit is not None and not 0 <= token < limit:
+                yield f"config.json: {name} = {token} has no row in the embedding of {limit}; correct it"
+    tokens = _tokenizer_tokens(folder)
+    if tokens and limit is not None and max(tokens.values()) >= limit:
+        outside = min((number, text) for text, number in tokens.items() if number >= limit)
+        yield (
+            f"{TOKENIZER_FILE}: token {outside[0]} ({outside[1][:_SHOWN_LENGTH]!r}) has no row in the embedding of "
+            f"{limit}; resize the embedding, or remove the added tokens"
+        )
+    eos = tokens.get(_eos_text(folder))
+    generation = _read_json(folder / "generation_config.json")
+    ends = {*_ids(config.get("eos_token_id"))}
+    ends |= {*_ids(generation.get("eos_token_id"))} if isinstance(generation, dict) else set()
+    if eos is not None and ends and eos not in ends:
+        yield (
+            f"its eos differs: the tokenizer ends an answer with token {eos} ({_eos_text(folder)[:_SHOWN_LENGTH]!r}), "
+            f"config.json and generation_config.json with {', '.join(map(str, sorted(ends)))}; make them agree"
+        )
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def _tokenizer_tokens(folder: Path) -> dict[str, int]:
+    """Return the token ids by text, or an empty dict if the file has another structure."""
+    content = _read_json(folder / TOKENIZER_FILE)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return {}
+    words = content["model"].get("vocab")
+    tokens = words if isinstance(words, dict) else {}
+    if isinstance(words, list):
+        tokens = {str(piece[0]): number for number, piece in enumerate(words) if isinstance(piece, list) and piece}
+    added = [token for token in content.get("added_tokens") or [] if isinstance(token, dict)]
+    extra = {token["content"]: token["id"] for token in added if {"content", "id"} <= token.keys()}
+    return {text: number for text, number in {**tokens, **extra}.items() if isinstance(number, int)}
+
+
+def _eos_text(folder: Path) -> str:
+    config = _read_json(folder / "tokenizer_config.json")
+    value = config.get("eos_token") if isinstance(config, dict) else None
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _read_json(path: Path) -> Any:
+    """Return the JSON of a file, or None if it cannot be read."""
+    try:
+        return json.loads(read_user_text(path))
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,145 @@
+"""Tables of every stream service (processed event ids, unsent events, jobs, positions), and statements on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    delete,
+    func,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+# SQLite increments only INTEGER primary keys automatically.
+Id = BigInteger().with_variant(Integer, "sqlite")
+
+
+def seen(metadata: MetaData) -> Table:
+    """Define the table of handled event ids, which are written in the transaction of their effect (P4)."""
+    return Table(
+        "seen",
+        metadata,
+        Column("event_id", Text, primary_key=True),
+        Column("at_ms", BigInteger, nullable=False, index=True),
+    )
+
+
+def outbox(metadata: MetaData) -> Table:
+    """Define the table of events of committed effects, which are deleted once the bus has acknowledged them.
+
+    Ids are never reused. Otherwise a process that is not informed of its last commit could delete the rows of that
+    commit by the ids of rows that it has sent.
+    """
+    return Table(
+        "outbox",
+        metadata,
+        Column("id", Id, primary_key=True, autoincrement=True),
+        Column("topic", Text, nullable=False),
+        Column("key", LargeBinary, nullable=False),
+        Column("value", LargeBinary),
+        Column("headers", LargeBinary, nullable=False),
+        Column("partition", Integer),
+        Column("at_ms", BigInteger, nullable=False),
+        sqlite_autoincrement=True,
+    )
+
+
+def jobs(metadata: MetaData) -> Table:
+    """Define the table of durable jobs. A row exists until its job is finished, and a worker leases it."""
+    return Table(
+        "jobs",
+        metadata,
+        Column("job_id", Text, primary_key=True),
+        Column("kind", Text, nullable=False),
+        Column("payload", LargeBinary, nullable=False),
+        Column("attempts", Integer, nullable=False),
+        Column("due_ms", BigInteger, nullable=False),
+        Index("ix_jobs_kind_due", "kind", "due_ms"),
+    )
+
+
+def positions(metadata: MetaData) -> Table:
+    """Define the table of positions: the first offset of each partition whose effect is not in this database."""
+    return Table(
+        "positions",
+        metadata,
+        Column("topic", Text, primary_key=True),
+        Column("partition", Integer, primary_key=True),
+        Column("next_offset", BigInteger, nullable=False),
+    )
+
+
+class StreamTables:
+    """The four tables in the metadata of one service."""
+
+    def __init__(self, metadata: MetaData) -> None:
+        self.seen = seen(metadata)
+        self.outbox = outbox(metadata)
+        self.jobs = jobs(metadata)
+        self.positions = positions(metadata)
+
+
+async def upsert(
+    tx: AsyncConnection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], *, update: bool = True
+) -> bool:
+    """Insert the row `key | values`, or set `values` if the key exists (with `update=False`, leave the row unchanged).
+
+    Values must be data, not SQL expressions. Return whether a row was inserted or changed.
+    """
+    statement = _statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
+    return bool((await tx.execute(statement, {**key, **values})).rowcount)
+
+
+def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
+    """Return the statement that inserts rows, also in bulk, and skips those whose `key` exists."""
+    return _statement(tx.dialect.name, table, key, ())
+
+
+@lru_cache(maxsize=256)
+def _statement(dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...]) -> Any:
+    """Build the statement. It is cached, because building takes several times longer than executing on SQLite."""
+    insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
+    columns = [table.c[name] for name in key]
+    if changed:
+        return insert.on_conflict_do_update(
+            index_elements=columns, set_={name: insert.excluded[name] for name in changed}
+        )
+    return insert.on_conflict_do_nothing(index_elements=columns)
+
+
+AT_ONCE_MAX = 15
+"""Maximum number of rows of one table that a transaction deletes, which takes a few milliseconds."""
+COUNTED_MAX = 10_000
+"""Maximum count of rows for a gauge. The gauge does not exceed it."""
+
+
+async def delete_batch(
+    tx: AsyncConnection, table: Table, old: ColumnElement[bool], *, order: ColumnElement[Any], limit: int = AT_ONCE_MAX
+) -> bool:
+    """Delete up to `limit` rows that match `old`, the first ones by `order`. Return whether there may be more.
+
+    The column `order` must have an index.
+    """
+    (key,) = table.primary_key.columns
+    batch = select(key).where(old).order_by(order).limit(limit)
+    return (await tx.execute(delete(table).where(key.in_(batch)))).rowcount >= limit
+
+
+async def count_rows(tx: AsyncConnection, condition: ColumnElement[bool] | None, table: Table, limit: int) -> int:
+    """Return the number of rows of `table` that match `condition`, at most `limit`."""
+    keys = select(*list(table.primary_key.columns)[:1])
+    matching_keys = (keys if condition is None else keys.where(condition)).limit(limit)
+    return await tx.scalar(select(func.count()).select_from(matching_keys.subquery())) or 0

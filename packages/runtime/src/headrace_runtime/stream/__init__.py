@@ -1,0 +1,1 @@
+"""Core of stream services: records become effects and events, once."""

@@ -1,0 +1,197 @@
+"""Deduplication of events and dead letters, stored positions and held records, for effects that happen once.
+
+All functions run in the caller's transaction, which also contains the effects.
+
+Held records are those of tenants with too many refusals, which wait in the database for a retry. They are rows of the
+table `jobs`, which every service with a processor has, ordered by offset within a topic partition. Their number and
+their bytes are bounded for each tenant.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.kafka.wire import Received, Record
+from headrace_runtime.metrics import EVENTS_HANDLED, RECORDS_HELD
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.tables import StreamTables, upsert
+from headrace_schemas import DeadLetter
+
+
+async def select_new_letters(
+    tx: AsyncConnection, tables: StreamTables, letters: Sequence[DeadLetter], now: datetime
+) -> list[DeadLetter]:
+    """Return the letters that were not written before. A record has one letter, because its offset is in the id."""
+    by_id = {letter.event_id: letter for letter in letters}
+    return [by_id[name] for name in await _mark_new(tx, tables, by_id, now)]
+
+
+async def select_new_events(
+    tx: AsyncConnection, tables: StreamTables, received: Sequence[Received], now: datetime
+) -> list[Received]:
+    """Return the events whose ids are new for their tenants, each id once, and mark the ids as seen."""
+    with_ids = [(item.identity, item) for item in received]
+    first = dict(reversed(with_ids))
+    new_ids = set(await _mark_new(tx, tables, dict(with_ids), now))
+    new_events = [item for name, item in with_ids if item is first[name] and name in new_ids]
+    new_objects = {id(item) for item in new_events}
+    for item in received:
+        EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in new_objects else "duplicate").inc()
+    return new_events
+
+
+async def _mark_new(
+    tx: AsyncConnection, tables: StreamTables, names: dict[str, DeadLetter] | dict[str, Received], now: datetime
+) -> list[str]:
+    """Mark ids as seen, and return those that are new, in order."""
+    if not names:
+        return []
+    table = tables.seen
+    seen = set((await tx.execute(select(table.c.event_id).where(table.c.event_id.in_(names)))).scalars())
+    new = [name for name in names if name not in seen]
+    if new:
+        at_ms = epoch_ms(now)
+        await tx.execute(insert(table), [{"event_id": name, "at_ms": at_ms} for name in new])
+    return new
+
+
+async def store_positions(tx: AsyncConnection, tables: StreamTables, records: Sequence[Record]) -> None:
+    """Store the positions after `records`, whose effects are in this database."""
+    next_offsets: dict[tuple[str, int], int] = {}
+    for record in records:
+        key = (record.topic, record.partition)
+        next_offsets[key] = max(next_offsets.get(key, 0), record.offset + 1)
+    for (topic, partition), offset in next_offsets.items():
+        await upsert(tx, tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
+
+
+async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
+    """Return the next offset of each partition of `topic`, up to which the effects are in this database."""
+    table = tables.positions
+    rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
+    return {row.partition: row.next_offset for row in rows}
+
+
+HELD_RECORDS_MAX = 10_000
+"""Maximum number of held records of one tenant."""
+HELD_BYTES_MAX = 64 * 1024 * 1024
+"""Maximum number of bytes in the values and headers of a tenant's held records."""
+_KIND = "held"
+_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRecord:
+    """A held record. `name` is the id of its row."""
+
+    name: str
+    tenant: str
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class RecordToHold:
+    """A record to be held, because too many records of its tenant were refused."""
+
+    record: Record
+    tenant: str
+
+
+class HeldRecords:
+    """Held records of one service. Methods with `tx` run in the caller's transaction."""
+
+    def __init__(self, service: str, tables: StreamTables) -> None:
+        self._service = service
+        self._table = tables.jobs
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._after = ""
+        self.is_due = True
+        """Whether held records must be retried, which is the case after a start and after `resume`."""
+
+    def has_capacity(self, tenant: str, record: Record) -> bool:
+        """Return whether one more record of the tenant may be held."""
+        full = self._bytes[tenant] + _size(record) > HELD_BYTES_MAX
+        return self._counts[tenant] < HELD_RECORDS_MAX and not full
+
+    def count(self, tenant: str, record: Record) -> None:
+        """Count a held record, after its transaction has committed."""
+        self._counts[tenant] += 1
+        self._bytes[tenant] += _size(record)
+        RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))
+
+    def advance(self, page: Sequence[HeldRecord]) -> None:
+        """Continue with the page after `page`. After an empty page the retry is complete."""
+        self.is_due = bool(page)
+        self._after = page[-1].name if page else ""
+
+    async def hold(self, tx: AsyncConnection, tenant: str, record: Record, now: datetime) -> None:
+        """Store a record, unless it is already stored."""
+        values = {"kind": _KIND, "payload": _packed(tenant, record), "attempts": 0, "due_ms": epoch_ms(now)}
+        await upsert(tx, self._table, {"job_id": _name(record)}, values, update=False)
+
+    async def remove(self, tx: AsyncConnection, name: str) -> None:
+        """Remove the record with the row id `name`."""
+        await tx.execute(delete(self._table).where(self._table.c.job_id == name))
+
+    async def page(self, database: Database) -> list[HeldRecord]:
+        """Return the next records to retry, ordered by topic, partition and offset.
+
+        The caller counts those that stay.
+        """
+        if not self._after:
+            self._counts.clear()
+            self._bytes.clear()
+        table = self._table
+        query = select(table.c.job_id, table.c.payload).where(table.c.kind == _KIND, table.c.job_id > self._after)
+        async with database.transaction() as tx:
+            rows = (await tx.execute(query.order_by(table.c.job_id).limit(_PAGE))).all()
+        return [HeldRecord(row.job_id, *_unpacked(row.payload)) for row in rows]
+
+
+def _name(record: Record) -> str:
+    """Return a row id that sorts by topic, partition and offset in both databases."""
+    return f"held/{record.topic}/{record.partition:010d}/{record.offset:020d}"
+
+
+def _size(record: Record) -> int:
+    return len(record.value or b"") + sum(len(name) + len(text or b"") for name, text in record.headers)
+
+
+def _packed(tenant: str, record: Record) -> bytes:
+    fields = {
+        "tenant": tenant,
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "key": _coded(record.key),
+        "value": _coded(record.value),
+        "headers": [[name, _coded(text)] for name, text in record.headers],
+        "timestamp_ms": record.timestamp_ms,
+    }
+    return json.dumps(fields).encode()
+
+
+def _unpacked(payload: bytes) -> tuple[str, Record]:
+    fields = json.loads(payload)
+    headers = tuple((name, _decoded(text)) for name, text in fields["headers"])
+    position = fields["topic"], fields["partition"], fields["offset"]
+    record = Record(*position, _decoded(fields["key"]), _decoded(fields["value"]), headers, fields["timestamp_ms"])
+    return fields["tenant"], record
+
+
+def _coded(value: bytes | None) -> str | None:
+    return None if value is None else base64.b64encode(value).decode()
+
+
+def _decoded(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)

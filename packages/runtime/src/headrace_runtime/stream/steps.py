@@ -1,0 +1,85 @@
+"""Types of the work of a stream service: handlers of records, steps, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import HeadraceError
+from headrace_runtime.kafka.wire import Received
+from headrace_runtime.settings.sections import RefusalBounds
+from headrace_schemas import Event
+
+_REST_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Context of a handler's call."""
+
+    tx: AsyncConnection
+    """The open transaction."""
+    now: datetime
+    received: Received
+    """The handled event with its envelope and its record."""
+    ends: Mapping[str, Mapping[int, int]]
+    """End offsets by topic and partition, read just before this batch, for the topics that the service needs."""
+
+
+Handler = Callable[[Any, Handling], Awaitable[Sequence[Event]]]
+"""Handler `async (event, handling) -> events`. It returns the events to publish.
+
+A handler must change tables only through `handling.tx`, and be deterministic in the event and the tables. It may raise
+`InvalidEvent` (the record is dead-lettered) or `Unavailable` (the batch is retried). For other exceptions the record is
+retried and then dead-lettered as `handler_error`.
+"""
+
+Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
+"""Work that is not caused by a single event. It must process its items with `headrace_runtime.storage.isolation.each`.
+
+If it raises an exception other than `Unavailable`, it runs again with isolated items, so that a failing item fails
+alone. If it still raises, no item is the cause, and the step fails with `StepFailed`.
+"""
+
+
+class Unfinished(list[Event]):
+    """Result of a step that has done enough work for one transaction and must run again for the rest."""
+
+
+Ends = Callable[[str], Awaitable[Mapping[int, int]]]
+"""Function that returns the end offset of each partition of a topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorLimits:
+    """Limits of a processor, which are settings of the service."""
+
+    retry_s: float = 60.0
+    """Seconds for which a batch is retried while a dependency is unavailable, before the process exits."""
+    attempts: int = 3
+    """Number of tries of a record whose handler fails, before it is dead-lettered."""
+    seen_for: timedelta = timedelta(days=8)
+    """Age at which event ids are deleted. It must exceed the retention of the topics."""
+    refusals: RefusalBounds = field(default_factory=RefusalBounds)
+    """Limits of refused records."""
+
+
+DEFAULT_LIMITS = ProcessorLimits()
+
+
+class StepFailed(HeadraceError):
+    """A step has raised although its items were isolated. It had no effect, and a timer runs it again."""
+
+
+async def run_until_finished(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
+    """Run `work` until it returns False, with pauses as long as each run, because the stream has precedence."""
+    while True:
+        began = clock.monotonic_s()
+        if not await work():
+            return
+        await clock.sleep(max(_REST_S, clock.monotonic_s() - began))
