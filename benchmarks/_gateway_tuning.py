@@ -29,7 +29,8 @@ WAKE_UPS_RATIO_MAX = 0.7
 _REST_S = 20.0
 _UNTUNED = """
 import asyncio, time
-from headrace_runtime import loop_watch, main
+from headrace_runtime import main
+from headrace_runtime.process import loop_watch
 
 main.tune_garbage_collection = lambda threshold: None
 

@@ -47,7 +47,7 @@ def test_a_command_that_does_not_exist_is_named() -> None:
 
 SHARED_DESCRIPTORS = """
 import os, socket, sys
-from headrace_runtime import parent_death
+from headrace_runtime.process import parent_death
 listener = socket.create_server(("127.0.0.1", 0))
 reading, writing = os.pipe()
 handed_over = os.dup(listener.fileno())
