@@ -221,7 +221,7 @@ async def test_unknown_and_repeated_query_parameters_are_refused(query: str, cod
 
 def test_no_service_reads_query_parameters_in_another_way() -> None:
     """Starlette's own reader replaces invalid UTF-8, so two names would become one."""
-    root = Path(web.__file__).parents[4]
+    root = Path(web.__file__).parents[5]
     sources = [
         path for folder in ("gateway", "packages/runtime", "services") for path in (root / folder).rglob("src/**/*.py")
     ]
