@@ -126,7 +126,8 @@ class Chat:
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
-        identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user)
+        cache_key = (request.model_extra or {}).get("prompt_cache_key")
+        identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user, cache_key)
         asked_json = canonical_request(request, messages, sampling)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(

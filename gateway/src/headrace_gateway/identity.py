@@ -108,14 +108,17 @@ def identify(
     model: str,
     messages: tuple[Message, ...],
     user: JsonValue = None,
+    cache_key: JsonValue = None,
 ) -> CallIdentity:
     """Return the identity of a chat call. `model` is the requested model, never the version that will serve.
 
-    `user` is OpenAI's field of that name; `X-User-Id` and `metadata.user_id` have precedence.
+    `user` is OpenAI's field of that name; `X-User-Id` and `metadata.user_id` have precedence. `cache_key` is OpenAI's
+    `prompt_cache_key`: calls with different ones are of different conversations.
     """
     named = metadata.label("user_id") or (user if isinstance(user, str) else None)
     purpose = metadata.purpose()
-    session_id, source = _session(caller, scope, metadata, f"{purpose} {model}", messages)
+    use = "\0".join((f"{purpose} {model}", named or "", cache_key if isinstance(cache_key, str) else ""))
+    session_id, source = _session(caller, scope, metadata, use, messages)
     return CallIdentity(
         tenant=caller.tenant,
         session_id=session_id,
@@ -150,18 +153,27 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """Return the implied session of a call: a digest of the messages up to the first user message, of key, purpose and
-    model.
+    """Return the implied session of a call: a digest of the messages before the first answer, of key, purpose, model,
+    user and the cache key of the prompt.
 
-    Exact token prefixes and time separate two runs with equal openings: the collector closes idle sessions.
+    System prompts do not count, because they may hold a clock. Tool calls, exact tokens and time separate runs with
+    equal openings: the collector divides sessions into runs.
     """
-    digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode())
-    for message in opening(messages):
+    digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode("utf-8", "surrogatepass"))
+    first = opening(messages)
+    for message in [message for message in first if message.role not in ("system", "developer")] or first:
         digest.update(message.model_dump_json(exclude_none=True).encode())
     return f"implicit-{digest.hexdigest()[:32]}"
 
 
 def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages up to and including the first user message, or all of them without one."""
-    first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages))
-    return messages[: first + 1]
+    """Return the messages before the answer to the first user message, or all of them without such an answer.
+
+    Several messages may come before it: agents put the state of their environment before the task.
+    """
+    has_user = False
+    for at, message in enumerate(messages):
+        has_user = has_user or message.role == "user"
+        if has_user and message.role == "assistant":
+            return messages[:at]
+    return messages

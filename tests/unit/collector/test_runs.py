@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_collector.branches import pack_ids
+from headrace_collector.continuations import Contents, TurnContent
 from headrace_collector.facts import TurnFacts, turn_facts
 from headrace_collector.feedback_targets import OrderedFeedback, listings_in
-from headrace_collector.runs import Tokens, partition_runs
+from headrace_collector.runs import partition_runs
 from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from tests.support.streams import START
@@ -35,17 +35,11 @@ def in_log_order(*feedback_events: Feedback) -> list[OrderedFeedback]:
     return [OrderedFeedback(event, offset, 0) for offset, event in enumerate(feedback_events)]
 
 
-def tokens(*turns: Turn) -> Tokens:
-    return {
-        turn.turn_id: (
-            pack_ids(turn.prompt_token_ids),
-            [pack_ids(turn.prompt_token_ids + choice.token_ids) for choice in turn.choices],
-        )
-        for turn in turns
-    }
+def tokens(*turns: Turn) -> Contents:
+    return {turn.turn_id: TurnContent.of(turn) for turn in turns}
 
 
-def runs(turns: Sequence[Turn], *feedback_events: Feedback, tokens: Tokens | None = None) -> list[list[Turn]]:
+def runs(turns: Sequence[Turn], *feedback_events: Feedback, tokens: Contents | None = None) -> list[list[Turn]]:
     by_id = {turn.turn_id: turn for turn in turns}
     session_runs = partition_runs(facts(*turns), listings_in(in_log_order(*feedback_events)), tokens).runs
     return [[by_id[turn.turn_id] for turn in run.turns] for run in session_runs]

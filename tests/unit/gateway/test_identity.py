@@ -78,16 +78,37 @@ def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
     "other",
     [
         {"messages": (SYSTEM, MORE)},
-        {"messages": (HELLO,)},
+        {"messages": (HELLO, MORE)},
         {"model": "other"},
         {"by": caller("another-key")},
         {"metadata": {"purpose": "eval"}},
+        {"metadata": {"user_id": "ann"}},
     ],
-    ids=["question", "system", "model", "key", "purpose"],
+    ids=["question", "task", "model", "key", "purpose", "user"],
 )
 def test_another_opening_key_model_or_purpose_is_another_session(other: dict[str, Any]) -> None:
     messages = other.pop("messages", (SYSTEM, HELLO))
     assert identity(*messages, **other).session_key != identity(SYSTEM, HELLO).session_key
+
+
+def test_system_prompt_and_environment_do_not_decide_the_session() -> None:
+    clock = Message(role="system", content="It is 10:01.")
+    environment = Message(role="user", content="<environment_context>/work</environment_context>")
+    first = identity(SYSTEM, environment, HELLO)
+    assert identity(clock, environment, HELLO, ANSWER, MORE).session_id == first.session_id
+    assert identity(SYSTEM, environment, MORE).session_id != first.session_id
+    assert identity(SYSTEM).session_id != identity(clock).session_id, "there is nothing else"
+
+
+def test_prompt_cache_key_tells_conversations_apart_and_merges_none() -> None:
+    def session(*messages: Message, cache_key: object) -> str:
+        metadata = RequestMetadata({}, {})
+        return identify(caller(), {}, metadata, "tiny", messages, None, cache_key).session_id  # type: ignore[arg-type]
+
+    assert session(HELLO, cache_key="a") != session(HELLO, cache_key="b")
+    assert session(HELLO, cache_key="a") == session(HELLO, ANSWER, MORE, cache_key="a")
+    assert session(HELLO, cache_key="a") != session(MORE, cache_key="a")
+    assert session(HELLO, cache_key=7) == session(HELLO, cache_key=None)
 
 
 def test_tenants_never_share_a_session() -> None:
@@ -100,6 +121,7 @@ def test_tenants_never_share_a_session() -> None:
 def test_an_opening_without_a_user_is_all_there_is() -> None:
     assert opening((SYSTEM, ANSWER)) == (SYSTEM, ANSWER)
     assert opening((SYSTEM, HELLO, ANSWER, MORE)) == (SYSTEM, HELLO)
+    assert opening((SYSTEM, ANSWER, HELLO, MORE, ANSWER)) == (SYSTEM, ANSWER, HELLO, MORE), "an answer may come first"
 
 
 def test_task_run_and_purpose_come_the_same_ways() -> None:
@@ -135,6 +157,6 @@ def test_an_id_that_is_none_is_refused(said: dict[str, Any], param: str) -> None
 
 def test_an_implied_session_is_the_same_for_every_release_of_the_gateway() -> None:
     """Gateways are replaced one after the other, in the middle of runs."""
-    opened = b'{"role":"system","content":"You are helpful."}{"role":"user","content":"hello"}'
-    expected = hashlib.sha256(caller().key_id.encode() + b"\0train tiny" + opened).hexdigest()[:32]
+    opened = b'{"role":"user","content":"hello"}'
+    expected = hashlib.sha256(caller().key_id.encode() + b"\0train tiny\0\0" + opened).hexdigest()[:32]
     assert identity(SYSTEM, HELLO).session_id == f"implicit-{expected}"

@@ -77,7 +77,7 @@ async def test_a_call_is_the_turn_that_a_chat_call_would_be(tmp_path: Path) -> N
             max_tokens=50,
         )
         first, second = running.turns
-    differing = {"time", "turn_id", "started_at"}
+    differing = {"time", "turn_id", "started_at", "repeats"}
     assert first.model_dump(exclude=differing) == second.model_dump(exclude=differing)
     assert replica.requests[0] == replica.requests[1]
 

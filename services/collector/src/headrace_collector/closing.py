@@ -98,13 +98,13 @@ async def find_open_runs(
     turns: Sequence[TurnFacts],
     feedback: Sequence[OrderedFeedback],
 ) -> Sequence[SessionRun]:
-    """Return the open runs of a session. Tokens are read only if the conversations are ambiguous."""
+    """Return the open runs of a session. Contents are read only if the conversations are ambiguous."""
     listings = feedback_targets.listings_in(feedback)
     apart = settings.side_calls == "apart"
     partition = partition_runs(turns, listings, separates_side_calls=apart)
     if partition.ties:
-        tokens = await store.load_tokens(tx, partition.ties)
-        partition = partition_runs(turns, listings, tokens, separates_side_calls=apart)
+        contents = await store.load_contents(tx, partition.ties)
+        partition = partition_runs(turns, listings, contents, separates_side_calls=apart)
     return partition.runs
 
 

@@ -67,7 +67,7 @@ def turn_facts(turn: Turn, seen: datetime, log_offset: int) -> TurnFacts:
         completions=len(turn.choices),
         tokens=len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices),
         prefixes=prefixes,
-        replies=digests.reply_digests(turn, prefixes[-1]),
+        replies=digests.reply_digests(turn, digests.request_digest(turn.messages, prefixes)),
         side_call=turn.side_call,
         agent=turn.sub_agent.agent if turn.sub_agent else None,
         repeats=turn.repeats,

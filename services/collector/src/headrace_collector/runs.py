@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from headrace_collector.continuations import Contents
 from headrace_collector.facts import TurnFacts
 from headrace_collector.listings import Listing, groups_by_turn, run_ids_by_turn
 from headrace_collector.retries import superseded_turns
@@ -14,8 +15,8 @@ from headrace_collector.side_calls import side_call_ids
 Label = tuple[object, ...]
 """Value that the turns of one run share."""
 
-Tokens = Mapping[str, tuple[bytes, Sequence[bytes]]]
-"""For each turn, its prompt ids and, for each choice, prompt and sampled ids, as bytes."""
+_Reply = tuple[TurnFacts, int]
+"""A turn and the index of one of its choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class SessionRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPartition:
-    """A session's open runs, the oldest first. `ties` are turns that only their tokens can assign to a run."""
+    """A session's open runs, the oldest first. `ties` are turns that only their content can assign to a run."""
 
     runs: tuple[SessionRun, ...]
     ties: frozenset[str]
@@ -57,7 +58,7 @@ class RunPartition:
 def partition_runs(
     turns: Sequence[TurnFacts],
     listings: Sequence[Listing],
-    tokens: Tokens | None = None,
+    contents: Contents | None = None,
     *,
     separates_side_calls: bool = True,
 ) -> RunPartition:
@@ -69,7 +70,7 @@ def partition_runs(
     side calls, is a run of its own.
     """
     side_calls = side_call_ids(turns) if separates_side_calls else frozenset()
-    labels = _Labels(turns, listings, tokens or {}, side_calls)
+    labels = _Labels(turns, listings, contents or {}, side_calls)
     by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))
     for turn in sorted(turns, key=lambda turn: turn.order):
         label = labels.assign(turn)
@@ -93,9 +94,9 @@ class _Labels:
     """Assigns labels to turns one by one, in their `order`."""
 
     def __init__(
-        self, turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens, side_calls: Collection[str]
+        self, turns: Sequence[TurnFacts], listings: Sequence[Listing], contents: Contents, side_calls: Collection[str]
     ) -> None:
-        self._tokens = tokens
+        self._contents = contents
         self._side_calls = side_calls
         self._explicit = any(turn.explicit for turn in turns)
         self._listed = run_ids_by_turn(listings) if self._explicit else groups_by_turn(listings)
@@ -103,7 +104,8 @@ class _Labels:
         self._split = len(names) > 1 or not self._explicit
         self._original = {retry: turn for turn, retry in superseded_turns(turns).items()}
         self._label: dict[str, Label] = {}
-        self._by_reply: dict[bytes, list[tuple[TurnFacts, int]]] = defaultdict(list)
+        self._by_reply: dict[bytes, list[_Reply]] = defaultdict(list)
+        self._by_request: dict[bytes, list[_Reply]] = defaultdict(list)
         self._continued: Counter[tuple[str, int]] = Counter()
         self.ties: set[str] = set()
 
@@ -114,6 +116,7 @@ class _Labels:
         if self._may_be_joined(turn.turn_id):
             for choice, reply in enumerate(turn.replies):
                 self._by_reply[reply].append((turn, choice))
+                self._by_request[turn.prefixes[-1]].append((turn, choice))
         return label
 
     def _explicit_label(self, turn: TurnFacts) -> Label | None:
@@ -134,30 +137,47 @@ class _Labels:
         original = self._original.get(turn.turn_id)
         if original in self._label and self._may_be_joined(original):
             return self._label[original]
-        for prefix in reversed(turn.prefixes[:-1]):
-            continues = [reply for reply in self._by_reply.get(prefix, ()) if self._have_one_role(turn, reply[0])]
-            if continues:
-                parent, choice = self._closest(turn, continues)
+        for position in reversed(range(len(turn.prefixes) - 1)):
+            replies = self._replies(turn, position)
+            if replies:
+                parent, choice = self._closest(turn, replies)
                 self._continued[parent.turn_id, choice] += 1
                 return self._label[parent.turn_id]
         if self._explicit and turn.turn_id not in self._side_calls:
             return ("session", turn.agent)
         return ("starts", turn.turn_id)
 
+    def _replies(self, turn: TurnFacts, position: int) -> list[_Reply]:
+        """Return the answers that a message of `turn` may be: equal ones, else those that it rewrites."""
+        equal_replies = self._by_reply.get(turn.prefixes[position], ())
+        replies = [reply for reply in equal_replies if self._have_one_role(turn, reply[0])]
+        if replies or position == 0:
+            return replies
+        requests = self._by_request.get(turn.prefixes[position - 1], ())
+        replies = [reply for reply in requests if self._have_one_role(turn, reply[0])]
+        if replies and turn.turn_id not in self._contents:
+            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in replies)}
+        return [reply for reply in replies if self._rewrites(turn, reply, position)]
+
+    def _rewrites(self, turn: TurnFacts, reply: _Reply, position: int) -> bool:
+        parent, choice = reply
+        if turn.turn_id not in self._contents or parent.turn_id not in self._contents:
+            return False
+        return self._contents[turn.turn_id].rewrites(self._contents[parent.turn_id], choice, position)
+
     def _have_one_role(self, turn: TurnFacts, other: TurnFacts) -> bool:
         """Return whether both turns are of one agent, and both or none of them side calls."""
         return turn.agent == other.agent and (turn.turn_id in self._side_calls) == (other.turn_id in self._side_calls)
 
-    def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
-        """Return the parent among equal conversations: longest exact token prefix, then open run, then fewest
-        continuations."""
-        parents = list(candidates)
+    def _closest(self, turn: TurnFacts, parents: Sequence[_Reply]) -> _Reply:
+        """Return the parent among equal conversations: most tool calls of the conversation, then longest exact token
+        prefix, then open run, then fewest continuations."""
         if len({self._label[parent.turn_id] for parent, _ in parents}) > 1:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in parents)}
         return min(
             parents,
             key=lambda parent_choice: (
-                -self._shared(turn, *parent_choice),
+                *self._evidence(turn, *parent_choice),
                 parent_choice[0].trajectory_id is not None,
                 self._continued[parent_choice[0].turn_id, parent_choice[1]],
                 parent_choice[0].log_offset,
@@ -165,9 +185,9 @@ class _Labels:
             ),
         )
 
-    def _shared(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> int:
-        """Return the bytes of exact history that the two share: all of the parent's history or 0."""
-        if turn.turn_id not in self._tokens or parent.turn_id not in self._tokens:
-            return 0
-        history = self._tokens[parent.turn_id][1][choice]
-        return len(history) if self._tokens[turn.turn_id][0].startswith(history) else 0
+    def _evidence(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> tuple[int, int]:
+        """Return a sort key by which the parent whose answer the turn's content shows comes first."""
+        if turn.turn_id not in self._contents or parent.turn_id not in self._contents:
+            return 0, 0
+        content, history = self._contents[turn.turn_id], self._contents[parent.turn_id]
+        return -content.shared_calls(history, choice), -content.shared_bytes(history, choice)

@@ -13,10 +13,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import digests
-from headrace_collector.branches import pack_ids
+from headrace_collector.continuations import Contents, TurnContent
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback
-from headrace_collector.runs import SessionRun, Tokens
+from headrace_collector.runs import SessionRun
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
@@ -165,23 +165,15 @@ async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
     return (await tx.execute(query)).scalars().all()
 
 
-async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
-    """Return the token sequences of the turns."""
+async def load_contents(tx: AsyncConnection, turn_ids: Collection[str]) -> Contents:
+    """Return the tokens and messages of the turns."""
     turns = await load_turns(tx, turn_ids)
-    return await run_off_loop(packed_bytes(turns), lambda: _tokens(turns))
+    return await run_off_loop(packed_bytes(turns), lambda: {turn.turn_id: TurnContent.of(turn) for turn in turns})
 
 
 def packed_bytes(turns: Iterable[Turn]) -> int:
     """Return about how many bytes the tokens of the turns take."""
     return sum(_TOKEN_BYTES * len(turn.prompt_token_ids) for turn in turns)
-
-
-def _tokens(turns: Iterable[Turn]) -> Tokens:
-    tokens = {}
-    for turn in turns:
-        prompt = pack_ids(turn.prompt_token_ids)
-        tokens[turn.turn_id] = (prompt, [prompt + pack_ids(choice.token_ids) for choice in turn.choices])
-    return tokens
 
 
 async def feedback_of_session(

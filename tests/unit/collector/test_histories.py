@@ -1,0 +1,226 @@
+"""Histories as clients rewrite them: each sampled token is in one place, and runs and forks are where they must be."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace_collector.branches import build_branches, pack_ids
+from headrace_collector.continuations import TurnContent
+from headrace_collector.facts import turn_facts
+from headrace_collector.runs import SessionRun, partition_runs
+from headrace_gateway.access import ALL_SCOPES, Caller
+from headrace_gateway.identity import RequestMetadata, identify
+from headrace_gateway.settings import LimitSettings
+from headrace_schemas import Message, Turn
+from tests.support.chat_templates import TEMPLATES, render
+from tests.support.seeds import draw_seed
+from tests.support.streams import START
+from tests.support.turns import ask
+
+HISTORIES = 125
+"""Histories for each of the eight families."""
+STOP = "</code>"
+ECHOES = ("exact", "exact", "exact", "json", "stop string", "stripped", "without reasoning", "call as text")
+"""Forms in which a client sends an answer back and that still show which answer it is."""
+REWRITES = ("edited", "truncated")
+"""Changes after which no answer of the conversation is there any more."""
+CALLER = Caller("0" * 64, "key", "default", ALL_SCOPES, None, LimitSettings())
+Json = dict[str, Any]
+
+
+@dataclass
+class Conversation:
+    """One conversation of a client, and its captured turns."""
+
+    family: str
+    number: int
+    draw: random.Random
+    opening: str
+    equal_answers: bool
+    messages: list[Json] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    is_rewritten: bool = False
+
+    def step(self, at: float) -> None:
+        """Send the next request, capture its answer, and echo the answer in some form."""
+        if not self.messages:
+            self.messages = [
+                {"role": "system", "content": "You repair code."},
+                {"role": "user", "content": self.opening},
+            ]
+        if self.draw.random() < 0.3:  # a clock in the system prompt
+            self.messages[0] = {"role": "system", "content": f"It is {at} o'clock."}
+        text, raw = self._answer()
+        prompt = render(self.family, self.messages)
+        answer = Message.model_validate({"role": "assistant", **text})
+        request = tuple(Message.model_validate(message) for message in self.messages)
+        session = identify(CALLER, {}, RequestMetadata({}, {}), "m", request).session_id
+        turn = ask(request, at=at, session=session, session_source="implicit", prompt_token_ids=tuple(map(ord, prompt)))
+        tokens = tuple(map(ord, raw))
+        choice = turn.choices[0].model_copy(
+            update={"token_ids": tokens, "logprobs": (-0.5,) * len(tokens), "message": answer}
+        )
+        usage = turn.usage.model_copy(update={"completion_tokens": len(tokens)})
+        self.turns.append(turn.model_copy(update={"choices": (choice,), "usage": usage}))
+        self._echo(text)
+
+    def _answer(self) -> tuple[Json, str]:
+        """Return an answer as the gateway captures it, and the text that the model sampled."""
+        step = len(self.turns)
+        mark = step if self.equal_answers else f"{self.number}.{step}"
+        text: Json = {"content": f"Answer {mark}: I look."}
+        if self.draw.random() < 0.3:
+            text["reasoning_content"] = f"Thought {mark}."
+        if self.draw.random() < 0.6 or (self.equal_answers and step == 0):  # equal texts have no other mark
+            calls = range(self.draw.randint(1, 2))
+            text["tool_calls"] = [
+                {
+                    "id": f"call_{self.number}_{step}_{call}",
+                    "type": "function",
+                    "function": {"name": "read", "arguments": '{"path":  "a.py", "line": 1}'},
+                }
+                for call in calls
+            ]
+        whole = render(self.family, [*self.messages, {"role": "assistant", **text}], add_generation_prompt=False)
+        prompt = render(self.family, self.messages)
+        raw = whole[len(prompt) :] if whole.startswith(prompt) else f"{text['content']}<|end|>"
+        return text, raw
+
+    def _echo(self, text: Json) -> None:
+        form = self.draw.choice(ECHOES)
+        echo: Json = {"role": "assistant", **json.loads(json.dumps(text))}
+        calls = echo.get("tool_calls", [])
+        if form == "json":
+            for call in calls:
+                call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
+        elif form == "stop string":
+            echo["content"] += STOP
+        elif form == "stripped":
+            echo["content"] = f" {echo['content']}\n"
+        elif form == "without reasoning":
+            echo.pop("reasoning_content", None)
+        elif form == "call as text" and calls:
+            echo["content"] = f"Calling tools:\n{calls}"
+            del echo["tool_calls"]
+        self.messages.append(echo)
+        if calls and "tool_calls" in echo:
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "a line"} for call in calls]
+            self.messages += self.draw.sample(results, len(results))
+        else:
+            self.messages.append({"role": "user", "content": f"Go on, {self.number}."})
+        if self.draw.random() < 0.06:
+            self.is_rewritten = True
+            self._rewrite(self.draw.choice(REWRITES))
+
+    def _rewrite(self, kind: str) -> None:
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        if kind == "edited":
+            answers[-1]["content"] = "Something else."
+            answers[-1].pop("tool_calls", None)
+        else:
+            del self.messages[1:3]
+
+
+def history(family: str, draw: random.Random) -> list[Conversation]:
+    """Return two conversations that begin alike, interleaved."""
+    equal = draw.random() < 0.5
+    conversations = [Conversation(family, number, draw, "fix it", equal) for number in range(2)]
+    for at in range(draw.randint(4, 12)):
+        draw.choice(conversations).step(at)
+    return conversations
+
+
+def divided(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """Yield the turns of each run, session by session, as the collector divides them."""
+    sessions: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        sessions[turn.session_key].append(turn)
+    for members in sessions.values():
+        by_id = {turn.turn_id: turn for turn in members}
+        for run in _runs(members):
+            yield [by_id[turn.turn_id] for turn in run.turns]
+
+
+def _runs(turns: Sequence[Turn]) -> Sequence[SessionRun]:
+    facts = [turn_facts(turn, START, offset) for offset, turn in enumerate(turns)]
+    first = partition_runs(facts, [])
+    contents = {turn.turn_id: TurnContent.of(turn) for turn in turns if turn.turn_id in first.ties}
+    return partition_runs(facts, [], contents).runs if first.ties else first.runs
+
+
+def leaves(turns: Sequence[Turn]) -> int:
+    """Return the number of sequences that no later turn of the run continues exactly: one branch each."""
+    prompts = [pack_ids(turn.prompt_token_ids) for turn in turns]
+    whole = [prompt + pack_ids(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
+    parents = set()
+    for prompt in prompts:
+        fitting = [at for at, sequence in enumerate(whole) if prompt.startswith(sequence)]
+        if fitting:
+            longest = max(len(whole[at]) for at in fitting)
+            equal = [at for at in fitting if len(whole[at]) == longest]
+            unused = [at for at in equal if at not in parents]
+            parents.add((unused or equal)[0])
+    return len(turns) - len(parents)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_each_sampled_token_is_in_one_place_and_runs_are_conversations(family: str) -> None:
+    draw = random.Random(draw_seed(f"histories {family}"))
+    rewritten = 0
+    for _ in range(HISTORIES):
+        conversations = history(family, draw)
+        turns = sorted((turn for c in conversations for turn in c.turns), key=lambda turn: turn.started_at)
+        conversation_of = {turn.turn_id: c.number for c in conversations for turn in c.turns}
+        runs = list(divided(turns))
+        places = []
+        for run in runs:
+            branches, _ = build_branches(run)
+            for branch in branches:
+                for span in branch.spans:
+                    sampled = branch.token_ids[span.start : span.stop]
+                    places.append(span.turn_id)
+                    assert sampled == next(t for t in run if t.turn_id == span.turn_id).choices[0].token_ids
+            assert len(branches) == leaves(run)
+        assert sorted(places) == sorted(conversation_of), "each turn is in exactly one span"
+        if any(c.is_rewritten for c in conversations):
+            rewritten += 1
+            continue
+        expected = sorted(sorted(turn.turn_id for turn in c.turns) for c in conversations if c.turns)
+        assert sorted(sorted(turn.turn_id for turn in run) for run in runs) == expected
+    assert 0 < rewritten < HISTORIES / 2
+
+
+@pytest.mark.parametrize("has_calls", [True, False], ids=["calls", "texts"])
+def test_interleaved_conversations_with_equal_openings_and_answers_stay_apart(has_calls: bool) -> None:
+    draw = random.Random(draw_seed("interleaved"))
+    histories: list[list[Message]] = [[Message(role="user", content="fix it")] for _ in range(64)]
+    captured: list[list[Turn]] = [[] for _ in range(64)]
+    turns: list[Turn] = []
+    for step in range(4):
+        for number in draw.sample(range(64), 64):
+            call = {"id": f"call_{number}_{step}", "function": {"name": "read", "arguments": "{}"}}
+            answer = Message.model_validate(
+                {"role": "assistant", "content": "I look.", "tool_calls": [call] if has_calls else None}
+            )
+            turn = ask(histories[number], "I look.", at=len(turns), session_source="implicit")
+            turn = turn.model_copy(update={"choices": (turn.choices[0].model_copy(update={"message": answer}),)})
+            turns.append(turn)
+            captured[number].append(turn)
+            reply = (
+                Message(role="tool", content="a line", tool_call_id=f"call_{number}_{step}")
+                if has_calls
+                else Message(role="user", content=f"more {number}")
+            )
+            histories[number] += [answer, reply]
+    runs = [[turn.turn_id for turn in run] for run in divided(turns)]
+    if has_calls:
+        assert sorted(runs) == sorted([turn.turn_id for turn in own] for own in captured)
+    else:  # the first answers are equal in every way, so any of them is the right one
+        assert sorted(run[1:] for run in runs) == sorted([turn.turn_id for turn in own[1:]] for own in captured)
