@@ -14,7 +14,7 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.attack.inputs import TEXTS, Raw, mutate
 
-EXAMPLES = Path(ids.__file__).parent / "examples"
+EXAMPLES = Path(ids.__file__).parents[1] / "examples"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}
 _TOOL: dict[str, Any] = {
     "type": "function",

@@ -12,7 +12,7 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.hostile_json import kinds_everywhere
 
-EXAMPLES = sorted((Path(ids.__file__).parent / "examples").glob("*/*.json"))
+EXAMPLES = sorted((Path(ids.__file__).parents[1] / "examples").glob("*/*.json"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
