@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import datetime
 
 from sqlalchemy import delete, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
-from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
-from headrace_registry.metrics import ROLLOUT_STEPS
 from headrace_registry.records import (
     CHAMPION_IS_ANCHOR,
     AnchorState,
@@ -24,47 +18,25 @@ from headrace_registry.records import (
     TrialResult,
     VersionRecord,
 )
-from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts import apply_outcome
-from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
+from headrace_registry.state_changes import StateChanges
+from headrace_registry.tables import CHAMPIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.tables import upsert
-from headrace_schemas import Checkpoint, Event, ModelEvent, RolloutStep
-from headrace_schemas.events.model_event import STATISTICS_MAX, Decision
+from headrace_schemas import Checkpoint, Event, RolloutStep
 from headrace_schemas.values.blobs import Manifest
-from headrace_schemas.values.ids import uuid7
-from headrace_schemas.values.text import storable
-
-log = get_logger(__name__)
-_NAME_LENGTH_MAX = 512
 
 
-class Transition:
-    """The changes of one transaction.
-
-    `events` must be published after the commit; `finish` adds the routings that changed. `operator` requested the
-    changes, or is None for decisions of the registry itself.
-    """
-
-    def __init__(self, tx: AsyncConnection, now: datetime, operator: str | None = None) -> None:
-        self.tx = self._tx = tx
-        self.now = self._now = now
-        self._operator = operator
-        self._changed_models: set[str] = set()
-        self.events: list[Event] = []
+class Transition(StateChanges):
+    """The transitions of one transaction. `finish` adds the routings that changed to the events."""
 
     async def finish(self) -> list[Event]:
         """Return all events that this transaction must publish. Ends the rollouts that its changes have overtaken."""
         for model in sorted(self._changed_models):
             await apply_outcome.end_overtaken(self, model)
-            self.events += await routing.publish(self._tx, self._now, model)
+            self.events += await routing.publish(self.tx, self.now, model)
         self._changed_models.clear()
         return self.events
-
-    def mark_changed(self, model: str) -> None:
-        """Note that the routing of the model may have changed."""
-        self._changed_models.add(model)
 
     async def register(
         self,
@@ -77,11 +49,11 @@ class Transition:
     ) -> None:
         """Add a version. With a `problem` it is rejected at once. A version that is already registered stays as it
         is."""
-        if await store.load_version(self._tx, checkpoint.version) is not None:
+        if await store.load_version(self.tx, checkpoint.version) is not None:
             return
-        await upsert(self._tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
+        await upsert(self.tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
         state: State = "rejected" if problem else "registered"
-        parent = await store.load_version(self._tx, checkpoint.parent) if checkpoint.parent and not problem else None
+        parent = await store.load_version(self.tx, checkpoint.parent) if checkpoint.parent and not problem else None
         barred = parent is not None and parent.state == "withdrawn"
         state = "withdrawn" if barred else state
         values = {
@@ -98,20 +70,20 @@ class Transition:
             "request": "",
             "trained": trained,
             "label": label,
-            "registered_ms": epoch_ms(self._now),
-            "changed_ms": epoch_ms(self._now),
+            "registered_ms": epoch_ms(self.now),
+            "changed_ms": epoch_ms(self.now),
         }
-        await self._tx.execute(insert(VERSIONS).values(values))
+        await self.tx.execute(insert(VERSIONS).values(values))
         if problem:
             await self.record_decision(checkpoint.model, checkpoint.version, "rejected", reason=problem)
             return
         await self.record_decision(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
         if parent is not None and barred:
-            model = await store.load_model(self._tx, checkpoint.model)
+            model = await store.load_model(self.tx, checkpoint.model)
             champion = model.champion if model else None
             reason = f"it descends from {parent.version}, which is withdrawn"
             await self.record_decision(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
-            self._changed_models.add(checkpoint.model)
+            self.mark_changed(checkpoint.model)
 
     async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
         """Make `version` the candidate, and mark the `skipped` versions."""
@@ -132,21 +104,21 @@ class Transition:
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
     ) -> None:
         """Record the result of an audit. It replaces the scores of another gate or an earlier run."""
-        values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
-        await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
+        values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self.now)}
+        await upsert(self.tx, EVALUATIONS, {"version": version.version}, values)
         await self.record_decision(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
         """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
-        await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
+        await self.tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 
     async def record_trial_result(self, version: str, gate_sha256: str, result: TrialResult) -> None:
         """Store the result of a trial. `promote` and `reject` delete it, so that it counts only once."""
         fields = asdict(result)
         fields["standing"] = fields.pop("anchor_state")  # the name in the database
-        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(fields), "at_ms": epoch_ms(self._now)}
-        await upsert(self._tx, VERDICTS, {"version": version}, values)
+        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(fields), "at_ms": epoch_ms(self.now)}
+        await upsert(self.tx, VERDICTS, {"version": version}, values)
 
     async def promote(
         self,
@@ -160,8 +132,8 @@ class Transition:
         """Make the version the champion. The former champion becomes `previous`."""
         await self.delete_trial_result(version)
         await self.set_state(version, "promoted", request="", replaced=model.champion, rollout=None)
-        reign = {"model": model.model, "version": version, "at_ms": epoch_ms(self._now)}
-        await self._tx.execute(insert(CHAMPIONS).values(reign))
+        reign = {"model": model.model, "version": version, "at_ms": epoch_ms(self.now)}
+        await self.tx.execute(insert(CHAMPIONS).values(reign))
         candidate = None if model.candidate == version else model.candidate
         await self.set_roles(
             model, champion=version, previous=model.champion, candidate=candidate, **asdict(anchor_state)
@@ -198,7 +170,7 @@ class Transition:
         await self.record_decision(model.model, model.champion, "rolled_back", reason, previous=model.previous)
         barred = await self._withdraw_descendants(model.champion, model.previous)
         await self._forget_champions_after(model.model, model.previous)
-        previous = await store.rollback_target(self._tx, model.model, model.previous)
+        previous = await store.rollback_target(self.tx, model.model, model.previous)
         candidate = None if model.candidate in {model.previous, *barred} else model.candidate
         withdrawn = {model.champion, *barred}
         pinned = None if model.pinned in withdrawn else model.pinned
@@ -232,7 +204,7 @@ class Transition:
         roles: dict[str, str | None] = {}
         roles |= {role: None for role in ("candidate", "pinned") if getattr(model, role) in withdrawn}
         if model.previous in withdrawn:
-            roles["previous"] = await store.rollback_target(self._tx, model.model, model.champion)
+            roles["previous"] = await store.rollback_target(self.tx, model.model, model.champion)
         anchor_state = asdict(CHAMPION_IS_ANCHOR) if model.anchor in withdrawn else {}
         await self.set_roles(model, **roles, **anchor_state)
 
@@ -257,26 +229,26 @@ class Transition:
 
     async def pause(self, model: ModelRecord, paused: bool) -> None:
         statement = update(MODELS).where(MODELS.c.model == model.model).values(paused=paused)
-        await self._tx.execute(statement)
-        self._changed_models.add(model.model)
+        await self.tx.execute(statement)
+        self.mark_changed(model.model)
 
     async def _forget_champions_after(self, model: str, until: str) -> None:
         """Delete the champions after the last reign of `until` from the model's history."""
         last_reign = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
-        last_id = (await self._tx.execute(last_reign)).scalar_one_or_none()
+        last_id = (await self.tx.execute(last_reign)).scalar_one_or_none()
         if last_id is not None:
-            await self._tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last_id))
+            await self.tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last_id))
 
     async def _withdraw_descendants(self, version: str, champion: str | None) -> list[str]:
         """Withdraw all descendants of `version` and return their names. The champion, its ancestors and their children
         stay."""
-        kept_versions = await store.ancestry(self._tx, champion)
+        kept_versions = await store.ancestry(self.tx, champion)
         barred: list[str] = []
         generation = [version]
         while generation:  # this ends: a parent is registered before its children, and a version has one parent
             children = [
                 version_record
-                for version_record in await store.children(self._tx, generation)
+                for version_record in await store.children(self.tx, generation)
                 if version_record.version not in kept_versions
             ]
             for child in children:
@@ -293,62 +265,7 @@ class Transition:
         request_values = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
             statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request_values)
-            await self._tx.execute(statement)
+            await self.tx.execute(statement)
         else:
             await self.set_state(version.version, "registered", **request_values)
-        self._changed_models.add(version.model)
-
-    async def set_state(self, version: str, state: State, **values: str | None) -> None:
-        updates = {"state": state, "changed_ms": epoch_ms(self._now), **values}
-        await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(updates))
-        if state == "withdrawn":
-            await self._tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.version == version).values(phase="rolled_back"))
-
-    async def delete_trial_result(self, version: str) -> None:
-        await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
-
-    async def set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
-        if roles:
-            await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(roles))
-        self._changed_models.add(model.model)
-
-    async def record_decision(
-        self,
-        model: str,
-        version: str,
-        decision: Decision,
-        reason: str | None = None,
-        statistics: Mapping[str, float] | None = None,
-        previous: str | None = None,
-        step: RolloutStep | None = None,
-    ) -> None:
-        """Store a decision and publish it as a `ModelEvent`."""
-        event = ModelEvent(
-            time=self._now,
-            decision_id=str(uuid7(epoch_ms(self._now))),
-            model=model,
-            version=version,
-            decision=decision,
-            previous=previous,
-            reason=None if reason is None else storable(reason),
-            statistics=_bounded(statistics or {}),
-            who=self._operator,
-            rollout=step,
-        )
-        values = {**event.model_dump(exclude={"time", "statistics", "rollout"}), "at_ms": epoch_ms(self._now)}
-        values["rollout"] = step.model_dump_json() if step else None
-        await self._tx.execute(insert(DECISIONS).values(**values, statistics=json.dumps(event.statistics)))
-        self.events.append(event)
-        DECISIONS_TOTAL.labels(decision).inc()
-        if step is not None:
-            ROLLOUT_STEPS.labels(model, step.kind).inc()
-
-
-def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
-    """Return the first finite statistics that fit into an event. The names of all others are logged."""
-    finite = {name[:_NAME_LENGTH_MAX]: value for name, value in statistics.items() if math.isfinite(value)}
-    bounded = dict(itertools.islice(finite.items(), STATISTICS_MAX))
-    if len(bounded) < len(statistics):
-        left_out = [name for name in statistics if name[:_NAME_LENGTH_MAX] not in bounded]
-        log.warning("statistics_left_out", names=left_out[:STATISTICS_MAX])
-    return bounded
+        self.mark_changed(version.model)

@@ -18,8 +18,8 @@ from headrace_registry.shadow.recording import (
     log_weight,
     scorable_answers,
 )
-from headrace_registry.shadow.rerun import ModelAnswer, Rerun, RerunBounds, RerunFailed, Toolbox, rerun
-from headrace_registry.shadow.settings import ShadowSettings
+from headrace_registry.shadow.rerun import ModelAnswer, Rerun, RerunFailed, Toolbox, rerun
+from headrace_registry.shadow.settings import RerunBounds, ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_schemas import FunctionCall, Message, Sampling, ToolCall, Turn
 from tests.support.turns import ask, user

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from headrace_registry.shadow.recording import Recording
+from headrace_registry.shadow.settings import RerunBounds
 from headrace_schemas import FunctionCall, Message, Turn
 
 Ended = Literal["answered", "other_call", "steps", "tokens", "failed"]
@@ -54,14 +55,6 @@ class Toolbox:
         if function.name in self.read_only:
             return await self.tools.call(function)
         return self.recording.replay(function)
-
-
-@dataclass(frozen=True, slots=True)
-class RerunBounds:
-    """Limits of one rerun."""
-
-    steps_max: int
-    tokens_max: int
 
 
 @dataclass(frozen=True, slots=True)

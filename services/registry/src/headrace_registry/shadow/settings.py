@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from headrace_registry.shadow.rerun import RerunBounds
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.sections import Section
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class RerunBounds:
+    """Limits of one rerun."""
+
+    steps_max: int
+    tokens_max: int
 
 
 class ShadowTenant(Section):
