@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace_registry.garbage.collector import GarbageCollector
-from headrace_registry.garbage.storage_limit import default_limit
-from headrace_registry.records import ModelRecord
-from headrace_registry.transition import Transition
+from headrace_registry.garbage.plan import default_limit
+from headrace_registry.storage.records import ModelRecord
+from headrace_registry.versions.transition import Transition
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.versions import VersionCache, read_manifest
 from headrace_schemas import Checkpoint, ModelEvent

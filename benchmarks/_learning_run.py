@@ -19,9 +19,9 @@ import torch
 from benchmarks._engine_world import EngineWorld
 from benchmarks._learning_results import Arm, Plan, RunResult
 from benchmarks._learning_world import MODEL, SETTINGS, World
-from headrace_registry.evaluation import run_trial
+from headrace_registry.gate.evaluation import run_trial
+from headrace_registry.gate.trial import Trial
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import Trial
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience

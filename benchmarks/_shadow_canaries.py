@@ -12,8 +12,8 @@ from benchmarks._rollout_trials import Crossings, play
 from benchmarks._rollout_worlds import DAY_S, LOOKS, Flags, Floats, Sessions, World, sessions_of
 from benchmarks._shadow_worlds import TASKS, Integers, VersionPair
 from headrace_registry.rollouts.evidence import Evidence
+from headrace_registry.rollouts.findings import expectations
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow.expectations import expectations
 
 _TOOLS = ("wrong", "called")
 

@@ -26,9 +26,8 @@ import numpy as np
 from benchmarks._shadow_canaries import Canaries, canaries, shadows
 from benchmarks._shadow_worlds import FEEDBACK_SHARE, TASKS, ShadowSample, VersionPair, far, near, sample
 from headrace_cli.progress import ProgressDisplay
+from headrace_registry.rollouts.estimate import EstimateRequirements, ShadowEstimate, ShadowPair, estimate
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estimate
-from headrace_registry.shadow.requirements import EstimateRequirements
 
 COVERED_MIN, RANKED_MIN, FAR_REFUSED_MIN, SAVED_MIN = 0.93, 0.9, 0.95, 0.4
 WRONG_MAX = 0.05

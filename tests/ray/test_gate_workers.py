@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-registry[ray]")
 
-from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.settings import RaySettings

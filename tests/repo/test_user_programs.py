@@ -16,9 +16,9 @@ from headrace_cli.demo import checks, performance
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_operations.jobs.held_out import list_gate_tasks
-from headrace_registry.gate import Gate
+from headrace_registry.gate.gate import Gate
+from headrace_registry.rollouts.settings import ShadowSettings
 from headrace_registry.settings import GateRaySettings, GateSettings
-from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.process.programs import INHERITED, program_environment
 from headrace_schemas import FunctionCall

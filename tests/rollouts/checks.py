@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from headrace_registry import routing as routings
-from headrace_registry import store
-from headrace_registry.rollouts import rollout_store
+from headrace_registry.storage import rollout_store, store
+from headrace_registry.versions import routing as routings
 from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.events.routing import TrafficSplit

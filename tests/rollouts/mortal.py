@@ -18,8 +18,8 @@ from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.__main__ import SERVICE
-from headrace_registry.tables import MODELS
-from headrace_registry.transition import Transition
+from headrace_registry.storage.tables import MODELS
+from headrace_registry.versions.transition import Transition
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.stream.outbox import Outbox

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import SecretStr
 from sqlalchemy import select
 
-from headrace_registry.tables import LEASE
+from headrace_registry.storage.tables import LEASE
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.consumer import TopicTable
 from headrace_runtime.kafka.dead_letters import DeadLetterSender

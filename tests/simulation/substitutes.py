@@ -21,7 +21,7 @@ import structlog
 from fsspec.implementations.memory import MemoryFileSystem
 from sqlalchemy.exc import SAWarning
 
-from headrace_registry.gate import GateFailed
+from headrace_registry.gate.gate import GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_runtime.settings.sections import BusSettings, Common
 from headrace_runtime.storage.blobs import BlobStore

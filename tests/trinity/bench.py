@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, Turn

@@ -10,9 +10,8 @@ import pytest
 from benchmarks._shadow_canaries import canaries, shadows
 from benchmarks._shadow_worlds import TASKS, far, near, sample
 from benchmarks.shadow import Numbers, as_pairs, failures, of_canaries, of_estimates
+from headrace_registry.rollouts.estimate import EstimateRequirements, estimate
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.shadow.estimate import estimate
-from headrace_registry.shadow.requirements import EstimateRequirements
 
 SOUND: dict[str, Numbers] = {
     "near": {"covered": 0.95, "ranked_right": 0.95},

@@ -12,7 +12,7 @@ from email_agent.mailbox import Mailbox
 from email_agent.react import TURNS_MAX
 from email_agent.tasks import tasks
 from email_agent.tools import Mailtools
-from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from tests.support.fake_llm import Behaviour, FakeLLM, status
 

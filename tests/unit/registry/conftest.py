@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from headrace_registry.tables import METADATA
+from headrace_registry.storage.tables import METADATA
 from tests.unit.registry.registry_state import RegistryState
 from tests.unit.registry.rig import Rig
 

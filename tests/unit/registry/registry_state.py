@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import store
-from headrace_registry.records import CHAMPION_IS_ANCHOR, ModelRecord, VersionRecord
-from headrace_registry.rollouts import steps as rollouts
+from headrace_registry.control import steps as rollouts
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.transition import Transition
+from headrace_registry.storage import store
+from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, ModelRecord, VersionRecord
+from headrace_registry.versions.transition import Transition
 from headrace_schemas import Checkpoint, ModelEvent, Routing
 from headrace_schemas.values.blobs import Manifest
 from tests.unit.registry.rig import MODEL, Rig

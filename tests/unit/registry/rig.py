@@ -13,20 +13,20 @@ from typing import TypeVar
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import store
 from headrace_registry.app import traffic_handlers
-from headrace_registry.gate import GateFailed
-from headrace_registry.handlers import CheckpointHandler
-from headrace_registry.leader import LeaderLease
-from headrace_registry.model_controller import ModelController
-from headrace_registry.records import ModelRecord, VersionRecord
-from headrace_registry.rollouts.reports import ReportWriter
-from headrace_registry.rollouts.traffic_handlers import TurnHandler
+from headrace_registry.control.model_controller import ModelController
+from headrace_registry.control.rollout_reports import ReportWriter
+from headrace_registry.control.traffic import TurnHandler
+from headrace_registry.gate.gate import GateFailed
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.shadow.sampling import PromptSampler
-from headrace_registry.tables import STREAM
-from headrace_registry.transition import Transition
+from headrace_registry.storage import store
+from headrace_registry.storage.leader import LeaderLease
+from headrace_registry.storage.records import ModelRecord, VersionRecord
+from headrace_registry.storage.tables import STREAM
+from headrace_registry.versions.registration import CheckpointHandler
+from headrace_registry.versions.transition import Transition
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, Record

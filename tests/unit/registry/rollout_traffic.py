@@ -9,12 +9,12 @@ from fractions import Fraction
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollout_tables import READINGS, UNITS
-from headrace_registry.rollouts import rollout_store, unit_store
 from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
-from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_registry.storage import rollout_store, unit_store
+from headrace_registry.storage.rollout_store import RolloutRecord
+from headrace_registry.storage.tables import READINGS, UNITS
 from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage
 from headrace_schemas.events.routing import TrafficSplit
 from headrace_schemas.rules.assignment import assign_unit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_registry.records import CHAMPION_IS_ANCHOR
-from headrace_registry.transition import Transition
+from headrace_registry.storage.records import CHAMPION_IS_ANCHOR
+from headrace_registry.versions.transition import Transition
 from headrace_schemas import Routing
 from tests.unit.registry.rig import Rig, loaded
 

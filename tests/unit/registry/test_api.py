@@ -9,8 +9,8 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from headrace_registry.api import RegistryApi
-from headrace_registry.changes import RegistryChanges
+from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.registry_api import RegistryApi
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList

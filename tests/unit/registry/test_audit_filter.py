@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry import audit_filter
+from headrace_registry.gate import evaluation
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.programs import Lines
@@ -28,9 +28,9 @@ VERSION = "m@000000000000"
 async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
     output = BytesIO()
-    monkeypatch.setattr(audit_filter, "Lines", lambda: Lines(BytesIO(request), output))
+    monkeypatch.setattr(evaluation, "Lines", lambda: Lines(BytesIO(request), output))
     settings = RegistrySettings.model_validate({"gate": {"command": [sys.executable, "-c", PROGRAM]}})
-    await audit_filter.run(Common(data_dir=tmp_path), settings)
+    await evaluation.play_audits(Common(data_dir=tmp_path), settings)
     word, _, value = output.getvalue().partition(b" ")
     assert word == b"measured"
     scores = (("a", 0.0), ("b", 0.1), ("c", 0.2), ("a", 0.3), ("b", 0.4))
@@ -39,4 +39,4 @@ async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkey
 
 async def test_audit_filter_requires_a_gate_program(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="no program plays held-out tasks"):
-        await audit_filter.run(Common(data_dir=tmp_path), RegistrySettings())
+        await evaluation.play_audits(Common(data_dir=tmp_path), RegistrySettings())

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from headrace_registry.leader import LostLeadership
-from headrace_registry.lifecycle import RunTrial
+from headrace_registry.storage.leader import LostLeadership
+from headrace_registry.versions.lifecycle import RunTrial
 from tests.unit.registry.rig import MODEL, Rig, loaded
 from tests.unit.registry.test_api import client
 from tests.unit.registry.test_leader import lease_held_by

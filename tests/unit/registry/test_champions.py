@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from headrace_registry import store
-from headrace_registry.tables import CHAMPIONS
+from headrace_registry.storage import store
+from headrace_registry.storage.tables import CHAMPIONS
 from tests.unit.registry.registry_state import RegistryState
 from tests.unit.registry.rig import MODEL
 

@@ -8,9 +8,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from headrace_registry.check import check
+from headrace_registry.check import check, run_stand_in
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.stand_in_gateway import run_stand_in
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace_registry.evaluation import AuditLimiter, draw_tasks, run_audit, run_trial, summarize_audit
-from headrace_registry.gate import GateFailed
+from headrace_registry.gate.evaluation import AuditLimiter, draw_tasks, run_audit, run_trial, summarize_audit
+from headrace_registry.gate.gate import GateFailed
+from headrace_registry.gate.trial import Trial
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import Trial
 from headrace_schemas.programs.gate import Tasks
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"

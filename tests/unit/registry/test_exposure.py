@@ -11,9 +11,9 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
-from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.control import steps as steps_of_rollouts
+from headrace_registry.control.rollout_reports import ReportWriter
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
-from headrace_registry.rollouts.reports import ReportWriter
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.rules.assignment import assign_unit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.gate import Gate, GateFailed, GateSession
+from headrace_registry.gate.gate import Gate, GateFailed, GateSession
 from headrace_registry.settings import GateSettings
 from headrace_schemas.programs.gate import Tasks
 from tests.support.processes import alive, wait_until

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace_registry import gate
-from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.gate import gate
+from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.gate_workers.__main__ import serve
 from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
 from headrace_registry.settings import GateRaySettings, GateSettings

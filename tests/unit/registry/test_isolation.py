@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace_registry import evaluation, lifecycle
-from headrace_registry.rollouts.rollout_controller import RolloutController
+from headrace_registry.control.rollout_controller import RolloutController
+from headrace_registry.gate import evaluation
+from headrace_registry.versions import lifecycle
 from headrace_runtime.errors import Unavailable
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, under_way

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import text
 
-from headrace_registry.changes import RegistryChanges
-from headrace_registry.rollouts.api import RolloutApi
+from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_runtime.settings.sections import Common
 from tests.support.hostile_json import TEXTS, kinds_everywhere
 from tests.unit.registry.catalog.catalog_bench import CatalogBench

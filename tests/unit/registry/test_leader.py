@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from headrace_registry.leader import LeaderLease, LostLeadership
-from headrace_registry.tables import LEASE
+from headrace_registry.storage.leader import LeaderLease, LostLeadership
+from headrace_registry.storage.tables import LEASE
 from headrace_runtime.clock import Clock
 from headrace_runtime.process import holders
 from tests.unit.registry.rig import MODEL, Rig

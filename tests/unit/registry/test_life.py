@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_registry.gate import GateFailed
-from headrace_registry.transition import Transition
+from headrace_registry.gate.gate import GateFailed
+from headrace_registry.versions.transition import Transition
 from headrace_schemas import Routing
 from tests.unit.registry.rig import EQUAL, MODEL, Rig, loaded
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace_registry.lifecycle import (
+from headrace_registry.storage.records import AnchorState, ModelRecord, ModelView, TrialResult, VersionRecord
+from headrace_registry.versions.lifecycle import (
     Action,
     Adopt,
     LifecycleInputs,
@@ -25,7 +26,6 @@ from headrace_registry.lifecycle import (
     next_audit,
     plan,
 )
-from headrace_registry.records import AnchorState, ModelRecord, ModelView, TrialResult, VersionRecord
 from headrace_schemas import LoadedVersion, Replica
 from headrace_schemas.values.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, START, loaded

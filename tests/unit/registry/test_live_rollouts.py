@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select
 
-from headrace_registry.rollout_tables import EVENTS, READINGS
+from headrace_registry.control import steps as steps_of_rollouts
 from headrace_registry.rollouts import metrics
-from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.metrics import Compute, Metric
 from headrace_registry.rollouts.plan import RolloutStage
-from headrace_registry.transition import Transition
+from headrace_registry.storage.tables import EVENTS, READINGS
+from headrace_registry.versions.transition import Transition
 from headrace_schemas import DeadLetter, ModelEvent, Routing
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids

@@ -10,8 +10,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
 
-from headrace_registry import store
-from headrace_registry.tables import METADATA
+from headrace_registry.storage import store
+from headrace_registry.storage.tables import METADATA
 from headrace_runtime.storage import migrations
 from tests.unit.registry.rig import MODEL, Rig
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from headrace_registry import probe
+from headrace_registry.versions import probe
 from headrace_schemas import LoadedVersion, Replica
 from tests.unit.registry.rig import START, loaded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_registry.reconcile import Reconciler
+from headrace_registry.versions.reconcile import Reconciler
 from headrace_schemas import Routing
 from tests.unit.registry.rig import MODEL, Rig
 

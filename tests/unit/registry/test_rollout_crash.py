@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.control import steps as steps_of_rollouts
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import ModelEvent, Routing
@@ -106,7 +106,7 @@ async def test_rollout_decision_without_a_bus_is_published_later(
 
 async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
     """Two registries at once: one leads, the other's transactions are refused."""
-    from headrace_registry.leader import LeaderLease, LostLeadership
+    from headrace_registry.storage.leader import LeaderLease, LostLeadership
 
     rig = Rig(data_dir, settings=canary())
     await rig.start()
@@ -120,7 +120,7 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
         async with rig.database.transaction() as tx:
             from sqlalchemy import update
 
-            from headrace_registry.tables import LEASE
+            from headrace_registry.storage.tables import LEASE
 
             await tx.execute(update(LEASE).values(holder=other.holder))
         before = len(rig.bus.events)

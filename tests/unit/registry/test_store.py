@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import update
 
-from headrace_registry import store
-from headrace_registry.tables import VERSIONS
+from headrace_registry.storage import store
+from headrace_registry.storage.tables import VERSIONS
 from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL, START
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_registry import store
-from headrace_registry.records import CHAMPION_IS_ANCHOR, TrialResult
-from headrace_registry.rollouts import rollout_store
+from headrace_registry.storage import rollout_store, store
+from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, TrialResult
 from headrace_schemas import ModelEvent
 from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from benchmarks._gate_trials import Trials, fresh, play
 from benchmarks._gate_worlds import Floats
-from headrace_registry.records import CHAMPION_IS_ANCHOR, AnchorState
+from headrace_registry.gate.trial import SuccessionEvidence, Trial
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import SuccessionEvidence, Trial
+from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, AnchorState
 from headrace_statistics import spending
 from headrace_statistics.e_process import EProcess
 

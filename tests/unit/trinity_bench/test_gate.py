@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_schemas.programs.gate import Play
 from tests.support.processes import naming, wait_until

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_registry.api import RegistryApi
-from headrace_registry.catalog.api import CatalogApi
-from headrace_registry.changes import RegistryChanges
-from headrace_registry.checkpoint_reader import CheckpointReader
+from headrace_registry.control.model_controller import ModelController
+from headrace_registry.control.rollout_reports import ReportWriter
+from headrace_registry.control.traffic import SessionEventHandler, TrafficReader, TurnHandler
 from headrace_registry.garbage.collector import GarbageCollector
-from headrace_registry.gate import Gate
-from headrace_registry.handlers import CheckpointHandler
-from headrace_registry.leader import LeaderLease
-from headrace_registry.model_controller import ModelController
-from headrace_registry.reconcile import Reconciler
-from headrace_registry.rollouts.api import RolloutApi
-from headrace_registry.rollouts.reports import ReportWriter
-from headrace_registry.rollouts.traffic_handlers import SessionEventHandler, TurnHandler
-from headrace_registry.rollouts.traffic_reader import TrafficReader
+from headrace_registry.gate.gate import Gate
+from headrace_registry.pages.catalog_api import CatalogApi
+from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.registry_api import RegistryApi
+from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.gateway_client import GatewayAnswers
 from headrace_registry.shadow.sampling import PromptSampler
-from headrace_registry.tables import STREAM
+from headrace_registry.storage.leader import LeaderLease
+from headrace_registry.storage.tables import STREAM
+from headrace_registry.versions.reconcile import Reconciler
+from headrace_registry.versions.registration import CheckpointHandler, CheckpointReader
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
 from headrace_runtime.http import web

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx2
 from starlette.routing import BaseRoute
 
-from headrace_registry.api import RegistryApi
-from headrace_registry.catalog.api import CatalogApi
-from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
+from headrace_registry.pages.catalog_api import CatalogApi
+from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.registry_api import RegistryApi
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas.http.catalog import WHO_HEADER

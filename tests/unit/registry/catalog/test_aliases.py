@@ -8,9 +8,9 @@ import random
 import pytest
 from sqlalchemy import update
 
-from headrace_registry.catalog import audit, queries
-from headrace_registry.leader import LostLeadership
-from headrace_registry.tables import LEASE
+from headrace_registry.storage import audit, queries
+from headrace_registry.storage.leader import LostLeadership
+from headrace_registry.storage.tables import LEASE
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Routing
 from headrace_schemas.http.catalog import AuditList

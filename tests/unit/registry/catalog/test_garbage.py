@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from headrace_registry.garbage import collector, lineages, storage_limit
-from headrace_registry.records import VersionRecord
+from headrace_registry.garbage import collector, plan
+from headrace_registry.storage.records import VersionRecord
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.records import Records
@@ -224,7 +224,7 @@ def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
     blobs = BlobStore(f"memory://{random.randrange(2**32)}")
     names = [f"m@{n:016x}" for n in range(4)]
     save_lineage_in_memory(blobs, names)
-    assert lineages.needed_versions(blobs) == {"main": {names[0], names[3]}}
+    assert plan.needed_versions(blobs) == {"main": {names[0], names[3]}}
     assert collector.RETIRED_MAX > 0
 
 
@@ -286,12 +286,10 @@ def test_storage_limit_holds_or_only_needed_versions_are_left(seed: int) -> None
     }
     needed = {record.version for record in records if chance.random() < 0.2}
     bytes_max = chance.randint(0, 400)
-    chosen = storage_limit.versions_over_limit(records, blobs, needed, bytes_max)
+    chosen = plan.versions_over_limit(records, blobs, needed, bytes_max)
     left = [record for record in records if record.version not in chosen]
     total = sum({digest: size for record in left for digest, size in blobs[record.version].items()}.values())
-    champions = [record.version for record in records if record.state == "promoted"][
-        -1 - storage_limit.ROLLBACK_TARGETS :
-    ]
+    champions = [record.version for record in records if record.state == "promoted"][-1 - plan.ROLLBACK_TARGETS :]
     assert not set(chosen) & {*needed, *champions}
     removed = [record for record in records if record.version in chosen]
     assert all(

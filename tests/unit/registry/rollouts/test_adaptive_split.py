@@ -13,7 +13,7 @@ from statistics import NormalDist
 import pytest
 import pytest_asyncio
 
-from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.control import steps as steps_of_rollouts
 from headrace_registry.rollouts.adaptive_split import Estimate, probabilities_of_best, share_parts
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_schemas import Routing

@@ -17,8 +17,8 @@ from benchmarks._rollout_worlds import Sessions, World, draw_sessions
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.evidence import ARMS, SILENT_UNITS, Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading, due_units, read_unit
+from headrace_registry.rollouts.metrics import SessionRecord
 from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
-from headrace_registry.rollouts.records import SessionRecord
 from headrace_schemas import Reward
 from headrace_statistics import spending
 

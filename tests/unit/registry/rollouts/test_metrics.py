@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_registry.rollouts import metrics
-from headrace_registry.rollouts.records import SessionRecord
+from headrace_registry.rollouts.metrics import SessionRecord
 from headrace_schemas import FunctionCall, Message, Reward, ToolCall, Turn
 from tests.support import plugins
 from tests.support.streams import START

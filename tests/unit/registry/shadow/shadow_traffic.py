@@ -10,11 +10,10 @@ from fractions import Fraction
 
 from sqlalchemy import select
 
-from headrace_registry.rollout_tables import PROMPTS
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.shadow.recording import ScorableAnswer
-from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
+from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed, ScorableAnswer
+from headrace_registry.storage.tables import PROMPTS
 from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn
 from headrace_schemas.values import ids
 from tests.unit.registry.rig import Rig

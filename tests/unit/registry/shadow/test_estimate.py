@@ -11,12 +11,18 @@ from numpy.typing import NDArray
 
 from benchmarks._shadow_worlds import far, near, sample
 from benchmarks.shadow import as_pairs
-from headrace_registry.shadow import calibration
-from headrace_registry.shadow import overlap as overlap_module
-from headrace_registry.shadow.calibration import Line, fit
-from headrace_registry.shadow.estimate import ShadowEstimate, ShadowPair, estimate
-from headrace_registry.shadow.overlap import Overlap, overlap, weight
-from headrace_registry.shadow.requirements import EstimateRequirements
+from headrace_registry.rollouts import estimate as estimate_module
+from headrace_registry.rollouts.estimate import (
+    EstimateRequirements,
+    Line,
+    Overlap,
+    ShadowEstimate,
+    ShadowPair,
+    estimate,
+    fit,
+    overlap,
+    weight,
+)
 from headrace_statistics import student_t
 
 ANY = EstimateRequirements.model_construct(pairs_min=1, spoke_min=1, effective_min=1.0, effective_share_min=0.01)
@@ -36,7 +42,7 @@ def test_overlap_refuses_equally_tiny_weights(monkeypatch: pytest.MonkeyPatch) -
     tiny_overlap = overlap([-20.0] * 100)
     assert tiny_overlap.effective == pytest.approx(100)
     assert "mean" in (tiny_overlap.refusal(25, 0.2) or "")
-    monkeypatch.setattr(overlap_module, "MEAN_LOW", 0.0)  # the planted fault: to ask for the effective number alone
+    monkeypatch.setattr(estimate_module, "MEAN_LOW", 0.0)  # the planted fault: to ask for the effective number alone
     assert tiny_overlap.refusal(25, 0.2) is None
 
 
@@ -57,7 +63,7 @@ def test_calibration_fit_equals_a_computation_by_hand() -> None:
 
 def test_calibration_lines_leave_out_their_own_fold() -> None:
     sessions = [(number, number / 10, float(number == 3)) for number in range(10)]
-    lines = calibration.lines(sessions)
+    lines = estimate_module.fit_lines(sessions)
     assert lines[3] == fit([(judged, score) for number, judged, score in sessions if number not in (3, 8)])
     assert lines[3].predict(0.3) == 0.0, "the only one who liked anything is not in it"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks._rollout_trials import _Line
-from headrace_registry.shadow.expectations import Expectations, expectations, prompt_kinds
+from headrace_registry.rollouts.findings import Expectations, expectations, prompt_kinds
 from headrace_schemas import FunctionDefinition, Message, Tool
 from headrace_statistics.contrast import Contrast
 from headrace_statistics.regression import Regression
@@ -46,7 +46,7 @@ def test_expectations_equal_a_computation_by_hand() -> None:
 
 
 def test_expectations_bound_the_number_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_registry.shadow.expectations._KINDS_MAX", 3)
+    monkeypatch.setattr("headrace_registry.rollouts.findings._KINDS_MAX", 3)
     expected = expectations([((f"task:{number}",), {"reward": 1.0}) for number in range(9)])
     assert len(expected.table["reward"]) == 3
     assert expected.table["reward"][""] == (9.0, 9.0)

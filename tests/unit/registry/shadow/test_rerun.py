@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.shadow import recording
-from headrace_registry.shadow.recording import (
+from headrace_registry.rollouts.settings import RerunBounds, ShadowSettings
+from headrace_registry.shadow import rerun as recording
+from headrace_registry.shadow.rerun import (
+    ModelAnswer,
     Recording,
+    Rerun,
+    RerunFailed,
+    Toolbox,
     canonical_arguments,
     first_run,
     is_single_run,
     log_weight,
+    rerun,
     scorable_answers,
 )
-from headrace_registry.shadow.rerun import ModelAnswer, Rerun, RerunFailed, Toolbox, rerun
-from headrace_registry.shadow.settings import RerunBounds, ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_schemas import FunctionCall, Message, Sampling, ToolCall, Turn
 from tests.support.turns import ask, user

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import select
 
-from headrace_registry.rollout_tables import EVENTS, READINGS, SESSIONS, UNITS
-from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.control import steps as steps_of_rollouts
 from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.storage.tables import EVENTS, READINGS, SESSIONS, UNITS
 from headrace_schemas import ModelEvent, UnitAssignment
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids

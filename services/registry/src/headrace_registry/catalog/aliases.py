@@ -1,4 +1,8 @@
-"""Aliases that operators set. A request moves all of its aliases by compare-and-swap, or none."""
+"""Versions that operators serve: by an alias, or by a request besides the versions with a role.
+
+A request moves all of its aliases by compare-and-swap, or none. The number of requested versions that replicas hold is
+limited, so that room is left for trained versions.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,37 @@ from datetime import datetime
 from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import changes, lifecycle, store
-from headrace_registry.catalog import queries, served_limit
-from headrace_registry.records import ModelRecord
-from headrace_registry.tables import ALIASES
-from headrace_registry.transition import Transition
+from headrace_registry.storage import queries, store
+from headrace_registry.storage.records import ModelRecord, VersionRecord
+from headrace_registry.storage.tables import ALIASES, VERSIONS
+from headrace_registry.versions import lifecycle
+from headrace_registry.versions.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_schemas.http.catalog import AliasMove
+
+
+async def check_served_limit(tx: AsyncConnection, served_max: int) -> None:
+    """Raise `Refused` 409 when more versions are requested than `registry.served_max`. Bases of adapters count."""
+    requested = await queries.all_requested_versions(tx)
+    bases = [version.base for name in requested if (version := await store.load_version(tx, name)) and version.base]
+    counted = [name for name in dict.fromkeys([*requested, *bases]) if not await _has_a_role(tx, name)]
+    if len(counted) > served_max:
+        raise Refused(
+            409,
+            "no_room",
+            f"{len(counted)} versions would be served besides champions and candidates, registry.served_max is "
+            f"{served_max}; unserve one of {', '.join(counted[:8])}",
+            "version",
+        )
+
+
+async def _has_a_role(tx: AsyncConnection, name: str) -> bool:
+    """Return whether replicas hold the version because of a role."""
+    version = await store.load_version(tx, name)
+    model = await store.load_model(tx, version.model) if version else None
+    return model is not None and name in (model.champion, model.previous, model.candidate, model.anchor)
+
 
 ROLES = frozenset(("champion", "canary", "previous", "candidate", "anchor"))
 """Names that only the registry's own decisions move."""
@@ -47,7 +74,7 @@ async def move_aliases(
     for alias, move in moves.items():
         if current.get(alias) != move.version:
             await _move(tx, now, model.model, alias, move)
-    await served_limit.check_served_limit(tx, served_max)
+    await check_served_limit(tx, served_max)
     transition.mark_changed(model.model)
     return json.dumps({alias: [move.expected, move.version] for alias, move in sorted(moves.items())})
 
@@ -67,7 +94,7 @@ async def _check(tx: AsyncConnection, model: ModelRecord, alias: str, move: Alia
 
 async def check_servable(tx: AsyncConnection, model: ModelRecord, name: str) -> None:
     """Raise `Refused` for a version that could not serve this model."""
-    version = await changes.require_version(tx, model, name)
+    version = await store.require_version(tx, model, name)
     if version.state in ("withdrawn", "rejected"):
         raise Refused(409, version.state, f"{name} was {version.state}; it cannot be served", "version")
     problem = lifecycle.incompatibility(version, await store.load_view(tx, model, "", version))
@@ -89,3 +116,38 @@ async def _move(tx: AsyncConnection, now: datetime, model: str, alias: str, move
     )
     changed = (await tx.execute(statement)).rowcount
     assert changed == 1, f"alias {alias} of {model} moved inside a transaction that holds the lease"
+
+
+async def serve(
+    tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord, served_max: int
+) -> None:
+    """Let replicas load and probe the version. The first version of a model without a trainer becomes its champion."""
+    await check_servable(tx, model, version.version)
+    await _set_served(tx, version.version, True)
+    await check_served_limit(tx, served_max)
+    if model.champion is None and model.candidate is None and not await queries.has_trained_version(tx, model.model):
+        await transition.request(version, "force")
+    transition.mark_changed(model.model)
+
+
+async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord) -> None:
+    """Let replicas drop the version. Raises `Refused` 409 if an alias names it or a role of a trained model needs
+    it."""
+    aliases_naming = await queries.aliases_of(tx, version.version)
+    if aliases_naming:
+        raise Refused(
+            409,
+            "aliased",
+            f"{version.version} is named by {', '.join(aliases_naming)}; move these aliases first",
+            "version",
+        )
+    if version.version in (model.champion, model.candidate):
+        if await queries.has_trained_version(tx, model.model):
+            raise Refused(409, "has_a_role", f"{version.version} is champion or candidate of {model.model}", "version")
+        await transition.clear_roles(model)
+    await _set_served(tx, version.version, False)
+    transition.mark_changed(model.model)
+
+
+async def _set_served(tx: AsyncConnection, name: str, served: bool) -> None:
+    await tx.execute(update(VERSIONS).where(VERSIONS.c.version == name).values(served=served))

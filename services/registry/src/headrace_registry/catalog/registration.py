@@ -1,23 +1,30 @@
-"""Registers versions from files in the blob store, without a trainer of this installation."""
+"""Registers versions from files in the blob store, without a trainer of this installation; tags, notes and retirement.
+
+A retired version never serves again, and its files may be collected.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from datetime import datetime
 
-from sqlalchemy import update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import lifecycle, store
-from headrace_registry.catalog import queries
 from headrace_registry.catalog.aliases import ROLES
-from headrace_registry.records import ModelRecord, VersionRecord
-from headrace_registry.tables import VERSIONS
-from headrace_registry.transition import Transition
+from headrace_registry.storage import queries, rollout_store, store
+from headrace_registry.storage.records import ModelRecord, VersionRecord
+from headrace_registry.storage.tables import NOTES, TAGS, VERSIONS
+from headrace_registry.versions import lifecycle
+from headrace_registry.versions.transition import Transition
+from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.tables import upsert
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint
+from headrace_schemas.http.catalog import NOTES_MAX
 from headrace_schemas.values.blobs import BlobRef, File, Manifest
 
 _HASHED_BYTES_MAX = 16 * 2**20
@@ -126,3 +133,67 @@ async def _base_problem(tx: AsyncConnection, version: VersionRecord) -> str | No
         return f"its base {base.version} is an adapter itself"
     same = (base.tokenizer_sha256, base.template_sha256) == (version.tokenizer_sha256, version.template_sha256)
     return None if same else f"its tokenizer or chat template is not that of its base {base.version}"
+
+
+async def retire(
+    tx: AsyncConnection, now: datetime, transition: Transition, model: ModelRecord, version: VersionRecord
+) -> None:
+    """Retire a version. Raises `Refused` 409 with the reasons if it is in use."""
+    reasons = await reasons_in_use(tx, model, version)
+    if reasons:
+        raise Refused(409, "in_use", f"{version.version} is used: {'; '.join(reasons)}", "version")
+    if not version.retired:
+        values = {"retired_ms": epoch_ms(now), "request": "", "served": False}
+        await tx.execute(update(VERSIONS).where(VERSIONS.c.version == version.version).values(values))
+        transition.mark_changed(model.model)
+
+
+async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: VersionRecord) -> list[str]:
+    """Return why the registry's own state needs a version."""
+    name = version.version
+    roles = {
+        "the champion": model.champion,
+        "the previous version, to roll back to": model.previous,
+        "the candidate": model.candidate,
+        "the anchor": model.anchor,
+        "pinned": model.pinned,
+    }
+    reasons = [f"it is {role} of {model.model}" for role, role_version in roles.items() if role_version == name]
+    rollouts = [
+        rollout
+        for rollout in await rollout_store.rollouts_under_way(tx, model.model)
+        if name in (rollout.version, rollout.control)
+    ]
+    reasons += [f"rollout {rollout.rollout_id} is under way with it" for rollout in rollouts]
+    reasons += [f"alias {alias} names it" for alias in await queries.aliases_of(tx, name)]
+    reasons += ["an operator serves it"] if version.served else []
+    query = select(VERSIONS.c.version).where(VERSIONS.c.base == name, VERSIONS.c.retired_ms.is_(None))
+    adapters = list((await tx.execute(query.where(VERSIONS.c.state != "withdrawn").limit(3))).scalars())
+    return reasons + [f"{adapter} is an adapter of it" for adapter in adapters]
+
+
+TAGS_MAX = 64
+"""Largest number of tags of one version."""
+
+
+async def change_tags(tx: AsyncConnection, version: VersionRecord, add: Iterable[str], remove: Iterable[str]) -> None:
+    """Add and remove tags. Existing tags may be added again, and missing tags may be removed."""
+    removed = TAGS.c.tag.in_(list(remove))
+    await tx.execute(delete(TAGS).where(TAGS.c.version == version.version, removed))
+    for tag in add:
+        await upsert(tx, TAGS, {"version": version.version, "tag": tag}, {}, update=False)
+    count = (await tx.execute(select(func.count()).where(TAGS.c.version == version.version))).scalar_one()
+    if count > TAGS_MAX:
+        raise Refused(
+            409, "too_many_tags", f"{version.version} would have {count} tags, at most {TAGS_MAX} are allowed", "add"
+        )
+
+
+async def add_note(tx: AsyncConnection, now: datetime, version: VersionRecord, text: str, author: str) -> None:
+    """Add a note. Notes are never changed."""
+    count = (await tx.execute(select(func.count()).where(NOTES.c.version == version.version))).scalar_one()
+    if count >= NOTES_MAX:
+        raise Refused(
+            409, "too_many_notes", f"{version.version} has {count} notes, the most that a version may have", "text"
+        )
+    await tx.execute(insert(NOTES).values(version=version.version, text=text, who=author, at_ms=epoch_ms(now)))

@@ -13,14 +13,16 @@ from datetime import datetime, timedelta
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import store
-from headrace_registry.catalog import audit, retirement
-from headrace_registry.garbage import lineages, plan, storage_limit
+from headrace_registry.catalog import registration
+from headrace_registry.garbage import plan
+from headrace_registry.garbage import plan as lineages
+from headrace_registry.garbage import plan as storage_limit
 from headrace_registry.garbage.plan import GarbagePlan
-from headrace_registry.leader import LeaderLease
-from headrace_registry.records import VersionRecord
-from headrace_registry.tables import VERSIONS
-from headrace_registry.transition import Transition
+from headrace_registry.storage import audit, store
+from headrace_registry.storage.leader import LeaderLease
+from headrace_registry.storage.records import VersionRecord
+from headrace_registry.storage.tables import VERSIONS
+from headrace_registry.versions.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import CorruptBlob, MissingBlob
 from headrace_runtime.process.logs import get_logger
@@ -141,7 +143,7 @@ class GarbageCollector:
             for version in versions:
                 model = await store.load_model(tx, version.model)
                 assert model is not None
-                if await retirement.reasons_in_use(tx, model, version):
+                if await registration.reasons_in_use(tx, model, version):
                     needed.add(version.version)
             return ()
 
@@ -158,11 +160,11 @@ class GarbageCollector:
             assert record is not None
             model = await store.load_model(tx, record.model)
             assert model is not None
-            outcomes[:] = [not await retirement.reasons_in_use(tx, model, record)]
+            outcomes[:] = [not await registration.reasons_in_use(tx, model, record)]
             if not outcomes[0]:
                 return ()
             transition = Transition(tx, now)
-            await retirement.retire(tx, now, transition, model, record)
+            await registration.retire(tx, now, transition, model, record)
             return await transition.finish()
 
         await self._processor.step(retire)
@@ -192,7 +194,7 @@ class GarbageCollector:
             for version in retired[:RETIRED_MAX]:
                 model = await store.load_model(tx, version.model)
                 assert model is not None
-                if reasons := await retirement.reasons_in_use(tx, model, version):
+                if reasons := await registration.reasons_in_use(tx, model, version):
                     needs[version.version] = reasons
             return ()
 

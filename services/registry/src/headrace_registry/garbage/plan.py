@@ -1,11 +1,24 @@
-"""Decides which versions may be removed: a pure function of manifests and needs."""
+"""Decides which versions may be removed: pure functions of manifests, needs, sizes and trainers' states.
+
+A trainer continues from its base, the version that it trains, the promoted ones and those that it can go back to. Its
+saved states are read as they were written and never changed. If a state cannot be read, or lacks all of these fields,
+the garbage collection is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace_registry.storage.records import VersionRecord
+from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.records import Records
 from headrace_schemas.http.catalog import CollectedVersion, KeptVersion
+from headrace_schemas.values.base import Version
 from headrace_schemas.values.blobs import BlobRef, Manifest
 
 
@@ -61,3 +74,131 @@ def make_plan(
 def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
     removable = {file.blob.sha256: file.blob for file in version.files if file.blob.sha256 not in used}
     return CollectableVersion(version.version, tuple(removable.values()))
+
+
+ROLLBACK_TARGETS = 2
+"""Number of former champions of a model that stay, besides versions that are needed."""
+_DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
+_BYTES_MIN, _OF_SIZE = 4 << 30, 10
+
+Blobs = Mapping[str, int]
+"""The files of a version: sizes by digest."""
+
+
+def default_limit(blobs: Mapping[str, Blobs]) -> int:
+    """Return the limit where none is configured: 4 GiB, or ten times the largest version."""
+    return max(_BYTES_MIN, _OF_SIZE * max((sum(files.values()) for files in blobs.values()), default=0))
+
+
+def versions_over_limit(
+    versions: Sequence[VersionRecord], blobs: Mapping[str, Blobs], needed: Set[str], bytes_max: int
+) -> tuple[str, ...]:
+    """Return the versions whose removal brings the rest to `bytes_max`, as far as enough may be removed.
+
+    Versions that never served are removed first, then former champions, the oldest of each first. Versions that a user
+    has registered or labelled stay, and so do versions that still wait for a decision.
+
+    Args:
+        versions: Versions with files in the store, in the order of arrival.
+        blobs: The files of each version.
+        needed: Versions that an alias, a role, a rollout, an adapter or a lineage needs.
+        bytes_max: Bytes that distinct files may take.
+    """
+    users = Counter(digest for version in versions for digest in blobs[version.version])
+    total = sum({digest: size for files in blobs.values() for digest, size in files.items()}.values())
+    keep = needed | _rollback_targets(versions)
+    chosen: list[str] = []
+    for version in sorted(versions, key=lambda version: (version.state == "promoted", version.number)):
+        if total <= bytes_max:
+            break
+        if version.version in keep or not version.trained or version.label or version.state not in _DECIDED:
+            continue
+        files = blobs[version.version]
+        users.subtract(files.keys())
+        freed = sum(size for digest, size in files.items() if not users[digest])
+        if freed:
+            chosen.append(version.version)
+            total -= freed
+        else:
+            users.update(files.keys())
+    return tuple(chosen)
+
+
+def _rollback_targets(versions: Sequence[VersionRecord]) -> set[str]:
+    """Return the last champions of each model, including the present one, which is needed anyway."""
+    by_model: dict[str, list[VersionRecord]] = {}
+    for version in versions:
+        if version.state == "promoted" and not version.retired:
+            by_model.setdefault(version.model, []).append(version)
+    return {
+        version.version
+        for promoted in by_model.values()
+        for version in sorted(promoted, key=lambda version: (version.changed, version.number))[-1 - ROLLBACK_TARGETS :]
+    }
+
+
+_FOLDER = "lineages"
+_SHARED = 0
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Pointer(_Part):
+    state: BlobRef | None
+    epochs: dict[str, int] = {}
+
+
+class _Published(_Part):
+    version: Version
+
+
+class _Announced(_Part):
+    version: Version
+
+
+class _State(_Part):
+    versions: tuple[_Published, ...]
+    head: Version
+    promoted: tuple[Version, ...]
+    restore_points: dict[Version, object]
+    checkpoint: _Announced
+
+    def needed(self) -> set[str]:
+        return {
+            *(version.version for version in self.versions[:1]),
+            self.head,
+            *self.promoted,
+            *self.restore_points,
+            self.checkpoint.version,
+        }
+
+
+def needed_versions(blobs: BlobStore) -> dict[str, set[str]]:
+    """Return the versions that each lineage needs. Blocks. Raises `Refused` 409 for a lineage that cannot be read."""
+    return {lineage: _needed(blobs, lineage) for lineage in _names(blobs)}
+
+
+def _names(blobs: BlobStore) -> Iterator[str]:
+    yield from sorted({*blobs.areas(_FOLDER), *blobs.pointers(_FOLDER)})
+
+
+def _needed(blobs: BlobStore, lineage: str) -> set[str]:
+    record = Records(blobs, f"{_FOLDER}/{lineage}").newest()
+    data = record.data if record is not None else blobs.pointer(f"{_FOLDER}/{lineage}")
+    if data is None:
+        return set()
+    try:
+        pointer = _Pointer.model_validate_json(data)
+        if pointer.state is None:
+            return set()
+        epoch = pointer.epochs.get(pointer.state.sha256, _SHARED)
+        store = blobs if epoch == _SHARED else blobs.area(f"{_FOLDER}/{lineage}/{epoch:010d}")
+        return _State.model_validate_json(store.get(pointer.state)).needed()
+    except (ValidationError, CorruptBlob, MissingBlob) as error:
+        problem = (
+            f"{error.error_count()} fields are not as expected" if isinstance(error, ValidationError) else str(error)
+        )
+        message = f"lineage {lineage} cannot be read, so nothing is collected: {problem}; try again, or repair it"
+        raise Refused(409, "lineage_unreadable", message) from None

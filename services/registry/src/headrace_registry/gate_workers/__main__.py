@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterable
 from typing import TextIO
 
-from headrace_registry.gate import GateFailed
+from headrace_registry.gate.gate import GateFailed
 from headrace_registry.gate_workers.dispatcher import PlayDispatcher, WorkerLost
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable

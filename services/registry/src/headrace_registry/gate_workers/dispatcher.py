@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from headrace_registry.gate import GateFailed
+from headrace_registry.gate.gate import GateFailed
 from headrace_runtime.errors import HeadraceError
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas.programs.gate import Play, Tasks

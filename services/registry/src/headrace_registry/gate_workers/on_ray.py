@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from headrace_registry.gate import Gate, GateFailed, GateSession
+from headrace_registry.gate.gate import Gate, GateFailed, GateSession
 from headrace_registry.gate_workers.dispatcher import WorkerLost, worker_names
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable

@@ -7,8 +7,7 @@ import re
 from collections import Counter
 from statistics import fmean
 
-from headrace_registry.rollouts.metrics import metric
-from headrace_registry.rollouts.records import SessionRecord
+from headrace_registry.rollouts.metrics import SessionRecord, metric
 
 _REPEATED = 3
 _TOKENS_MAX = 8192.0

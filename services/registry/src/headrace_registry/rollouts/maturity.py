@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from statistics import fmean
 
-from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.rollouts.records import SessionRecord
+from headrace_registry.rollouts.metrics import Metric, SessionRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from statistics import fmean
 
-from headrace_registry.rollouts.metrics import metric, of_source
-from headrace_registry.rollouts.records import SessionRecord
+from headrace_registry.rollouts.metrics import SessionRecord, metric, of_source
 
 _SUCCESS = 0.5
 _DISSATISFIED = re.compile(

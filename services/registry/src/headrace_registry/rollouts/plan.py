@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_registry.rollouts import metrics
+from headrace_registry.rollouts.estimate import EstimateRequirements
 from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.shadow.requirements import EstimateRequirements
 from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_statistics import spending

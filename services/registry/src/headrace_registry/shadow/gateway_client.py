@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 import httpx2
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
-from headrace_registry import probe
-from headrace_registry.shadow.recording import ScorableAnswer
-from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed
-from headrace_registry.shadow.settings import ShadowSettings
+from headrace_registry.rollouts.settings import ShadowSettings
+from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed, ScorableAnswer
 from headrace_registry.shadow.tool_program import ToolProgram
+from headrace_registry.versions import probe
 from headrace_runtime.clock import Clock
 from headrace_schemas import Message, Replica, Turn
 from headrace_schemas.http.answer_form import constraint_fields

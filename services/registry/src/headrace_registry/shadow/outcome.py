@@ -9,15 +9,14 @@ from dataclasses import replace
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts.rollout_store import RolloutRecord
+from headrace_registry.rollouts.estimate import estimate
+from headrace_registry.rollouts.findings import ShadowFindings, expectations
 from headrace_registry.rollouts.state_machine import RolloutDecision
 from headrace_registry.shadow import prompts
-from headrace_registry.shadow.estimate import estimate
-from headrace_registry.shadow.expectations import expectations
-from headrace_registry.shadow.findings import ShadowFindings
 from headrace_registry.shadow.prompt_reader import PromptReading, pair_of
 from headrace_registry.shadow.prompts import ANSWERING, PromptRecord
+from headrace_registry.storage.rollout_store import RolloutRecord
+from headrace_registry.storage.tables import ROLLOUTS
 
 _NUMBERS_MAX = 64
 """Largest number of statistics in a decision."""

@@ -8,16 +8,16 @@ from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import SHADOW_PROMPTS
-from headrace_registry.rollouts import metrics, unit_store
-from headrace_registry.rollouts.metrics import Metric, MetricFailed, compute_metrics
-from headrace_registry.rollouts.records import SessionRecord
-from headrace_registry.rollouts.rollout_store import RolloutRecord
-from headrace_registry.shadow import expectations, prompts
-from headrace_registry.shadow.estimate import ShadowPair
+from headrace_registry.rollouts import findings, metrics
+from headrace_registry.rollouts.estimate import ShadowPair
+from headrace_registry.rollouts.metrics import Metric, MetricFailed, SessionRecord, compute_metrics
+from headrace_registry.shadow import prompts
 from headrace_registry.shadow.prompts import ANSWERING, PromptRecord, Side
-from headrace_registry.shadow.recording import first_run, is_opening, is_single_run
+from headrace_registry.shadow.rerun import first_run, is_opening, is_single_run
+from headrace_registry.storage import unit_store
+from headrace_registry.storage.leader import LeaderLease
+from headrace_registry.storage.rollout_store import RolloutRecord
 from headrace_runtime.stream.processor import Processor, Unfinished
 from headrace_schemas import Event
 from headrace_schemas.values.base import Finite, Model, Text
@@ -83,7 +83,7 @@ def read_prompt(
     judged = {side: _goodness(judge, JUDGE_METRIC, side_sessions) for side, side_sessions in judged_sessions.items()}
     user_score = _goodness(user, USER_METRIC, sessions["logged"]) if single_run else None
     return PromptReading(
-        kinds=expectations.prompt_kinds(opening) if opening else (),
+        kinds=findings.prompt_kinds(opening) if opening else (),
         candidate=compute_metrics(sessions["candidate"], rollout_metrics),
         champion=compute_metrics(sessions["champion"], rollout_metrics),
         logged=compute_metrics(sessions["logged"], rollout_metrics),

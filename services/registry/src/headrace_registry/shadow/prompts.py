@@ -14,9 +14,9 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, RowMapping, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollout_tables import EVENTS, PROMPTS, ROLLOUTS, SESSIONS, UNITS
-from headrace_registry.rollouts.rollout_store import RolloutRecord
-from headrace_registry.rollouts.unit_store import Membership
+from headrace_registry.storage.rollout_store import RolloutRecord
+from headrace_registry.storage.tables import EVENTS, PROMPTS, ROLLOUTS, SESSIONS, UNITS
+from headrace_registry.storage.unit_store import Membership
 from headrace_runtime.storage.tables import upsert
 from headrace_schemas.values import ids
 

@@ -1,14 +1,133 @@
-"""One prompt answered again by one version: calls of the model, results of tools, and how it ended."""
+"""One prompt answered again by one version: calls of the model, results of tools, and how it ended.
+
+Only a part of a user's own session can be repeated: its first run, with the results of its tools.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from headrace_registry.shadow.recording import Recording
-from headrace_registry.shadow.settings import RerunBounds
+from headrace_registry.rollouts.settings import RerunBounds
 from headrace_schemas import FunctionCall, Message, Turn
+
+
+def is_opening(turn: Turn) -> bool:
+    """Return whether no answer precedes the turn."""
+    return all(message.role in ("system", "developer", "user") for message in turn.messages)
+
+
+def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the opening turn and the following ones up to the first answer without a tool call. Empty without an
+    opening.
+
+    The user's next message was a reply to that answer, so later turns cannot be repeated with another version.
+    """
+    run: list[Turn] = []
+    for turn in turns:
+        if (not run and is_opening(turn)) or (run and _continues(run[-1], turn)):
+            run.append(turn)
+        elif run:
+            break
+        if run and not run[-1].choices[0].message.tool_calls:
+            break
+    return tuple(run)
+
+
+def is_single_run(turns: Sequence[Turn]) -> bool:
+    """Return whether the session consists of its first run alone. Only then its rewards and feedback are about that
+    run."""
+    return bool(turns) and len(first_run(turns)) == len(turns)
+
+
+def _continues(before: Turn, turn: Turn) -> bool:
+    prompt_length = len(before.messages)
+    answered = turn.messages[prompt_length + 1 :]
+    return (
+        len(turn.messages) > prompt_length
+        and turn.messages[:prompt_length] == before.messages
+        and turn.messages[prompt_length].role == "assistant"
+        and bool(answered)
+        and all(message.role == "tool" for message in answered)
+    )
+
+
+def canonical_arguments(arguments: str) -> str:
+    """Return equal strings for equal JSON arguments. Arguments that are not JSON are returned unchanged."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+@dataclass(slots=True)
+class Recording:
+    """The results of a run's calls, by tool and arguments."""
+
+    results: dict[tuple[str, str], deque[str]] = field(default_factory=lambda: defaultdict(deque))
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> Recording:
+        """Record the results of all turns of a session: a call that it made later has the same result."""
+        recording = cls()
+        longest: Sequence[Message] = max((turn.messages for turn in turns), key=len, default=())
+        calls = {call.id: call.function for item in longest for call in item.tool_calls or ()}
+        for message in longest:
+            called = calls.get(message.tool_call_id or "") if message.role == "tool" else None
+            if called is not None:
+                recording.results[called.name, canonical_arguments(called.arguments)].append(message.text)
+        return recording
+
+    def replay(self, call: FunctionCall) -> str | None:
+        """Return the recorded result of a call, or None if it was never made.
+
+        Repeated calls get the recorded results in their order, and then the last one again and again.
+        """
+        results = self.results.get((call.name, canonical_arguments(call.arguments)))
+        if not results:
+            return None
+        return results.popleft() if len(results) > 1 else results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ScorableAnswer:
+    """One sampled answer with its prompt, for which another version can compute logprobs."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float
+
+
+def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
+    """Return the answers of a run, or None if one was not sampled from the version's own distribution and has no
+    weight."""
+    if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
+        return None
+    return tuple(
+        ScorableAnswer(
+            tuple(turn.prompt_token_ids),
+            tuple(turn.choices[0].token_ids),
+            tuple(turn.choices[0].logprobs),
+            turn.sampling.temperature,
+        )
+        for turn in turns
+        if turn.choices[0].token_ids
+    )
+
+
+def log_weight(answers: Sequence[ScorableAnswer], logprobs: Sequence[Sequence[float]]) -> float:
+    """Return the log weight of all answers together, from the other version's logprobs of each token."""
+    return math.fsum(
+        candidate_logprob - logged_logprob
+        for answer, answer_logprobs in zip(answers, logprobs, strict=True)
+        for candidate_logprob, logged_logprob in zip(answer_logprobs, answer.logprobs, strict=True)
+    )
+
 
 Ended = Literal["answered", "other_call", "steps", "tokens", "failed"]
 """`answered`: with an answer that calls no tool, as in the user's session. `other_call`: it called a tool that may not

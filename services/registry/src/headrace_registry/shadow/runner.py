@@ -10,23 +10,27 @@ from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import SHADOW_PROMPTS
-from headrace_registry.rollouts import rollout_store, unit_store
-from headrace_registry.rollouts.rollout_store import RolloutRecord
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.shadow import prompts
 from headrace_registry.shadow.prompts import ANSWERING, PromptRecord, Side
-from headrace_registry.shadow.recording import (
+from headrace_registry.shadow.rerun import (
+    ModelSession,
+    ReadOnlyTools,
     Recording,
+    RerunFailed,
     ScorableAnswer,
+    Toolbox,
     first_run,
     is_opening,
     is_single_run,
     log_weight,
+    rerun,
     scorable_answers,
 )
-from headrace_registry.shadow.rerun import ModelSession, ReadOnlyTools, RerunFailed, Toolbox, rerun
+from headrace_registry.storage import rollout_store, unit_store
+from headrace_registry.storage.leader import LeaderLease
+from headrace_registry.storage.rollout_store import RolloutRecord
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_runtime.stream.processor import Processor, StepFailed

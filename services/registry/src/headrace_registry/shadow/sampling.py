@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import SHADOW_PROMPTS
-from headrace_registry.rollouts import unit_store
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.shadow import prompts
 from headrace_registry.shadow.prompts import ShadowPhase
-from headrace_registry.shadow.recording import is_opening
+from headrace_registry.shadow.rerun import is_opening
+from headrace_registry.storage import unit_store
+from headrace_registry.storage.leader import LeaderLease
 from headrace_schemas import Turn
 
 _MINUTE_MS = 60_000

@@ -12,8 +12,8 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from pydantic import BaseModel, ValidationError
 
+from headrace_registry.rollouts.settings import ShadowSettings
 from headrace_registry.shadow.rerun import RerunFailed
-from headrace_registry.shadow.settings import ShadowSettings
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_environment
 from headrace_schemas import FunctionCall

@@ -1,0 +1,148 @@
+"""Reports of rollouts: their state for the REST interface, charts of their steps, and Prometheus gauges.
+
+The charts are files in the data directory, with the statistics behind each decision. A series of a gauge is removed
+when its rollout is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from headrace_registry.metrics import ROLLOUT_DIFFERENCE, ROLLOUT_EXPOSURE, ROLLOUT_HARM, ROLLOUT_SHARE, Level
+from headrace_registry.rollouts import metrics as rollout_metrics
+from headrace_registry.rollouts.evidence import Findings
+from headrace_registry.rollouts.plan import Guardrail, Success
+from headrace_registry.rollouts.state_machine import LEFT_TO_OPERATOR
+from headrace_registry.storage.rollout_store import RolloutRecord
+from headrace_runtime import rollout_picture
+from headrace_runtime.process.logs import get_logger
+from headrace_schemas import ModelEvent
+from headrace_schemas.http.rollout_api import ChartPoint, RolloutState
+
+log = get_logger(__name__)
+
+
+class ReportWriter:
+    """Writer of charts. Call `write` after each step; a step that has a chart is skipped.
+
+    A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. Without
+    matplotlib, or on a full disk, only the chart is missing.
+    """
+
+    def __init__(self, folder: Path, kept_max: int) -> None:
+        self._folder = folder
+        self._kept_max = kept_max
+        self._without_matplotlib = False
+
+    async def write(self, state: RolloutState) -> None:
+        """Draw the chart of the rollout's last step."""
+        path = self._folder / name_of(state)
+        if not self._kept_max or self._without_matplotlib or await asyncio.to_thread(path.exists):
+            return
+        try:
+            drawn = await asyncio.to_thread(self._draw, state, path)
+        except OSError as error:
+            log.warning("report_left_out", path=str(path), error=repr(error), remedy="headrace rollouts report")
+            return
+        if not drawn:
+            self._without_matplotlib = True
+            log.info("reports_left_out", reason="matplotlib is not installed", remedy="headrace rollouts report")
+
+    def _draw(self, state: RolloutState, path: Path) -> bool:
+        drawn = rollout_picture.picture(state, rollout_picture.metric_of(state), path)
+        for path_to_remove in sorted(self._folder.glob("*.png"))[: -self._kept_max]:  # names begin with the time
+            path_to_remove.unlink(missing_ok=True)
+        return drawn
+
+
+def name_of(state: RolloutState) -> str:
+    """Return the file name of the chart of the rollout's last step: time, version, number and kind of the step."""
+    steps = [event for event in state.decisions if event.rollout is not None]
+    last = steps[-1] if steps else None
+    at = last.time if last else state.began_at
+    kind = last.rollout.kind if last and last.rollout else "begin"
+    return f"{at:%Y%m%dT%H%M%S}-{state.version.replace('@', '-')}-{len(steps):03}-{kind}.png"
+
+
+class RolloutGauges:
+    """Gauges of all models. Call `show` after each evaluation, and `remove_ended` with the rollouts that are still
+    under way."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, set[tuple[Level, tuple[str, ...]]]] = {}
+        """By rollout."""
+
+    def show(self, rollout: RolloutRecord, findings: Findings) -> None:
+        labels = rollout.model, str(rollout.slot)
+        self._set(rollout, ROLLOUT_SHARE, labels, float(rollout.share))
+        self._set(rollout, ROLLOUT_EXPOSURE, labels, rollout.exposure)
+        for metric in [name.removesuffix(".lower") for name in findings.statistics if name.endswith(".lower")]:
+            for end in ("difference", "lower", "upper"):
+                self._set(rollout, ROLLOUT_DIFFERENCE, (*labels, metric, end), findings.statistics[f"{metric}.{end}"])
+        for guardrail, evidence in evidence_of_harm(rollout, findings).items():
+            self._set(rollout, ROLLOUT_HARM, (*labels, guardrail), evidence)
+
+    def remove_ended(self, model: str, rollouts: Iterable[RolloutRecord]) -> None:
+        """Remove the series of that model's rollouts that are not in `rollouts`."""
+        kept_ids = {rollout.rollout_id for rollout in rollouts}
+        for rollout_id in [name for name in self._series if name not in kept_ids]:
+            if any(labels[0] != model for _, labels in self._series[rollout_id]):
+                continue
+            for gauge, labels in self._series.pop(rollout_id):
+                if not any((gauge, labels) in remaining for remaining in self._series.values()):
+                    gauge.remove(*labels)
+
+    def _set(self, rollout: RolloutRecord, gauge: Level, labels: tuple[str, ...], value: float) -> None:
+        gauge.labels(*labels).set(value)
+        self._series.setdefault(rollout.rollout_id, set()).add((gauge, labels))
+
+
+def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, float]:
+    """Return the evidence of harm of each guardrail, relative to the evidence that rolls the candidate back.
+
+    The value is the log of the wealth over the value that its first reading on live traffic needs. Below 0, the
+    sessions are evidence against harm.
+    """
+    plan = rollout.plan
+    shares = {}
+    for guardrail in plan.guardrails:
+        wealth = findings.statistics.get(f"{guardrail.metric}.harm_log_wealth")
+        if wealth is not None:
+            shares[guardrail.metric] = wealth / -math.log(plan.harm_error(guardrail, "maturity"))
+    return shares
+
+
+def rollout_state(
+    rollout: RolloutRecord, decisions: tuple[ModelEvent, ...] = (), *, chart: bool = False
+) -> RolloutState:
+    """Return the state of a rollout. `decisions` are its steps; `chart` includes the points of the chart."""
+    rules: tuple[Guardrail | Success, ...] = (*rollout.plan.guardrails, *rollout.plan.successes)
+    metric_names = {*rollout.plan.watched, *(rule.metric for rule in rules)}
+    return RolloutState(
+        id=rollout.rollout_id,
+        model=rollout.model,
+        version=rollout.version,
+        control=rollout.control,
+        kind=rollout.kind,
+        phase=rollout.phase,
+        stage=rollout.stage,
+        stages=tuple(str(stage.share) for stage in rollout.plan.stages),
+        share=str(rollout.share) if rollout.is_under_way else "0",
+        unit=rollout.plan.unit,
+        number=rollout.number,
+        reason=rollout.reason,
+        good_enough=rollout.phase in ("champion", "succeeded") or rollout.reason.endswith(LEFT_TO_OPERATOR),
+        margins={guardrail.metric: guardrail.margin for guardrail in rollout.plan.guardrails},
+        higher_is_better={name: rollout_metrics.metric_named(name).higher_is_better for name in sorted(metric_names)},
+        statistics=dict(rollout.statistics),
+        shadow_units=rollout.plan.shadow_units,
+        shadow=rollout.shadow.state,
+        chart=tuple(ChartPoint.model_validate(point) for point in rollout.points) if chart else (),
+        began_at=rollout.began,
+        changed_at=rollout.changed,
+        watched_s=rollout.observed_ms / 1000,
+        decisions=decisions,
+    )

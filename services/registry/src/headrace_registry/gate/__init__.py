@@ -1,0 +1,1 @@
+"""The gate: plays of versions on held-out tasks, and their verdicts."""

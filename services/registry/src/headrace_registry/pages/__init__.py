@@ -1,0 +1,1 @@
+"""REST pages of the registry."""

@@ -1,0 +1,1 @@
+"""Tables of the registry, and their reading and writing."""

@@ -1,0 +1,154 @@
+"""Reads rollouts from the database, as rows and as the state of the state machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from fractions import Fraction
+
+from sqlalchemy import RowMapping, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.rollouts.findings import ShadowFindings
+from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.rollouts.state_machine import UNDER_WAY, ModelRolloutState, Phase, Rollout
+from headrace_registry.storage.records import AnchorState, ModelRecord
+from headrace_registry.storage.tables import ROLLOUTS, VERSIONS
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+
+_HOUR = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One row of the table of rollouts.
+
+    `observed_ms` is the rollout's own clock: it runs while its sessions are read, in whichever process.
+    """
+
+    number_id: int
+    rollout_id: str
+    model: str
+    version: str
+    control: str
+    kind: str
+    plan: RolloutPlan
+    salt: str
+    slots: int
+    phase: Phase
+    stage: int
+    slot: int
+    number: int
+    reason: str
+    statistics: Mapping[str, float]
+    chart: str
+    anchor_state: AnchorState
+    began: datetime
+    changed: datetime
+    observed_ms: int
+    stage_observed_ms: int
+    turns: int
+    """Turns of the model that the split has drawn since the rollout began."""
+    turns_exposed: int
+    """Turns among these that the candidate answered."""
+    own_share: Fraction | None
+    """Share from an adaptive split, where it is less than that of the stage."""
+    shadow: ShadowFindings
+    """Findings of its shadow, once that is over."""
+
+    @property
+    def points(self) -> list[dict[str, object]]:
+        """Points of the chart."""
+        points: list[dict[str, object]] = json.loads(self.chart)
+        return points
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.phase in UNDER_WAY
+
+    @property
+    def share(self) -> Fraction:
+        """Share of all units for the candidate while the rollout is under way."""
+        return self.stage_share if self.own_share is None else min(self.own_share, self.stage_share)
+
+    @property
+    def stage_share(self) -> Fraction:
+        """Share of all units that the present stage gives the candidate."""
+        return min(self.plan.stages[self.stage].share, Fraction(1, self.slots + 1))
+
+    @property
+    def exposure(self) -> float:
+        """Share of the turns since the rollout began that the candidate answered."""
+        return self.turns_exposed / self.turns if self.turns else 0.0
+
+    @property
+    def now(self) -> datetime:
+        """Present time by the rollout's own clock, which started when the rollout began."""
+        return self.began + timedelta(milliseconds=self.observed_ms)
+
+    def rollout(self) -> Rollout:
+        """Return the rollout in the form of `state_machine`, with times of its own clock."""
+        changed = self.began + timedelta(milliseconds=self.stage_observed_ms)
+        return Rollout(self.version, self.phase, self.stage, self.slot, self.number, self.began, changed)
+
+
+async def rollouts_under_way(tx: AsyncConnection, model: str | None = None) -> list[RolloutRecord]:
+    """Return the rollouts under way, of one model or of all, the oldest first."""
+    query = select(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).order_by(ROLLOUTS.c.number_id)
+    if model is not None:
+        query = query.where(ROLLOUTS.c.model == model)
+    return [_record(row) for row in (await tx.execute(query)).mappings()]
+
+
+async def load_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecord | None:
+    """Return the rollout with that id, or None."""
+    row = (await tx.execute(select(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout_id))).mappings().one_or_none()
+    return _record(row) if row else None
+
+
+async def newest_rollouts(tx: AsyncConnection, model: str | None, limit: int) -> list[RolloutRecord]:
+    """Return up to `limit` rollouts, the newest first."""
+    query = select(ROLLOUTS).order_by(ROLLOUTS.c.number_id.desc()).limit(limit)
+    if model is not None:
+        query = query.where(ROLLOUTS.c.model == model)
+    return [_record(row) for row in (await tx.execute(query)).mappings()]
+
+
+async def count_recent_rollouts(tx: AsyncConnection, model: str, now: datetime) -> int:
+    """Return the number of rollouts that began within the last hour."""
+    query = select(func.count()).where(ROLLOUTS.c.model == model, ROLLOUTS.c.began_ms > epoch_ms(now - _HOUR))
+    return (await tx.execute(query)).scalar_one()
+
+
+async def load_model_state(tx: AsyncConnection, model: ModelRecord) -> ModelRolloutState:
+    """Return the state that `state_machine` decides with: the last rollout of each version, and the parents of all
+    versions."""
+    assert model.champion
+    parent_rows = await tx.execute(select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.model == model.model))
+    query = select(ROLLOUTS).where(ROLLOUTS.c.model == model.model).order_by(ROLLOUTS.c.number_id)
+    rows = (await tx.execute(query)).mappings()
+    last_rollouts = {row["version"]: _record(row).rollout() for row in rows}
+    return ModelRolloutState(
+        model.champion, {row.version: row.parent for row in parent_rows}, last_rollouts, model.family
+    )
+
+
+def _record(row: RowMapping) -> RolloutRecord:
+    fields = {name: row[name] for name in ("number_id", "rollout_id", "model", "version", "control", "kind", "salt")}
+    fields |= {name: row[name] for name in ("slots", "phase", "stage", "slot", "number", "reason", "chart")}
+    return RolloutRecord(
+        **fields,
+        plan=RolloutPlan.model_validate_json(row["plan"]),
+        statistics=json.loads(row["statistics"]),
+        anchor_state=AnchorState(**json.loads(row["standing"])),
+        began=from_epoch_ms(row["began_ms"]),
+        changed=from_epoch_ms(row["changed_ms"]),
+        observed_ms=row["observed_ms"],
+        stage_observed_ms=row["stage_observed_ms"],
+        turns=row["turns"],
+        turns_exposed=row["turns_exposed"],
+        own_share=Fraction(row["share"]) if row["share"] else None,
+        shadow=ShadowFindings.model_validate_json(row["shadow"]),
+    )

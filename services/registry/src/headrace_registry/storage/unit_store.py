@@ -1,0 +1,212 @@
+"""Rows about the units of rollouts: arm, events and readings of each, with times of the rollout's own clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.rollouts.maturity import Unit, UnitReading
+from headrace_registry.rollouts.metrics import SessionRecord
+from headrace_registry.rollouts.plan import ReadingAge
+from headrace_registry.rollouts.state_machine import UNDER_WAY
+from headrace_registry.storage.rollout_store import RolloutRecord
+from headrace_registry.storage.tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.storage.tables import AT_ONCE_MAX, delete_batch, upsert
+from headrace_schemas import EVENTS as KINDS
+from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The unit of a rollout under way that an event is about, and the time by the rollout's clock."""
+
+    rollout_id: str
+    unit: str
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DueUnit:
+    """A unit that has reached an age, with all events about it up to then."""
+
+    unit: Unit
+    sessions: tuple[tuple[str, bytes], ...]
+    """Topic and value of each event, in the order in which they were read."""
+
+
+async def advance_clocks(tx: AsyncConnection, milliseconds: int) -> None:
+    """Advance the clocks of the rollouts under way by a time for which all topics have been read."""
+    later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
+    await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
+
+
+async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: Mapping[tuple[str, str], int]) -> None:
+    """Count turns that the split has drawn, by model, and turns that were answered, by model and version."""
+    is_active = ROLLOUTS.c.phase.in_(UNDER_WAY)
+    for model, count in drawn.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, is_active)
+        await tx.execute(rows.values(turns=ROLLOUTS.c.turns + count))
+    for (model, version), count in answered.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, ROLLOUTS.c.version == version, is_active)
+        await tx.execute(rows.values(turns_exposed=ROLLOUTS.c.turns_exposed + count))
+
+
+async def enroll(
+    tx: AsyncConnection, member: Membership, session_key: str, tenant: str, *, candidate: bool, window_ms: int
+) -> bool:
+    """Return whether the session counts for the unit, and enroll the unit with its first session.
+
+    Further sessions of a user belong to the unit until `window_ms` after the first one.
+    """
+    key = {"rollout_id": member.rollout_id, "unit": member.unit}
+    new_unit = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0}
+    session = {"rollout_id": member.rollout_id, "session_key": session_key}
+    if not await upsert(tx, UNITS, key, new_unit, update=False) and member.unit != session_key:
+        enrolled_unit = select(SESSIONS.c.unit).where(*_equal(SESSIONS, session))
+        if (await tx.execute(enrolled_unit)).scalar_one_or_none() is not None:
+            return True
+        began = select(UNITS.c.enrolled_ms).where(*_equal(UNITS, key))
+        if member.now_ms > (await tx.execute(began)).scalar_one() + window_ms:
+            return False
+    await upsert(tx, SESSIONS, session, {"unit": member.unit, "tenant": tenant}, update=False)
+    return True
+
+
+async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
+    """Return the units of rollouts under way that a tenant's session belongs to."""
+    query = (
+        select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
+        .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
+        .where(SESSIONS.c.session_key == session_key, ROLLOUTS.c.phase.in_(UNDER_WAY))
+        .where(or_(SESSIONS.c.tenant == tenant, SESSIONS.c.tenant.is_(None)))
+    )
+    return [Membership(row.rollout_id, row.unit, row.observed_ms) for row in await tx.execute(query)]
+
+
+async def add_event(tx: AsyncConnection, member: Membership, event: Event, events_max: int) -> bool:
+    """Store an event of a unit. Return False if the unit is closed or has `events_max` events already."""
+    key = {"rollout_id": member.rollout_id, "unit": member.unit}
+    conditions = (*_equal(UNITS, key), UNITS.c.events < events_max, UNITS.c.events >= 0)
+    counted = await tx.execute(update(UNITS).where(*conditions).values(events=UNITS.c.events + 1))
+    if not counted.rowcount:
+        return False
+    row = {**key, "topic": event.topic, "value": event.to_json(), "at_ms": member.now_ms}
+    await tx.execute(insert(EVENTS).values(row))
+    return True
+
+
+async def due_units(
+    tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
+) -> list[DueUnit]:
+    """Return the units of that age that had exactly `readings_done` readings, in the order of readings."""
+    query = (
+        select(UNITS)
+        .where(
+            UNITS.c.rollout_id == rollout.rollout_id,
+            UNITS.c.looks == readings_done,
+            UNITS.c.enrolled_ms <= rollout.observed_ms - age_ms,
+        )
+        .order_by(UNITS.c.enrolled_ms, UNITS.c.unit)
+        .limit(limit)
+    )
+    units = []
+    for row in (await tx.execute(query)).mappings().all():
+        events_query = (
+            select(EVENTS.c.topic, EVENTS.c.value)
+            .where(
+                EVENTS.c.rollout_id == rollout.rollout_id,
+                EVENTS.c.unit == row["unit"],
+                EVENTS.c.at_ms <= row["enrolled_ms"] + age_ms,
+            )
+            .order_by(EVENTS.c.id)
+        )
+        events = tuple((event_row.topic, event_row.value) for event_row in await tx.execute(events_query))
+        unit = Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"]))
+        units.append(DueUnit(unit, events))
+    return units
+
+
+async def add_readings(
+    tx: AsyncConnection, rollout_id: str, age: ReadingAge, readings: Sequence[UnitReading], *, is_last: bool
+) -> None:
+    """Append readings. Delete the events of units for which this was the last reading."""
+    for reading in readings:
+        unit = {"rollout_id": rollout_id, "unit": reading.unit.name}
+        row = {
+            **unit,
+            "look": age,
+            "candidate": reading.unit.candidate,
+            "enrolled_ms": epoch_ms(reading.unit.enrolled),
+            "found": json.dumps(dict(reading.values)),
+            "expected": json.dumps(dict(reading.expected)),
+        }
+        await tx.execute(insert(READINGS).values(row))
+        changes = {"looks": UNITS.c.looks + 1, **({"events": -1} if is_last else {})}
+        await tx.execute(update(UNITS).where(*_equal(UNITS, unit)).values(changes))
+        if is_last:
+            await tx.execute(delete(EVENTS).where(*_equal(EVENTS, unit)))
+
+
+async def readings(
+    tx: AsyncConnection, rollout_id: str, after: int, limit: int
+) -> list[tuple[int, ReadingAge, UnitReading]]:
+    """Return up to `limit` readings after number `after`, in their order."""
+    query = select(READINGS).where(READINGS.c.rollout_id == rollout_id, READINGS.c.id > after)
+    rows = (await tx.execute(query.order_by(READINGS.c.id).limit(limit))).mappings()
+    return [
+        (
+            row["id"],
+            row["look"],
+            UnitReading(
+                Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"])),
+                json.loads(row["found"]),
+                json.loads(row["expected"]),
+            ),
+        )
+        for row in rows
+    ]
+
+
+async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
+    """Delete some of the rows that ended rollouts leave behind. Return whether there are more."""
+    ended = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.model == model, ROLLOUTS.c.phase.not_in(UNDER_WAY))
+    if await delete_batch(tx, EVENTS, EVENTS.c.rollout_id.in_(ended), order=EVENTS.c.id):
+        return True
+    for table, key_column in ((SESSIONS, SESSIONS.c.session_key), (UNITS, UNITS.c.unit)):
+        batch = select(table.c.rollout_id, key_column).where(table.c.rollout_id.in_(ended)).limit(AT_ONCE_MAX)
+        keys = (await tx.execute(batch)).all()
+        for rollout_id, name in keys:
+            await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, key_column == name))
+        if len(keys) == AT_ONCE_MAX:
+            return True
+    forgotten = ended.order_by(ROLLOUTS.c.number_id.desc()).limit(100_000).offset(kept_max)
+    if await delete_batch(tx, PROMPTS, PROMPTS.c.rollout_id.in_(forgotten), order=PROMPTS.c.id):
+        return True
+    return await delete_batch(tx, READINGS, READINGS.c.rollout_id.in_(forgotten), order=READINGS.c.id)
+
+
+def session_records(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:
+    """Group the events of a unit into records of its sessions."""
+    by_session: dict[str, list[Event]] = {}
+    for topic, value in events:
+        event = KINDS[topic].from_stored(value)
+        by_session.setdefault(event.key, []).append(event)
+    return [
+        SessionRecord(
+            key,
+            tuple(item for item in session_events if isinstance(item, Turn)),
+            tuple(item for item in session_events if isinstance(item, Trajectory)),
+            tuple(item for item in session_events if isinstance(item, Reward)),
+            tuple(item for item in session_events if isinstance(item, Feedback)),
+        )
+        for key, session_events in by_session.items()
+    ]
+
+
+def _equal(table: Table, key: dict[str, str]) -> list[ColumnElement[bool]]:
+    return [table.c[name] == value for name, value in key.items()]

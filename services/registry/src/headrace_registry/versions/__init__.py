@@ -1,0 +1,1 @@
+"""Versions and their roles: registration, candidates, promotion, routing."""
