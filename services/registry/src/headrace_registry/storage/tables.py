@@ -1,7 +1,7 @@
 """Tables of the registry.
 
-Versions, aliases, results of the gate, decisions, routings, the audit log and the leader's lease; of a rollout its rules
-and phase, the units of its arms, their events, and the readings of them.
+Versions, aliases, results of the gate, decisions, routings, the audit log and the leader's lease; and of rollouts their
+rules and phase, the units of their arms, their events, and the readings of them.
 """
 
 from __future__ import annotations
