@@ -21,7 +21,7 @@ from tests.unit.cli.test_cli import headrace
 STARTING = {
     "up", "demo", "train", "evaluate", "controls", "mirror", "replay run", "replay resume", "replay offer",
     "replay plan", "replay remove", "models register", "models import", "models export", "rollouts watch",
-    "models diff",
+    "models diff", "models pull", "models push",
 }  # fmt: skip
 """Commands that start services, write a bus or wait for people: only wrong arguments are tested."""
 SLOW = {"rollouts report", "trinity config"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from headrace_runtime.clock import SystemClock
@@ -12,6 +13,7 @@ from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import base_models
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter, resume_route
 from headrace_schemas import Event, ModelEvent
@@ -37,7 +39,9 @@ class Announcer:
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """Train until `max_steps` or until cancelled."""
+    """Train until `max_steps` or until cancelled. A base that is named is fetched from the hub first."""
+    base = await asyncio.to_thread(base_models.resolve, settings.base, common.data_dir)
+    configured, settings = settings, settings.model_copy(update={"base": str(base)})
     kinds = {"algorithm": settings.algorithm, "advantage": settings.advantage.kind, "loss": settings.loss.kind}
     kinds["backend"] = settings.backend
     ALGORITHM.info(kinds)
@@ -70,7 +74,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "training": lambda: trainer.stopped or True,
         "rewards": lambda: trainer.stray_rewards or True,
     }
-    routes = [resume_route(trainer, common), settings_route("trainer", settings, common)]
+    routes = [resume_route(trainer, common), settings_route("trainer", configured, common)]
     async with web.serve(web.app(checks, routes, common, notes=notes), settings, common.security) as port:
         log.info("listening", port=port)
         try:

@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import base_models
 from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
@@ -52,9 +53,15 @@ _TOOL_CALL = [
 ]
 
 
-async def check(_common: Common, settings: TrainerSettings) -> list[str]:
-    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ."""
-    folder = Path(settings.base)
+async def check(common: Common, settings: TrainerSettings) -> list[str]:
+    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ.
+
+    Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked.
+    """
+    folder = await asyncio.to_thread(_find_folder, settings.base, common.data_dir)
+    if folder is None:
+        return []
+    settings = settings.model_copy(update={"base": str(folder)})
     problems = await asyncio.to_thread(lambda: list(_problems(folder)))
     backend = BACKENDS.get(settings.backend)
     is_small = _weights_bytes(folder) <= _COMPARED_BYTES_MAX
@@ -63,6 +70,17 @@ async def check(_common: Common, settings: TrainerSettings) -> list[str]:
     elif not problems and not is_small and backend.check_layout:
         await asyncio.to_thread(backend.check_layout, settings)
     return [_setting_message(folder, problem) for problem in problems]
+
+
+def _find_folder(base: str, data_dir: Path) -> Path | None:
+    """Return the folder of the base, or None if it is a model of the hub that was not fetched yet. Blocks."""
+    repository = None if Path(base).is_dir() else base_models.Repository.parse(base)
+    if repository is None:
+        return Path(base)
+    fetched = base_models.find_fetched(repository, data_dir)
+    if fetched is None:
+        base_models.describe(repository)
+    return fetched
 
 
 def _weights_bytes(folder: Path) -> int:
@@ -75,7 +93,7 @@ def _setting_message(folder: Path, remedy: str) -> str:
 
 def _problems(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
-        yield "is not a folder; name one in Hugging Face's layout"
+        yield f"is not a folder; {base_models.FORMS}"
         return
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

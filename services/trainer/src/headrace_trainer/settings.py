@@ -213,7 +213,8 @@ class TrainerSettings(ServiceSettings):
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     base: str = ""
-    """A Hugging Face folder (safetensors, tokenizer, chat template): where a lineage starts. Required."""
+    """Where a lineage starts: a Hugging Face folder (safetensors, tokenizer, chat template), or a model of the hub as
+    `org/name` or `org/name@revision`, which is fetched once into `data_dir`. Required."""
     model: ModelName = "headrace"
     """The model that is trained; experiences of other models are skipped."""
     lineage: ModelName = "main"
@@ -361,7 +362,7 @@ class TrainerSettings(ServiceSettings):
         """Raise `SettingError` for a setting that does not fit the others, so that the start stops before loading a
         model."""
         if not self.base:
-            raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
+            raise SettingError("trainer.base", self.base, "name a folder, or a model of the hub as org/name")
         if self.owner_wait_s <= self.lease_s:
             raise SettingError(
                 "trainer.owner_wait_s",

@@ -86,7 +86,7 @@ def test_refusals_name_the_remedy(tmp_path: Path, base: Path, change: dict[str, 
 
 
 def test_a_missing_base_and_an_unknown_algorithm_are_refused(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(UsageError, match=r"trainer\.base is not set: name a Hugging Face folder with --base"):
+    with pytest.raises(UsageError, match=r"trainer\.base is not set: name a folder or a model of the hub with --base"):
         prepare(Job("grpo", rows(tmp_path)), {})
     with pytest.raises(UsageError, match="is not a folder"):
         prepare(Job("grpo", rows(tmp_path), base=tmp_path / "none"), {})

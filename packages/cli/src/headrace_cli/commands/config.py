@@ -116,7 +116,7 @@ def reference(
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to create.")] = Path("headrace.toml"),
-    base: Annotated[str, typer.Option(help="Hugging Face folder of the base model.")] = "models/base",
+    base: Annotated[str, typer.Option(help="Base model: a folder, or ORG/NAME of the hub.")] = "models/base",
     model: Annotated[str, typer.Option(help="Model name that agents call.")] = "my-agent",
 ) -> None:
     """Write a settings file with the common settings, their descriptions and defaults. Never overwrites a file."""

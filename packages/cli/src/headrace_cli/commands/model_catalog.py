@@ -12,7 +12,7 @@ from headrace_cli.commands.model_options import Name, RegistryOptions, VersionNa
 from headrace_cli.commands.shared import AsJson, Config, command, console, echo_json, table
 
 if TYPE_CHECKING:
-    from headrace_schemas.http.registry_api import ModelState
+    from headrace_schemas.http.registry_api import ModelState, VersionState
     from headrace_schemas.values.blobs import BlobRef
 
 Folder = Annotated[
@@ -100,6 +100,20 @@ def export(
 
     `import` restores the same version from the folder's manifest. A merged export is a new model.
     """
+    state = write_version(version, folder, registry, merge=merge, config=config)
+    console().print(f"{state.id} is in [bold]{folder}[/]")
+    if state.base and not merge:
+        console().print(f"it is an adapter of {state.base}; export the base with `export` as well")
+
+
+def write_version(
+    version: str, folder: Path, registry: RegistryOptions, *, merge: bool, config: Path | None
+) -> VersionState:
+    """Write the files of a version to a new folder. With `merge`, the files of an adapter that is merged into its base.
+
+    Raises:
+        UsageError: the folder is not empty, the version has no files, or there is nothing to merge.
+    """
     import asyncio
 
     from headrace.errors import UsageError
@@ -112,21 +126,16 @@ def export(
             raise UsageError(f"{state.id}: its files were collected; register them again to restore the version")
         if merge and state.base is None:
             raise UsageError(f"{state.id}: has full weights already; omit --merge")
-        if merge and state.base is not None:
-            base_manifest = find(api, *split_version(state.base)).manifest
-            assert base_manifest is not None
-            with console().status(f"merging {state.id} into {state.base}"):
-                asyncio.run(
-                    importing.merge_adapter(
-                        state.manifest, base_manifest, folder.absolute(), _environ(registry, config)
-                    )
-                )
-        else:
+        if not merge or state.base is None:
             size_bytes = exporting.export(exporting.fetch_manifest(state.manifest), folder)
             console().print(f"{size_bytes / 1e6:,.1f} MB")
-    console().print(f"{state.id} is in [bold]{folder}[/]")
-    if state.base and not merge:
-        console().print(f"it is an adapter of {state.base}; export the base with `export` as well")
+            return state
+        base_manifest = find(api, *split_version(state.base)).manifest
+        assert base_manifest is not None
+        with console().status(f"merging {state.id} into {state.base}"):
+            environ = _environ(registry, config)
+            asyncio.run(importing.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
+        return state
 
 
 def serve(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:

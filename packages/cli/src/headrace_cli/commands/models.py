@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.figures import figure
-from headrace_cli.commands import model_catalog, model_diff
+from headrace_cli.commands import model_catalog, model_diff, model_hub
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
 from headrace_cli.commands.shared import AsJson, Commands, command, console, echo_json, table
 
@@ -244,4 +244,5 @@ def add_to(parent: typer.Typer) -> None:
     command(app, resume, "headrace models resume email-agent")
     model_catalog.add_to(app)
     model_diff.add_to(app)
+    model_hub.add_to(app)
     parent.add_typer(app, name="models")

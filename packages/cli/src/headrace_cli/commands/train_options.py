@@ -90,9 +90,11 @@ class TrainingOptions:
     """Options of the training."""
 
     base: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder of the base model; default: trainer.base.", metavar="FOLDER", rich_help_panel=_TRAINING_PANEL
+            help="Base model, a folder or ORG/NAME of the hub; default: trainer.base.",
+            metavar="BASE",
+            rich_help_panel=_TRAINING_PANEL,
         ),
     ] = None
     lineage: Annotated[

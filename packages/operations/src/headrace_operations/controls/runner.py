@@ -5,13 +5,15 @@ Nothing live is changed: blobs, bus and services are in a scratch folder.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import HeadraceError, UsageError
+from headrace_operations.catalog.hub import base_folder
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Report, Run
 from headrace_operations.controls.serving import Stage, serving
@@ -86,6 +88,7 @@ async def run(request: Request, tick: Tick) -> Report:
         HeadraceError: a program failed.
     """
     check(request)
+    request = await asyncio.to_thread(_with_base_folder, request)
     total = len(request.controls) * request.seeds
     trained: list[TrainedControl] = []
     for seed in range(request.seeds):
@@ -102,6 +105,12 @@ async def run(request: Request, tick: Tick) -> Report:
             scores = await _measure(request, stage, training.run.base, training.run.last)
             runs.append(Run(training.control, training.seed, training.run, scores))
     return Report(len(request.experiences), base_scores, runs)
+
+
+def _with_base_folder(request: Request) -> Request:
+    """Return the request with the folder of its base. The data directory of the settings has models of the hub."""
+    base = base_folder(Overrides(request.config, request.settings, request.environ))
+    return replace(request, settings={**request.settings, "trainer.base": str(base)})
 
 
 async def _train(request: Request, control: Control, seed: int) -> ShortRun:

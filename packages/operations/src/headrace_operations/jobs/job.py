@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace_operations.catalog.hub import base_folder
 from headrace_operations.jobs.sources import RowFile, find_files
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
@@ -59,7 +60,7 @@ class Job:
     source: Paths
     """Files or folders; see `headrace_operations.jobs.sources`."""
     base: str | Path | None = None
-    """A Hugging Face folder; None takes the setting `trainer.base`."""
+    """A Hugging Face folder, or a model of the hub as `org/name`; None takes the setting `trainer.base`."""
     lineage: str | None = None
     """Name of the lineage; None builds it from the algorithm, the first source and a digest of the job."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -117,10 +118,10 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
     overrides = Overrides(job.config, job.settings, os.environ if environ is None else environ)
     if job.base is not None:
         overrides.set("trainer.base", str(job.base))
-    base = _base(overrides)
-    overrides.set("trainer.base", str(base))
     data_dir = data_dir_of(job.data_dir, overrides)
     overrides.set("data_dir", data_dir)
+    base = _base(overrides)
+    overrides.set("trainer.base", str(base))
     overrides.set("trainer.algorithm", job.kind)
     for name in ("trainer.advantage.kind", "trainer.loss.kind"):
         if name not in job.settings:
@@ -146,15 +147,12 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
 
 
 def _base(overrides: Overrides) -> Path:
-    setting = overrides.get("trainer.base")
-    if not setting:
+    if not overrides.get("trainer.base"):
         raise UsageError(
-            "trainer.base is not set: name a Hugging Face folder with --base, or set it in a settings file (--config)"
+            "trainer.base is not set: name a folder or a model of the hub with --base, or set it in a settings file "
+            "(--config)"
         )
-    folder = Path(str(setting)).absolute()
-    if not folder.is_dir():
-        raise UsageError(f"trainer.base = {folder}: is not a folder; name a folder in Hugging Face's layout")
-    return folder
+    return base_folder(overrides)
 
 
 def _digest(job: Job, overrides: Overrides, base: Path, files: Sequence[RowFile]) -> str:

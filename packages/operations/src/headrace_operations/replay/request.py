@@ -97,7 +97,7 @@ def make(
     if not overrides.get("trainer.base"):
         raise UsageError(
             "trainer.base is not set: name the settings file of the trainer (--config FILE), "
-            "or the folder of the base (--set trainer.base=FOLDER)"
+            "or the base (--set trainer.base=FOLDER)"
         )
     if judge and not overrides.get("judge.endpoint.base_url"):
         raise UsageError("--judge: judge.endpoint.base_url is not set; set it in the settings file or with --set")

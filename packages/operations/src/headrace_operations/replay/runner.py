@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from headrace.errors import HeadraceError, UsageError
 from headrace.producing import producing
 from headrace.topics import connected
+from headrace_operations.catalog.hub import base_folder
 from headrace_operations.replay import copying, journal, training
 from headrace_operations.replay.journal import Journal
 from headrace_operations.replay.partition_merge import PartitionMerge, open_merge
@@ -45,7 +46,8 @@ async def plan(request: Request, tick: Tick) -> Report:
     journal_of_lineage = await _journal(request)
     async with open_merge(request.bus, request.topic_range) as merge:
         choose_cut(request, report, journal_of_lineage, merge)
-        environ = request.environ(replays=request.of, lineage=request.lineage, cut=report.cut)
+        base = await asyncio.to_thread(base_folder, request.overrides)
+        environ = request.environ(base=base, replays=request.of, lineage=request.lineage, cut=report.cut)
         async with start_program("trainer", environ) as dry_run:
 
             async def feed() -> None:

@@ -27,7 +27,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
+FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
 
 
 def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files in `folder` that belong to a version, sorted: weights, configuration, tokenizer, templates."""
-    return sorted({path for pattern in _FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    return sorted({path for pattern in FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
 def is_weights(path: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.storage import versions as store
+from headrace_runtime.storage.base_models import FORMS
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from headrace_trainer.learner import Learner
@@ -19,7 +20,7 @@ from headrace_trainer.learner import Learner
 def check_base(folder: Path) -> None:
     """Raise `SettingError` when `folder` cannot be the base of a lineage (P7)."""
     if not folder.is_dir():
-        raise SettingError("trainer.base", str(folder), "is not a folder; name one in Hugging Face's layout")
+        raise SettingError("trainer.base", str(folder), f"is not a folder; {FORMS}")
     for pattern, content in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
         if not any(folder.glob(pattern)):
             raise SettingError("trainer.base", str(folder), f"has no {content}; convert the model first")

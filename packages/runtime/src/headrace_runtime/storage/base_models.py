@@ -1,0 +1,247 @@
+"""Base models by name: a folder, or a repository of a model hub that is fetched once into the data directory.
+
+A repository is named as `org/name` or `org/name@revision`. Its files are stored in `models/<org>--<name>/<commit>` of
+the data directory, together with the file `headrace_origin.json`, which names repository and commit. Versions contain
+that file, so a lineage records where its base came from. The commit of a branch is written down as well. Later starts
+use the same commit and need no connection, until `fetch` asks the hub again.
+
+huggingface_hub makes the connection and reads `HF_ENDPOINT`, `HF_TOKEN` and the other variables of that library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.process import liveness
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
+from headrace_runtime.storage.blobs import digest_of
+from headrace_runtime.storage.files import replace_file
+from headrace_runtime.storage.versions import FILE_PATTERNS
+from headrace_schemas.values.text import printable
+
+log = get_logger(__name__)
+SETTING = "trainer.base"
+ORIGIN_FILE = "headrace_origin.json"
+FORMS = "name a folder in Hugging Face's layout, or a model of the hub as org/name or org/name@revision"
+_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_DEFAULT_BRANCH = "main"
+_BRANCHES = "branches.json"
+_ERROR_LENGTH = 300
+_REFUSED_STATUSES = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """Name of a model on the hub, with a branch, a tag or a commit."""
+
+    name: str
+    revision: str = _DEFAULT_BRANCH
+
+    def __str__(self) -> str:
+        return self.name if self.revision == _DEFAULT_BRANCH else f"{self.name}@{self.revision}"
+
+    @classmethod
+    def parse(cls, text: str) -> Repository | None:
+        """Return the repository that `text` names, or None if it has another form."""
+        match = _NAME.fullmatch(text)
+        if match is None or ".." in text:
+            return None
+        return cls(match["repository"], match["revision"] or _DEFAULT_BRANCH)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """File of a repository. `sha256` is None for small files, whose digest the hub does not tell."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """Files of a repository's commit that belong to a model."""
+
+    repository: Repository
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.size for file in self.files)
+
+
+def resolve(base: str, data_dir: Path) -> Path:
+    """Return the folder of a base model, which is fetched from the hub if necessary. Blocks.
+
+    An existing folder has precedence over a model of the hub.
+
+    Raises:
+        SettingError: neither a folder nor a model of the hub has this name, or the model cannot be used.
+        Unavailable: the hub does not answer, and the model was not fetched before.
+    """
+    if Path(base).is_dir():
+        return Path(base)
+    repository = Repository.parse(base)
+    if repository is None:
+        raise SettingError(SETTING, base, f"is not a folder; {FORMS}")
+    if (folder := find_fetched(repository, data_dir)) is not None:
+        return folder
+    model = describe(repository)
+    log.info("fetching_base", base=base, commit=model.commit, files=len(model.files), megabytes=model.size // 1_000_000)
+    return fetch(model, data_dir)
+
+
+def find_fetched(repository: Repository, data_dir: Path) -> Path | None:
+    """Return the folder of a model that was fetched before, or None."""
+    folder = _folder_of(repository, data_dir)
+    commit = repository.revision
+    if not _COMMIT.fullmatch(commit):
+        commit = _read_branches(folder).get(commit, "")
+    return folder / commit if commit and (folder / commit / ORIGIN_FILE).is_file() else None
+
+
+def describe(repository: Repository) -> RemoteModel:
+    """Ask the hub for the commit and the files of a model. Blocks.
+
+    Raises:
+        SettingError: the hub has no such model, or it has no weights in safetensors.
+        Unavailable: the hub does not answer.
+    """
+    with hub_errors(repository) as hub:
+        info = hub.HfApi().model_info(repository.name, revision=repository.revision, files_metadata=True)
+    files = {
+        entry.rfilename: RemoteFile(entry.rfilename, entry.size or 0, entry.lfs.sha256 if entry.lfs else None)
+        for entry in info.siblings or ()
+    }
+    names = [name for name in files if _belongs_to_a_model(name)]
+    if not any(name.endswith(".safetensors") for name in names):
+        raise SettingError(SETTING, str(repository), "has no weights in safetensors; convert the model first")
+    if _INDEX not in names and _WEIGHTS in names:  # the others are the same weights in another layout
+        names = [name for name in names if name == _WEIGHTS or not name.endswith(".safetensors")]
+    return RemoteModel(repository, str(info.sha), tuple(files[name] for name in sorted(names)))
+
+
+def fetch(model: RemoteModel, data_dir: Path) -> Path:
+    """Download a model into the data directory, unless this commit is there already. Blocks.
+
+    An interrupted download continues where it ended.
+
+    Args:
+        model: the model, as `describe` returns it.
+        data_dir: the data directory.
+
+    Raises:
+        SettingError: a file differs from its digest.
+        Unavailable: the hub does not answer, or the disk has too little space.
+    """
+    folder = _folder_of(model.repository, data_dir)
+    final, draft = folder / model.commit, folder / f".{model.commit}.draft"
+    if not (final / ORIGIN_FILE).is_file():
+        draft.mkdir(parents=True, exist_ok=True)
+        disk.check_room(draft, model.size)
+        for file in _shown_in_index(model, draft):
+            _download(model, file, draft)
+            liveness.progress()
+        shutil.rmtree(draft / ".cache", ignore_errors=True)  # the library's notes on the download
+        origin = {"repository": model.repository.name, "commit": model.commit}
+        (draft / ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        draft.replace(final)
+    if not _COMMIT.fullmatch(model.repository.revision):
+        branches = {**_read_branches(folder), model.repository.revision: model.commit}
+        replace_file(folder / _BRANCHES, json.dumps(branches, indent=2).encode() + b"\n")
+    return final
+
+
+def _shown_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
+    """Yield the files of the model. If it has an index, only those weights that the index names."""
+    index = next((file for file in model.files if file.path == _INDEX), None)
+    shards: set[str] | None = None
+    if index is not None:
+        yield index
+        content = json.loads((draft / _INDEX).read_bytes())
+        shards = set(content["weight_map"].values())
+        if missing := sorted(shards - {file.path for file in model.files}):
+            raise SettingError(SETTING, str(model.repository), f"its index names {missing[0]}, which is not there")
+    for file in model.files:
+        if file.path != _INDEX and (shards is None or file.path in shards or not file.path.endswith(".safetensors")):
+            yield file
+
+
+def _download(model: RemoteModel, file: RemoteFile, draft: Path) -> None:
+    with hub_errors(model.repository) as hub:
+        hub.hf_hub_download(model.repository.name, file.path, revision=model.commit, local_dir=draft)
+    if file.sha256 is not None and digest_of(draft / file.path)[0] != file.sha256:
+        (draft / file.path).unlink()
+        raise SettingError(SETTING, str(model.repository), f"{file.path} differs from its digest; fetch it again")
+
+
+@contextmanager
+def hub_errors(repository: Repository, setting: str = SETTING) -> Iterator[Any]:
+    """Yield the module huggingface_hub, and turn its errors into `SettingError` about `setting`, or `Unavailable`."""
+    name = str(repository)
+    try:
+        import huggingface_hub as hub
+        from httpx import HTTPError
+        from huggingface_hub import errors
+    except ImportError:
+        remedy = "models of the hub need the package huggingface_hub; install headrace[local], or name a folder"
+        raise SettingError(setting, name, remedy) from None
+    try:
+        yield hub
+    except errors.GatedRepoError:
+        remedy = "is gated on the hub; accept its licence there, and set HF_TOKEN to a token of that account"
+        raise SettingError(setting, name, remedy) from None
+    except errors.RevisionNotFoundError:
+        remedy = f"the hub has the model, but no revision {repository.revision!r}; name a branch, a tag or a commit"
+        raise SettingError(setting, name, remedy) from None
+    except errors.RepositoryNotFoundError:
+        remedy = f"is neither a folder nor a model of the hub; {FORMS}, and set HF_TOKEN for a private model"
+        raise SettingError(setting, name, remedy) from None
+    except (errors.OfflineModeIsEnabled, HTTPError, OSError) as error:
+        if disk.is_full(error):
+            raise
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in _REFUSED_STATUSES:
+            remedy = f"the hub refuses the token (HTTP {status}); set HF_TOKEN to a token with the needed rights"
+            raise SettingError(setting, name, remedy) from None
+        reason = printable(str(error), _ERROR_LENGTH)
+        raise Unavailable(
+            f"setting {setting} = {name!r}: is not a folder, and the hub does not answer: {reason}; check the "
+            f"connection and HF_ENDPOINT, or {FORMS}"
+        ) from error
+
+
+def _belongs_to_a_model(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return any(pattern.count("/") == path.count("/") and pure.match(pattern) for pattern in FILE_PATTERNS)
+
+
+def _folder_of(repository: Repository, data_dir: Path) -> Path:
+    return data_dir / "models" / repository.name.replace("/", "--")
+
+
+def _read_branches(folder: Path) -> Mapping[str, str]:
+    try:
+        content = json.loads((folder / _BRANCHES).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {
+        branch: commit
+        for branch, commit in (content.items() if isinstance(content, dict) else ())
+        if isinstance(commit, str) and _COMMIT.fullmatch(commit)
+    }

@@ -1,0 +1,208 @@
+"""Models of a hub: fetched once by name, pinned by commit, started offline, refused with a remedy.
+
+The client is huggingface_hub itself, in processes of its own, because it reads its variables when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from headrace_runtime.storage.base_models import ORIGIN_FILE, Repository
+from tests.support.fake_hub import FakeHub, HubRepository
+from tests.support.ports import free_port
+
+NAME = "acme/tiny"
+FILES = {
+    "config.json": b'{"model_type": "qwen3"}',
+    "model.safetensors": bytes(range(256)) * 40,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+}
+OTHER_FILES = {
+    "README.md": b"# tiny",
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"the same weights again",
+    "onnx/model.onnx": b"graph",
+    "original/consolidated.safetensors": b"and again",
+}
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from headrace_runtime.storage import base_models
+from headrace_runtime.errors import HeadraceError
+from headrace_operations.catalog import hub
+for line in sys.stdin:
+    action, name, folder = json.loads(line)
+    try:
+        if action == "pull":
+            result = base_models.fetch(base_models.describe(base_models.Repository.parse(name)), Path(folder))
+        elif action == "push":
+            result = hub.push(Path(folder), name, message="a version", private=True)
+        else:
+            result = base_models.resolve(name, Path(folder))
+        print(json.dumps({"folder": str(result)}), flush=True)
+    except HeadraceError as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub().running() as hub:
+        hub.repositories[NAME] = HubRepository()
+        hub.repositories[NAME].commit({**FILES, **OTHER_FILES})
+        yield hub
+
+
+class Client:
+    """Calls of the client, in one process for each set of variables."""
+
+    def __init__(self, address: str, home: Path) -> None:
+        self.home = home
+        self._environ = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "HF_HUB_ETAG_TIMEOUT": "2"}
+        self._processes: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
+
+    def call(self, action: str, name: str, folder: Path, **environ: str) -> dict[str, str]:
+        process = self._processes.get(key := frozenset(environ.items()))
+        if process is None:
+            process = self._processes[key] = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM], text=True, cwd=self.home, env={**self._environ, **environ},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([action, name, str(folder)]) + "\n")
+        process.stdin.flush()
+        lines = iter(process.stdout.readline, "")
+        answer: dict[str, str] = json.loads(
+            next(line for line in lines if line.startswith("{"))
+        )  # others are log lines
+        return answer
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.communicate()
+
+    def resolve(self, name: str, **environ: str) -> dict[str, str]:
+        return self.call("resolve", name, self.home / "data", **environ)
+
+
+@pytest.fixture
+def client(hub: FakeHub, tmp_path: Path) -> Iterator[Client]:
+    client = Client(hub.address, tmp_path)
+    yield client
+    client.close()
+
+
+def content_of(folder: str) -> Mapping[str, bytes]:
+    path = Path(folder)
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_fetches_the_files_of_the_model_and_records_the_commit(hub: FakeHub, client: Client) -> None:
+    folder = client.resolve(NAME)["folder"]
+    origin = {"repository": NAME, "commit": hub.repositories[NAME].branches["main"]}
+    files = dict(content_of(folder))
+    assert json.loads(files.pop(ORIGIN_FILE)) == origin
+    assert files == FILES
+
+
+def test_later_starts_need_no_hub_and_keep_the_commit(hub: FakeHub, client: Client) -> None:
+    folder = client.resolve(NAME)["folder"]
+    hub.repositories[NAME].commit({**FILES, "model.safetensors": b"newer weights"})
+    requests = len(hub.requests)
+    offline = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "1"}
+    assert client.resolve(NAME)["folder"] == client.resolve(NAME, **offline)["folder"] == folder
+    assert len(hub.requests) == requests
+    pulled = client.call("pull", NAME, client.home / "data")["folder"]
+    assert content_of(pulled)["model.safetensors"] == b"newer weights"
+    assert client.resolve(NAME, **offline)["folder"] == pulled
+    assert content_of(folder)["model.safetensors"] == FILES["model.safetensors"], "the lineage's files must stay"
+
+
+def test_a_commit_a_branch_and_a_tag_are_revisions(hub: FakeHub, client: Client) -> None:
+    commit = hub.repositories[NAME].branches["main"]
+    hub.repositories[NAME].commit({**FILES, "tokenizer.json": b'{"v": 2}'}, "release/v2")
+    assert content_of(client.resolve(f"{NAME}@release/v2")["folder"])["tokenizer.json"] == b'{"v": 2}'
+    assert client.resolve(f"{NAME}@{commit}")["folder"].endswith(commit)
+
+
+def test_only_shards_of_the_index_are_fetched(hub: FakeHub, client: Client) -> None:
+    shards = {f"model-0000{part}-of-00002.safetensors": bytes([part]) * 50 for part in (1, 2)}
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
+    other = {name: data for name, data in FILES.items() if name != "model.safetensors"}
+    whole = {**other, **shards, "model.safetensors.index.json": index.encode()}
+    hub.repositories[NAME].commit({**whole, "consolidated.safetensors": b"the same weights"})
+    assert set(content_of(client.resolve(NAME)["folder"])) == {*whole, ORIGIN_FILE}
+
+
+def test_a_folder_has_precedence_over_the_hub(hub: FakeHub, client: Client) -> None:
+    folder = client.home / NAME
+    folder.mkdir(parents=True)
+    assert client.resolve(NAME) == {"folder": NAME}
+    assert hub.requests == []
+
+
+def test_a_private_model_needs_the_token(hub: FakeHub, client: Client) -> None:
+    hub.repositories[NAME].required_token = "hf_right"
+    refused = client.resolve(NAME)
+    assert refused["kind"] == "SettingError"
+    assert "HF_TOKEN" in refused["error"]
+    assert "folder" in client.resolve(NAME, HF_TOKEN="hf_right")
+
+
+def test_refusals_name_value_and_remedy(hub: FakeHub, client: Client) -> None:
+    missing, revision = client.resolve("acme/typo"), client.resolve(f"{NAME}@no-such-branch")
+    assert "neither a folder nor a model of the hub" in missing["error"]
+    assert "org/name" in missing["error"]
+    assert "no revision 'no-such-branch'" in revision["error"]
+    hub.repositories["acme/pickles"] = HubRepository()
+    hub.repositories["acme/pickles"].commit({"pytorch_model.bin": b"pickle", "config.json": b"{}"})
+    assert "no weights in safetensors" in client.resolve("acme/pickles")["error"]
+    hub.repositories[NAME].gated = True
+    assert "licence" in client.resolve(NAME)["error"]
+    assert "is not a folder" in client.resolve("models")["error"]
+    assert {missing["kind"], revision["kind"]} == {"SettingError"}
+
+
+def test_a_silent_hub_can_be_tried_again(client: Client) -> None:
+    silent = client.resolve(NAME, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert silent["kind"] == "Unavailable"
+    assert "HF_ENDPOINT" in silent["error"]
+
+
+def test_damaged_weights_are_refused_and_fetched_again(hub: FakeHub, client: Client) -> None:
+    hub.damaged.add("model.safetensors")
+    assert "differs from its digest" in client.resolve(NAME)["error"]
+    hub.damaged.clear()
+    assert content_of(client.resolve(NAME)["folder"])["model.safetensors"] == FILES["model.safetensors"]
+
+
+def test_a_pushed_version_comes_back_byte_for_byte(hub: FakeHub, client: Client) -> None:
+    version = client.home / "version"
+    version.mkdir()
+    for path, data in FILES.items():
+        (version / path).write_bytes(data)
+    refused = client.call("push", "acme/new", version)
+    assert "HF_TOKEN" in refused["error"]
+    commit = client.call("push", "acme/new", version, HF_TOKEN="hf_any")["folder"]
+    fetched = dict(content_of(client.resolve(f"acme/new@{commit}")["folder"]))
+    assert json.loads(fetched.pop(ORIGIN_FILE))["commit"] == commit
+    assert fetched == FILES
+
+
+@pytest.mark.parametrize("text", ["models", "a/b/c", "/abs/path", "../up/x", "a/..", "a/b@", "a b/c", "", "a/b@../x"])
+def test_other_texts_name_no_repository(text: str) -> None:
+    assert Repository.parse(text) is None
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen3-0.6B", "a/b@main", "a/b@refs/pr/3", "org/na.me_x@" + "a" * 40])
+def test_a_repository_is_printed_as_it_was_named(text: str) -> None:
+    assert str(Repository.parse(text)) == text.removesuffix("@main")
