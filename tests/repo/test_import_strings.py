@@ -15,8 +15,9 @@ MODULE = re.compile(r"headrace(?:_[a-z]+)?(?:\.[a-z_]+)+")
 PACKAGES = sorted(path for root in ("", "packages/", "services/") for path in ROOT.glob(f"{root}*/src/headrace*"))
 BELOW = {"headrace_schemas", "headrace_statistics"}
 ALLOWED = {
-    "headrace": BELOW,
+    "headrace": {"headrace_schemas"},
     "headrace_cli": BELOW | {"headrace", "headrace_operations", "headrace_runtime"},
+    "headrace_integrations": BELOW | {"headrace", "headrace_operations", "headrace_runtime"},
     "headrace_operations": BELOW | {"headrace", "headrace_runtime"},
     "headrace_schemas": set(),
     "headrace_statistics": set(),

@@ -32,7 +32,10 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
         r"^(\d+) mails",
     ),
     ("schemas/src/headrace_schemas/values/errors.py", "__init__"): ("abab|abac|aaaa", r"4711\-4711|a\ a\ a"),
-    ("packages/sdk/src/headrace/scenarios/games.py", "mentioned_player"): ("wolf_1|wolf_2|villager_1", "$^"),
+    ("packages/integrations/src/headrace_integrations/scenarios/games.py", "mentioned_player"): (
+        "wolf_1|wolf_2|villager_1",
+        "$^",
+    ),
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
@@ -70,7 +73,7 @@ def test_difflib_is_used_in_its_two_bounded_places() -> None:
     }
     assert users == {
         "schemas/src/headrace_schemas/values/text.py",
-        "packages/sdk/src/headrace/rewards/natural_signals.py",
+        "packages/client/src/headrace/rewards/natural_signals.py",
     }
 
 

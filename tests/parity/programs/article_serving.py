@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 
+from headrace.blocking import blocking
 from headrace.errors import UsageError
-from headrace.practice.blocking import blocking
-from headrace.practice.collecting import run_and_collect
 from headrace.rl import ABTestFramework, HotUpdater, ModelManager, OnlineTrainer
 from headrace.rollouts import Rollouts
 from headrace.topics import Range, connected
+from headrace_integrations.practice.collecting import run_and_collect
 from headrace_runtime.services import installed
 from headrace_schemas import TrainingMetrics
 from tests.parity.programs.article_training import by_turns, framework
@@ -177,7 +177,7 @@ async def until(holds: Any, seconds: float = 120.0) -> None:
 
 def on(stage: Stage, work: Any) -> Any:
     """In a thread that has not entered the stack."""
-    from headrace.stack.connection import ENTERED
+    from headrace_integrations.stack.connection import ENTERED
 
     ENTERED.set(stage.stack)
     return work()

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headrace.blocking import blocking
 from headrace.errors import HeadraceError, UsageError
-from headrace.practice.blocking import blocking
-from headrace.practice.collecting import record_of
 from headrace.rl import (
     DataCollector,
     DPOTrainer,
@@ -22,6 +21,7 @@ from headrace.rl import (
     TrinityRFT,
 )
 from headrace.stack import attach
+from headrace_integrations.practice.collecting import record_of
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from tests.parity.oracles import hand_made_trajectory, the_record
 from tests.parity.stage import LIVE, SMALL, AsyncAgent, ChatAgent, Stage, program, raises

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.practice.blocking import blocking
+from headrace.blocking import blocking
 from headrace.shadow import (
     ExplicitMarkingStrategy,
     HeadraceSink,

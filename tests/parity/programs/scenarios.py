@@ -11,8 +11,8 @@ from headrace.rl import (
     ToolUseTrainer,
     evaluate_win_rate,
 )
-from headrace.scenarios.maths import measured
-from headrace.scenarios.tool_use import pairs
+from headrace_integrations.scenarios.maths import measured
+from headrace_integrations.scenarios.tool_use import pairs
 from tests.parity.oracles import the_record
 from tests.parity.programs.article_training import framework
 from tests.parity.stage import LIVE, ChatAgent, Stage, program, raises

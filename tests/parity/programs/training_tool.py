@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.hello_agents import AgenticRLPipeline, RLTrainingTool, check_rows, create_reward
-from headrace.hello_agents.rewards import accuracy
-from headrace_cli.accelerate_yaml import settings_of_accelerate
+from headrace_integrations.hello_agents.rewards import accuracy
+from headrace_operations.accelerate_yaml import settings_of_accelerate
 from tests.parity.stage import SMALL, Stage, program, raises
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in (1, 2, 3)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import yaml
 
+from headrace.blocking import blocking
 from headrace.practice import Step
-from headrace.practice.blocking import blocking
 from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, Task, Workflow, run_workflow
-from headrace.trinity.wrappers import FormatArgs
-from headrace_cli.trinity_yaml.conversion import convert, flat
-from headrace_cli.trinity_yaml.keys import KEYS
+from headrace_integrations.trinity.wrappers import FormatArgs
+from headrace_operations.trinity_yaml.conversion import convert, flat
+from headrace_operations.trinity_yaml.keys import KEYS
 from tests.docs.settings import check
 from tests.parity import fake_agentscope
 from tests.parity.oracles import CONVERTED, EXPLORER, TRAINER

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from headrace.blocking import blocking
 from headrace.errors import UsageError
-from headrace.practice.blocking import blocking
 from headrace.tuner import (
     AlgorithmConfig,
     DatasetConfig,
@@ -27,7 +27,7 @@ from headrace.tuner import (
     tune,
     tune_prompt,
 )
-from headrace.tuner.functions import outcome
+from headrace_integrations.tuner.functions import outcome
 from tests.parity.stage import Stage, program, raises
 
 

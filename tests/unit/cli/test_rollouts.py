@@ -10,7 +10,7 @@ from headrace_cli.commands.rollouts import status_line
 from headrace_operations.rollouts import chart, shadow
 from headrace_runtime import rollout_picture
 from headrace_schemas.http.rollout_api import ChartPoint, RolloutState, ShadowState
-from tests.unit.sdk.test_rollouts import rollout
+from tests.unit.client.test_rollouts import rollout
 
 
 def watched(points: int) -> RolloutState:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from headrace.hello_agents import AgenticRLPipeline
-from headrace.practice.data_sets import rows_of
-from headrace_cli.accelerate_yaml import settings_of_accelerate
 from headrace_cli.demo import recipe as demo_recipe
-from headrace_cli.trinity_yaml.conversion import read as read_trinity
 from headrace_gateway.access import _read_file as read_keys
+from headrace_integrations.practice.data_sets import rows_of
 from headrace_judge import agreement, rubric
+from headrace_operations.accelerate_yaml import settings_of_accelerate
 from headrace_operations.controls.recording import from_file
 from headrace_operations.evaluation import tasks
 from headrace_operations.jobs import recipe as job_recipe
 from headrace_operations.jobs.sources import RowFile
+from headrace_operations.trinity_yaml.conversion import read as read_trinity
 from headrace_runtime.settings.table import read as read_settings
 from headrace_schemas.values.text import decode_text
 from trinity_bench import settings as bench

@@ -1,4 +1,4 @@
-"""Private Headrace processes, addresses of a running Headrace and export of versions, for `headrace.stack`."""
+"""Private Headrace processes, addresses of a running Headrace and export of versions, for programs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.figures import figure
+from headrace.decisions import figure
 from headrace_cli.commands import model_catalog, model_diff, model_hub
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
 from headrace_cli.commands.shared import AsJson, Commands, command, console, echo_json, table

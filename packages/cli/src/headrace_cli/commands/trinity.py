@@ -11,7 +11,7 @@ from headrace_cli.commands.shared import Commands, command, console, table
 from headrace_cli.commands.trinity_config import config
 
 if TYPE_CHECKING:
-    from headrace_cli.trinity_yaml.conversion import Conversion
+    from headrace_operations.trinity_yaml.conversion import Conversion
 
 app = typer.Typer(
     cls=Commands,
@@ -34,8 +34,8 @@ def convert(
     If a key has no equivalent, nothing is written: remove the key once you know that nothing depends on it.
     """
     from headrace.errors import UsageError
-    from headrace_cli.trinity_yaml.conversion import convert as convert_tables
-    from headrace_cli.trinity_yaml.conversion import read, settings_file
+    from headrace_operations.trinity_yaml.conversion import convert as convert_tables
+    from headrace_operations.trinity_yaml.conversion import read, settings_file
 
     if out.exists():
         raise UsageError(f"{out}: exists already; name another file with --out")

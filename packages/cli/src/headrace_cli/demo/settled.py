@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from headrace.stack.following import Follower
+from headrace.following import Follower
 from headrace.topics import Topics, connected
 from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed

@@ -7,8 +7,16 @@ options, so a job that was killed resumes where it stopped and ends with the sam
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace_schemas.lazy import lazily
 
-__getattr__, __dir__ = lazily(
-    __name__, {"headrace_operations.jobs.job": ("Job", "RowOptions"), "headrace_operations.jobs.runner": ("run",)}
-)
+if TYPE_CHECKING:
+    from headrace_operations.jobs.job import Job, RowOptions
+    from headrace_operations.jobs.runner import run
+else:
+    __getattr__, __dir__ = lazily(
+        __name__, {"headrace_operations.jobs.job": ("Job", "RowOptions"), "headrace_operations.jobs.runner": ("run",)}
+    )
+
+__all__ = ["Job", "RowOptions", "run"]

@@ -268,7 +268,7 @@ async def open_side(bus: str) -> AsyncIterator[Side]:
         from aiokafka.admin import AIOKafkaAdminClient
         from aiokafka.errors import KafkaError, MessageSizeTooLargeError
     except ImportError:
-        raise UsageError("mirroring needs the extra: pip install 'headrace[topics]'") from None
+        raise UsageError("mirroring needs the extra: pip install 'headrace-client[topics]'") from None
     async with AsyncExitStack() as stack:
         try:
             reader = AIOKafkaConsumer(

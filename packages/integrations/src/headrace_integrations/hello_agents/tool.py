@@ -1,0 +1,260 @@
+"""`RLTrainingTool`: actions as dictionaries, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.blocking import blocking
+from headrace.errors import UsageError
+from headrace_integrations.evaluation.evaluating import EvaluatedVersion, evaluate
+from headrace_integrations.hello_agents.data import load
+from headrace_integrations.hello_agents.parameters import PARAMETERS, REWARDS, check, trainer_settings
+from headrace_integrations.hello_agents.rewards import KINDS, RewardCallable, create_reward, reward_of_completion
+from headrace_integrations.hello_agents.rewards import accuracy as rewards_of_accuracy
+from headrace_integrations.practice.runs import Run
+from headrace_integrations.practice.training import train_on_tasks
+from headrace_integrations.stack import Stack, stack_for
+from headrace_integrations.stack.offline import train_rows
+from headrace_operations.accelerate_yaml import settings_of_accelerate
+from headrace_operations.arguments import real_number, whole_number
+
+LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
+MERGED = "merged"
+"""Name of the folder, within the folder of an adapter, with adapter and base merged into one model."""
+_ANSWER_TOKENS = 128
+_GROUP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """Sampling parameters of GRPO, and trainer settings.
+
+    Attributes:
+        group: number of answers to each prompt.
+        tokens_max: token limit of an answer.
+        settings: trainer settings that parameters name.
+    """
+
+    group: int
+    temperature: float
+    tokens_max: int
+    settings: Mapping[str, object]
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> TrainingPlan:
+        """Parse the parameters of `train`. Raises `UsageError`."""
+        temperature = real_number("temperature", parameters.get("temperature", 1.0))
+        if not 0 < temperature <= 2:
+            raise UsageError(f"temperature = {temperature:g}: must be above 0 and at most 2, so that answers differ")
+        length = "max_new_tokens" if "max_new_tokens" in parameters else "max_completion_length"
+        tokens_max = whole_number(length, parameters.get(length, _ANSWER_TOKENS))
+        group = whole_number("num_generations", parameters.get("num_generations", _GROUP), least=2)
+        return cls(group, temperature, tokens_max, trainer_settings(parameters))
+
+
+class RLTrainingTool:
+    """Training tool with the interface of hello-agents: `run({"action": ...})`.
+
+    Args:
+        settings: settings of Headrace by dotted name, for each stack that the tool starts.
+    """
+
+    name = "rl_training"
+
+    def __init__(self, settings: Mapping[str, object] | None = None) -> None:
+        self._settings = dict(settings or {})
+        self._datasets: dict[str, Any] = {}
+        self._rewards: dict[str, RewardCallable] = {}
+
+    def register_dataset(self, name: str, dataset: Any) -> None:
+        """Register rows under a name: a list of dictionaries, or any iterable of such rows."""
+        self._datasets[name] = dataset
+
+    def register_reward_function(self, name: str, function: RewardCallable) -> None:
+        """Register `fn(completions, **kwargs)` as the reward function of the data set `name`."""
+        self._rewards[name] = function
+
+    def get_parameters(self) -> list[dict[str, Any]]:
+        return [{"name": name, "required": name == "action"} for name in PARAMETERS]
+
+    def run(self, parameters: Mapping[str, Any]) -> str:
+        """Run an action and return its result as JSON.
+
+        The result has `status`; a failed action adds `message` and `traceback` and raises no exception.
+        """
+        actions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "train": self._train, "evaluate": self._evaluate, "load_dataset": self._load, "create_reward": self._reward,
+        }  # fmt: skip
+        try:
+            action = actions.get(str(parameters.get("action")))
+            if action is None:
+                raise UsageError(f"action = {parameters.get('action')!r}: must be one of {', '.join(actions)}")
+            check(str(parameters["action"]), parameters)
+            result = {"status": "success", **action(parameters)}
+        except Exception as error:  # noqa: BLE001 (the interface returns errors as JSON)
+            result = {"status": "error", "message": str(error), "traceback": traceback.format_exc()}
+        return json.dumps(result, indent=2, ensure_ascii=False)
+
+    def _train(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        trainers = {"sft": self._sft, "grpo": self._grpo}
+        kind, out = str(parameters.get("algorithm", "sft")).lower(), Path(parameters.get("output_dir", "./output"))
+        if kind not in trainers:
+            raise UsageError(f"algorithm = {kind!r}: must be one of {', '.join(trainers)}")
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"output_dir = {out}: must be a new or empty folder")
+        dataset = str(parameters.get("dataset", "gsm8k"))
+        custom = parameters.get("custom_dataset")
+        if custom is not None:
+            rows = list(custom)[: parameters.get("max_samples")]
+        else:
+            rows = self._rows(parameters, "sft" if kind == "sft" else "rl", None)
+        name, epochs = str(parameters["model_name"]), whole_number("num_epochs", parameters.get("num_epochs", 3))
+        registered = self._rewards.get(dataset)
+        if registered and (
+            conflicting := next((n for n in ("custom_reward", "reward_type", *REWARDS) if n in parameters), None)
+        ):
+            raise UsageError(
+                f"{conflicting}: the data set {dataset!r} already has a registered reward function; leave it out"
+            )
+        plan = TrainingPlan.of(parameters)
+        settings = {**(LORA if parameters.get("use_lora", True) else {}), **plan.settings, **_accelerate(parameters)}
+        batch = whole_number("batch_size", parameters.get("batch_size", 4))
+        batch *= whole_number("gradient_accumulation_steps", parameters.get("gradient_accumulation_steps", 1))
+        settings |= {"trainer.batch_experiences": batch * (plan.group if kind == "grpo" else 1)}
+        if kind == "grpo":
+            settings |= {"trainer.algorithm": "grpo", "trainer.group_size": plan.group}
+        settings |= self._settings
+        with stack_for(base_of(name), settings) as stack:
+            reward = parameters.get("custom_reward") or registered or reward_function_of(parameters)
+            version = trainers[kind](stack, list(rows), epochs, reward, plan)
+            write(stack, version, out)
+        summary = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
+        return {**summary, "dataset_size": len(rows), "version": version}
+
+    def _sft(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, _: RewardCallable, plan: TrainingPlan) -> str:
+        stack_settings = stack.settings()
+        names = ("trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.targets", "trainer.batch_experiences")
+        settings = {**{name: stack_settings[name] for name in names}, **plan.settings, **self._settings}
+        pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+        return train_rows(stack, "sft", pairs, epochs=epochs, settings=settings)
+
+    def _grpo(
+        self, stack: Stack, rows: list[dict[str, Any]], epochs: int, reward: RewardCallable, plan: TrainingPlan
+    ) -> str:
+        group = plan.group
+        per_step = min(len(rows), int(stack.settings()["trainer.batch_experiences"]) // group)
+
+        async def play(task: Mapping[str, Any], run: Run) -> None:
+            text = await answer(run, str(task["prompt"]), plan.temperature, plan.tokens_max)
+            value = reward_of_completion(reward, text, task["ground_truth"])
+            run.reward(value, metrics={"accuracy": accuracy_of(task, text)})
+
+        async def steps() -> str | None:
+            count, champion = -(-len(rows) * epochs // per_step), None
+            sizes = {"group_size": group, "tasks_per_step": per_step, "steps": count}
+            async for step in train_on_tasks(stack, rows, play, **sizes):
+                champion = step.champion
+            return champion
+
+        return str(blocking(steps()))
+
+    def _evaluate(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluate the weights in `model_path`. `use_lora` must agree with the contents of the folder."""
+        path = str(parameters["model_path"])
+        is_adapter = (Path(path) / "adapter_config.json").is_file()
+        if parameters.get("use_lora", is_adapter) != is_adapter:
+            contents = "an adapter" if is_adapter else "a whole model and no adapter"
+            raise UsageError(f"use_lora = {parameters['use_lora']}: {path} contains {contents}; leave use_lora out")
+        rows = self._rows(parameters, "rl", 100, "test")
+        reward = self._rewards.get(str(parameters.get("dataset", "gsm8k"))) or rewards_of_accuracy
+
+        async def play(task: Mapping[str, Any], run: Run) -> str:
+            return await answer(run, str(task["prompt"]), 0.0)
+
+        with stack_for(base_of(path), self._settings) as stack:
+            device = stack.settings()["trainer.compute.device"]
+            metrics = {
+                "accuracy": accuracy_of,
+                "reward": lambda task, text: reward_of_completion(reward, text, task["ground_truth"]),
+            }
+            evaluation: EvaluatedVersion = blocking(evaluate(stack, rows, play, metrics))
+        shares = {name: mean.mean for name, mean in evaluation.means.items()}
+        if shares["accuracy"] is None or shares["reward"] is None:
+            reason = evaluation.errors[:1] or "the reward function failed"
+            raise UsageError(f"none of {len(rows)} samples has a reward: {reason}")
+        summary = {
+            "accuracy": f"{shares['accuracy']:.2%}",
+            "average_reward": f"{shares['reward']:.4f}",
+            "device": device,
+        }
+        return {"model_path": path, "num_samples": len(rows), **summary, "failed": len(evaluation.errors)}
+
+    def _load(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        form, split = str(parameters.get("format", "sft")), parameters.get("split", "train")
+        rows = self._rows(parameters, form, 100)
+        return {"format": form, "split": split, "dataset_size": len(rows), "sample_keys": list(rows[0])}
+
+    def _reward(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        kind = str(parameters.get("reward_type", "accuracy"))
+        reward_function_of(parameters)
+        options = {name: parameters[name] for name in KINDS[kind][1] if name in parameters}
+        return {"reward_type": kind, **options, "description": KINDS[kind][2]}
+
+    def _rows(
+        self, parameters: Mapping[str, Any], form: str, samples: int | None, default: str = "train"
+    ) -> list[dict[str, Any]]:
+        count = parameters.get("max_samples", samples)
+        dataset, split = str(parameters.get("dataset", "gsm8k")), str(parameters.get("split", default))
+        if dataset in self._datasets and "split" in parameters:
+            raise UsageError(
+                f"split = {split!r}: the data set {dataset!r} is registered and has no splits; leave split out"
+            )
+        return load(dataset, self._datasets, form, split, count)
+
+
+async def answer(run: Run, prompt: str, temperature: float, tokens_max: int = _ANSWER_TOKENS) -> str:
+    """Return the text of the model's answer to a prompt."""
+    completion = await run.openai().chat.completions.create(
+        model=run.model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        max_tokens=tokens_max,
+    )
+    return completion.choices[0].message.content or ""
+
+
+def reward_function_of(parameters: Mapping[str, Any]) -> RewardCallable:
+    """Return the reward function that the parameters name."""
+    kind = str(parameters.get("reward_type", "accuracy"))
+    names = KINDS[kind][1] if kind in KINDS else ()
+    return create_reward(kind, **{name: parameters[name] for name in names if name in parameters})
+
+
+def accuracy_of(task: Mapping[str, Any], text: str) -> float:
+    """Return the accuracy, 0 or 1, of an answer to a task."""
+    return rewards_of_accuracy([text], ground_truth=[task["ground_truth"]])[0]
+
+
+def _accelerate(parameters: Mapping[str, Any]) -> dict[str, object]:
+    """Return trainer settings of `accelerate_config`, a file for `accelerate launch --config_file`."""
+    if "accelerate_config" not in parameters:
+        return {}
+    return settings_of_accelerate(parameters["accelerate_config"])
+
+
+def base_of(path: str) -> str:
+    """Return the folder to start from: for an adapter that this tool wrote, the merged model within its folder."""
+    merged = Path(path) / MERGED
+    return str(merged) if (Path(path) / "adapter_config.json").is_file() and merged.is_dir() else path
+
+
+def write(stack: Stack, version: str, out: Path) -> None:
+    """Write a version to `out`: whole weights, or an adapter that PEFT loads, together with the merged model."""
+    stack.export(version, out)
+    if (out / "adapter_config.json").is_file():
+        stack.export(version, out / MERGED, merge=True)

@@ -1,0 +1,42 @@
+"""Train an agent on tasks: runs in groups, their rewards, and the trainer's step on them.
+
+    async for step in train_on_tasks(stack, tasks, play, group_size=8, tasks_per_step=4, steps=10):
+        print(step.reward_mean, step.champion)
+
+`play(task, run)` is one run of the agent. It calls the model through `run.openai()` and reports the reward with
+`run.reward`. Needs the extra `headrace-client[topics]`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_schemas.lazy import lazily
+
+if TYPE_CHECKING:
+    from headrace_integrations.practice.agents import asked, call_agent, plugged
+    from headrace_integrations.practice.outcomes import OutcomeWatch, SessionOutcome
+    from headrace_integrations.practice.runs import Run
+    from headrace_integrations.practice.training import Step, practise, train_on_tasks
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace_integrations.practice.agents": ("asked", "call_agent", "plugged"),
+            "headrace_integrations.practice.outcomes": ("OutcomeWatch", "SessionOutcome"),
+            "headrace_integrations.practice.runs": ("Run",),
+            "headrace_integrations.practice.training": ("Step", "practise", "train_on_tasks"),
+        },
+    )
+
+__all__ = [
+    "OutcomeWatch",
+    "Run",
+    "SessionOutcome",
+    "Step",
+    "asked",
+    "call_agent",
+    "plugged",
+    "practise",
+    "train_on_tasks",
+]

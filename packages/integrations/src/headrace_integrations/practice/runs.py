@@ -1,0 +1,217 @@
+"""`Run`: one attempt at a task, with a session for each agent that takes part, their OpenAI clients and rewards."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from headrace.async_client import AsyncClient, AsyncSession
+from headrace.errors import HeadraceError
+from headrace.sessions import Purpose, new_id
+from headrace_integrations.practice.agents import run_in_thread
+from headrace_integrations.stack import Stack
+from headrace_operations.arguments import check_names, real_number, score
+from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value
+
+Play = Callable[[Any, "Run"], Awaitable[Any] | Any]
+"""Function that plays one run of the agent on a task. `Run.result` stores its result, and `Run.error` its exception."""
+SOLO = "agent"
+"""Role of an agent that is alone in its run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReward:
+    """Reward of one agent in a run."""
+
+    value: float
+    parts: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+def worth_of(parts: Mapping[str, float], overrides: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the value of each part of a reward: the default, or the value in `given`. Raises `UsageError`."""
+    check_names("reward_function", overrides or {}, parts)
+    return {
+        **parts,
+        **{name: real_number(f"reward_function.{name}", value) for name, value in (overrides or {}).items()},
+    }
+
+
+class Run:
+    """One attempt at a task, by one or several agents. All sessions of a run have the same `run_id`.
+
+    The runs of a task are compared with each other by role. With several agents, each role except `agent` has its own
+    task id.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        client: AsyncClient,
+        task: object,
+        *,
+        purpose: Purpose,
+        model: str,
+        needs_reward: bool = True,
+    ) -> None:
+        self.stack = stack
+        self.task = task
+        self.task_id = task_id_of(task)
+        self.run_id = new_id()
+        self.model = model
+        """Model name that calls must use."""
+        self.result: Any = None
+        self.error: str | None = None
+        """Why the run failed and has no reward. A failure never counts as a reward of 0."""
+        self.rewards: dict[str, AgentReward] = {}
+        self._client = client
+        self._purpose = purpose
+        self._needs_reward = needs_reward
+        self._sessions: dict[str, AsyncSession] = {}
+        self._clients: list[Any] = []
+        self._run_reward: AgentReward | None = None
+
+    def session(self, role: str = SOLO) -> AsyncSession:
+        """Return the session of one agent of the run, which is created on the first call. It ends with the run."""
+        if role not in self._sessions:
+            task_id = self.task_id if role == SOLO else f"{self.task_id}/{role}"
+            self._sessions[role] = self._client.session(
+                f"{self.run_id}.{role}", task_id=task_id, run_id=self.run_id, purpose=self._purpose
+            )
+        return self._sessions[role]
+
+    def openai(self, role: str = SOLO, *, blocking: bool = False) -> Any:
+        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`, for one agent. Its calls must use
+        `run.model`."""
+        client = self.stack.openai(self.session(role).headers, blocking=blocking)
+        self._clients.append(client)
+        return client
+
+    def reward(
+        self,
+        value: float | None = None,
+        role: str | None = None,
+        parts: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Set the reward of one agent, or of all agents without a reward of their own. The last call counts.
+
+        Args:
+            value: the reward; by default the sum of `parts`.
+            metrics: numbers that are only reported.
+
+        Raises:
+            ValueError: a number is not finite. A judge that failed has no score.
+        """
+        check = _number if value is None else partial(score, "parts")
+        numbers = {name: check(part) for name, part in (parts or {}).items()}
+        if value is None and not numbers:
+            raise ValueError(
+                "value: must be a number, or None with parts, whose sum is the reward; "
+                "a run without a reward needs no call"
+            )
+        total = _number(value) if value is not None else math.fsum(numbers.values())
+        reward = AgentReward(
+            total, numbers, {name: score(f"metrics.{name}", metric) for name, metric in (metrics or {}).items()}
+        )
+        if role is None:
+            self._run_reward = reward
+        else:
+            self.rewards[role] = reward
+
+    @property
+    def session_ids(self) -> dict[str, str]:
+        """Session ids by role."""
+        return {role: session.session_id for role, session in self._sessions.items()}
+
+    @property
+    def value(self) -> float | None:
+        """The mean of the rewards of the run's agents, or None if there is no reward."""
+        values = [reward.value for reward in self.rewards.values()]
+        return math.fsum(values) / len(values) if values else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics that calls of `reward` reported."""
+        metrics: dict[str, float] = {}
+        for reward in self.rewards.values():
+            metrics |= reward.metrics
+        return metrics
+
+    async def execute(self, play: Play) -> None:
+        """Play the run, then send the reward of each session. If `play` raises, the error is stored and no reward is
+        sent."""
+        try:
+            self.result = await (
+                play(self.task, self)
+                if inspect.iscoroutinefunction(play)
+                else run_in_thread(lambda: play(self.task, self))
+            )
+        except Exception as error:  # noqa: BLE001 (a user's play may raise anything)
+            self.error = describe_error(error)
+        if self._run_reward is not None:
+            self.rewards = dict.fromkeys(self._sessions or (SOLO,), self._run_reward) | self.rewards
+        silent = self.rewards.keys() - self._roles()
+        if silent and self.error is None:
+            roles = ", ".join(sorted(self._roles())) or "none"
+            self.error = f"reward: the role {min(silent)!r} made no call to the model; roles with calls: {roles}"
+        if self.error is not None:
+            self.rewards = {}
+        elif not self.rewards and self._needs_reward:
+            self.error = "the run set no reward"
+        await self._end()
+
+    def _roles(self) -> set[str]:
+        """Return the roles that may have a reward: those with a session."""
+        return set(self._sessions)
+
+    async def _end(self) -> None:
+        try:
+            await self._send()
+        except HeadraceError as error:
+            self.error = self.error or str(error)
+            self.rewards = {}
+        for client in self._clients:
+            closed = client.close()
+            if inspect.isawaitable(closed):
+                await closed
+
+    async def _send(self) -> None:
+        """Send the reward of each session and end it. Raises `HeadraceError`."""
+        for role, session in self._sessions.items():
+            reward = self.rewards.get(role)
+            if reward is None or self._purpose == "eval":
+                await session.end()
+            else:
+                context = {"parts": dict(reward.parts), "metrics": dict(reward.metrics)}
+                context_tables = {name: json.loads(json.dumps(table)) for name, table in context.items() if table}
+                await session.feedback(reward.value, context=context_tables, ends_session=True)
+
+
+def task_id_of(task: object) -> str:
+    """Return the id of a task: its own `task_id` or `id`, or an id that equal tasks share."""
+    if isinstance(task, Mapping):
+        own_id = task.get("task_id", task.get("id"))
+        if isinstance(own_id, str | int) and str(own_id):
+            return str(own_id)
+    own_id = getattr(task, "task_id", None)
+    if isinstance(own_id, str) and own_id:
+        return own_id
+    return derived_id("task", json.dumps(task, sort_keys=True, default=repr))
+
+
+def _number(value: object) -> float:
+    try:
+        if isinstance(plain_value(value), bool):
+            raise ValueError("a reward must be a number, not bool")
+        return plain_number(value)
+    except TypeError:
+        raise ValueError(f"a reward must be a number, not {type(value).__name__}") from None
+    except ValueError as error:
+        raise ValueError(f"a reward must be a finite number: {error}") from None

@@ -1,0 +1,163 @@
+"""Keys of Trinity 0.6.0's YAML that Headrace converts: to a setting, or to an explanation why none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace_operations.arguments import model_name
+
+Rule = Callable[[Any], tuple[dict[str, Any], str]]
+ALGORITHMS = {"reinforceplusplus": "reinforce++"}
+"""Names of algorithms that differ. The trainer refuses an algorithm that it does not have."""
+_REPLICA = 8010
+PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
+
+
+class Unconvertible(Exception):
+    """A value cannot be converted. The message follows the key and the value."""
+
+
+def setting(name: str) -> Rule:
+    """Return the rule that copies the value to the setting `name`."""
+    return lambda value: ({name: value}, "")
+
+
+def only(*allowed: Any, why: str, explanation: str) -> Rule:
+    def rule(value: Any) -> tuple[dict[str, Any], str]:
+        if value not in allowed:
+            raise Unconvertible(why)
+        return {}, explanation
+
+    return rule
+
+
+def model(path: Any) -> tuple[dict[str, Any], str]:
+    name = model_name(path)
+    aliases = {"gateway.model_aliases": {str(path): name}} if str(path) != name else {}
+    return {"trainer.base": str(path), "trainer.model": name, **aliases}, (
+        f"trainer.base = {path!r}; the model is called {name!r}, and clients may go on calling it by its path"
+    )
+
+
+def algorithm(name: Any) -> tuple[dict[str, Any], str]:
+    return {"trainer.algorithm": ALGORITHMS.get(name, name)}, ""
+
+
+def parser(kind: str) -> Rule:
+    return lambda name: ({f"inference.{kind}": PARSERS.get(name, name)}, "")
+
+
+def tasks(count: Any) -> tuple[dict[str, Any], str]:
+    return {
+        "data.tasks_per_step": count
+    }, f"a step is on {count} tasks: trainer.batch_experiences is that times the runs"
+
+
+def port(number: Any) -> tuple[dict[str, Any], str]:
+    """Convert the port of the explorer. 8010, its usual port, is the replica's default port, which then moves."""
+    replica_port = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
+    return {"gateway.port": number, **replica_port}, ""
+
+
+def data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
+    return lambda value: ({f"data.{name}": value}, explanation)
+
+
+def text(name: str) -> Rule:
+    def rule(value: Any) -> tuple[dict[str, Any], str]:
+        if not isinstance(value, str):
+            raise Unconvertible("must be a text")
+        return data(name)(value)
+
+    return rule
+
+
+_ALWAYS = "always so"
+_DEVICES = "devices belong to where services are started: docs/guides/sizing.md"
+_RETENTION = "registry.versions_bytes_max and trainer.memory.restore_points_bytes bound what is kept"
+_IGNORED = "Trinity itself ignores it with verl 0.8"
+_CLIENT = "each call says it itself; the gateway records it and changes nothing"
+_ON = only(True, why="it cannot be turned off here", explanation=_ALWAYS)
+
+KEYS: dict[str, str | Rule] = {
+    "mode": only(
+        "serve", "train", "both", why="`headrace up` serves and trains", explanation="`headrace up` does both"
+    ),
+    "project": data("project", "names the lineage"), "group": data("group", "names the lineage"),
+    "name": data("name", "names the lineage"),
+    "checkpoint_root_dir": setting("data_dir"),
+    "continue_from_checkpoint": _ON,
+    "model.model_path": model,
+    "model.max_model_len": setting("inference.torch.context_tokens_max"),
+    "model.max_response_tokens": data("max_tokens", _CLIENT),
+    "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
+    "model.temperature": data("temperature", _CLIENT), "model.top_p": data("top_p", _CLIENT),
+    "model.top_k": only(-1, 0, why="truncated answers are not trained; set -1, or leave it out", explanation=_CLIENT),
+    "algorithm.algorithm_type": algorithm,
+    "algorithm.repeat_times": setting("trainer.group_size"),
+    "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
+    "algorithm.kl_loss_fn_args.kl_coef": setting("trainer.loss.kl"),
+    "algorithm.kl_loss_fn": only(
+        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", explanation="k3"
+    ),
+    "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
+    "explorer.name": "one gateway",
+    "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
+    "explorer.rollout_model.engine_num": data("engine_num", _DEVICES),
+    "explorer.rollout_model.tensor_parallel_size": data("tensor_parallel_size", _DEVICES),
+    "explorer.rollout_model.enable_openai_api": _ON, "explorer.rollout_model.enable_openai_client": _ON,
+    "explorer.rollout_model.enable_history": _ON, "explorer.rollout_model.enable_auto_tool_choice": _ON,
+    "explorer.rollout_model.tool_call_parser": parser("tool_parser"),
+    "explorer.rollout_model.reasoning_parser": parser("reasoning_parser"),
+    "explorer.rollout_model.enable_thinking": data(
+        "enable_thinking", "the chat template decides; a call may say it in chat_template_kwargs"
+    ),
+    "explorer.rollout_model.dtype": setting("inference.torch.dtype"),
+    "explorer.rollout_model.seed": _CLIENT,
+    "explorer.service_status_check_interval": "replicas are told of a version when it is decided, within a second",
+    "explorer.min_running_model_num": "a version is loaded beside the one that serves, so none ever stops",
+    "explorer.proxy_port": port, "explorer.listen_address": setting("gateway.host"),
+    "explorer.max_timeout": "a call ends when its client leaves", "explorer.db_url": "turns are on the bus",
+    "buffer.train_batch_size": setting("trainer.batch_experiences"),
+    "buffer.batch_size": tasks,
+    "buffer.total_epochs": data("epochs"), "buffer.total_steps": data("steps"),
+    "buffer.explorer_input.taskset.path": text("path"), "buffer.explorer_input.taskset.split": text("split"),
+    "buffer.explorer_input.taskset.name": text("tasks"),
+    "buffer.explorer_input.taskset.storage_type": "a file or a data set",
+    "buffer.explorer_input.taskset.subset_name": text("subset"),
+    "buffer.explorer_input.taskset.format.prompt_key": text("prompt_key"),
+    "buffer.explorer_input.taskset.format.response_key": text("response_key"),
+    "buffer.explorer_input.taskset.rollout_args.*": _CLIENT,
+    "buffer.explorer_input.taskset.rollout_args.temperature": data("temperature", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.top_p": data("top_p", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.max_tokens": data("max_tokens", _CLIENT),
+    "buffer.explorer_input.default_workflow_type": "the program that plays names its workflow",
+    "buffer.trainer_input.experience_buffer.name": "experiences are on the topic `experiences`",
+    "buffer.trainer_input.experience_buffer.storage_type": "the bus",
+    "buffer.trainer_input.experience_buffer.path": "the bus: bus.address",
+    "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for ever",
+    "trainer.save_interval": data("save_interval", "a version is made as often as weights are to be synchronised"),
+    "trainer.trainer_type": _ALWAYS,
+    "trainer.total_steps": setting("trainer.max_steps"),
+    "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", explanation="so"),
+    "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", explanation=_ALWAYS),
+    "trainer.max_checkpoints_to_keep": _RETENTION,
+    "trainer.trainer_config.trainer.balance_batch": _IGNORED,
+    "trainer.trainer_config.trainer.max_actor_ckpt_to_keep": _IGNORED,
+    "trainer.trainer_config.trainer.max_critic_ckpt_to_keep": _IGNORED,
+    "trainer.grad_clip": setting("trainer.optimizer.gradient_norm_max"),
+    "synchronizer.sync_method": only(
+        "checkpoint", why="weights travel as versions: set checkpoint", explanation=_ALWAYS
+    ),
+    "synchronizer.sync_style": only(
+        "fixed", "dynamic_by_explorer", "explorer_driven",
+        why="training begins when a batch is there", explanation="as soon as a batch is there",
+    ),
+    "synchronizer.sync_interval": setting("trainer.steps_per_version"),
+    "synchronizer.sync_timeout": "there is nothing to wait for: versions are loaded beside what serves",
+    "synchronizer.sync_offset": "there is nothing to wait for: versions are loaded beside what serves",
+    "monitor.monitor_type": only(
+        "tensorboard", why="TensorBoard and Prometheus are there", explanation="<data_dir>/trainer/tensorboard"
+    ),
+}  # fmt: skip
