@@ -134,7 +134,7 @@ class StickySettings(Section):
     idle_s: Positive = 300.0
     """A session without a call for this long gets the current version at its next one."""
     sessions_max: Annotated[int, Field(ge=1)] = 100_000
-    """Sessions remembered; the one that was idle longest is forgotten first."""
+    """Sessions remembered. Beyond it the tenant with the most sessions forgets the one that was idle longest."""
 
 
 class GatewaySettings(ServiceSettings):

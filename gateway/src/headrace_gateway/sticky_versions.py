@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from headrace_gateway.settings import StickySettings
 from headrace_runtime.clock import Clock
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import UnitAssignment
 
 
@@ -26,7 +26,7 @@ class StickyVersions:
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._pins: OrderedDict[tuple[str, str], dict[str, tuple[Pin, float]]] = OrderedDict()
+        self._pins: TenantMemory[str, dict[str, tuple[Pin, float]]] = TenantMemory(settings.sessions_max)
         """By tenant and session key, then by model: the pin and when it was last used. A session key reaches us inside
         response ids, which any tenant may name."""
 
@@ -34,15 +34,13 @@ class StickyVersions:
         return len(self._pins)
 
     def get(self, tenant: str, session_key: str, model: str) -> Pin | None:
-        pin, used_s = self._pins.get((tenant, session_key), {}).get(model, (None, 0.0))
+        pin, used_s = (self._pins.get(tenant, session_key) or {}).get(model, (None, 0.0))
         return pin if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
 
     def set(self, tenant: str, session_key: str, model: str, pin: Pin) -> None:
-        self._pins.setdefault((tenant, session_key), {})[model] = (pin, self._clock.monotonic_s())
-        self._pins.move_to_end((tenant, session_key))
-        if len(self._pins) > self._settings.sessions_max:
-            self._pins.popitem(last=False)
+        pins = self._pins.get(tenant, session_key) or {}
+        self._pins.set(tenant, session_key, {**pins, model: (pin, self._clock.monotonic_s())})
 
     def drop(self, tenant: str, session_key: str) -> None:
         """Forget the versions of a session of `tenant` that has ended."""
-        self._pins.pop((tenant, session_key), None)
+        self._pins.pop(tenant, session_key)

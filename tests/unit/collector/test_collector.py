@@ -206,6 +206,33 @@ async def test_surplus_sessions_are_closed_longest_idle_first(with_settings: Ope
         assert turns_of(stream) == [("limit", [turns[0].turn_id]), ("limit", [turns[1].turn_id])]
 
 
+async def test_surplus_sessions_of_a_tenant_leave_those_of_others_open(with_settings: Open) -> None:
+    limits = {"open_sessions_max": 4}
+    async with with_settings(**limits) as stream:
+        modest = ask([user("q")], session="modest", tenant="modest")
+        greedy = [ask([user("q")], session=f"s{n}", tenant="greedy") for n in range(6)]
+        for turn in (modest, *greedy):
+            stream.clock.advance(1)
+            await stream.deliver(turn)
+        async with stream.processor.database.transaction() as tx:
+            await upkeep.close_surplus_sessions(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
+        await pass_time(stream, 0)
+        assert turns_of(stream) == [("limit", [turn.turn_id]) for turn in greedy[:3]]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_surplus_levels_the_largest_tenants(seed: int) -> None:
+    rng = random.Random(seed)
+    counts = {f"t{n}": rng.choice((1, 2, 3, 50)) for n in range(rng.randint(1, 6))}
+    surplus = rng.randint(1, sum(counts.values()))
+    lost = upkeep.divide_surplus(counts, surplus)
+    remaining = {name: count - lost.get(name, 0) for name, count in counts.items()}
+    assert sum(lost.values()) == surplus
+    assert all(number > 0 for number in lost.values())
+    most = max(remaining.values())
+    assert all(remaining[name] >= most - 1 for name in lost), "the others had fewer from the beginning"
+
+
 async def test_equal_conversations_are_told_apart_by_tokens(stream: Bench) -> None:
     a = ask([user("q")], "same", at=0, session_source="implicit")
     b = ask([user("q")], "same", at=1, session_source="implicit", stop=False)

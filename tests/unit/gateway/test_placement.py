@@ -17,7 +17,7 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.placement import Placement
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import StickySettings
-from headrace_gateway.sticky_versions import StickyVersions
+from headrace_gateway.sticky_versions import Pin, StickyVersions
 from headrace_schemas import LoadedVersion, Replica, Sampling
 from headrace_schemas.events.routing import LoadState
 from headrace_schemas.events.turn import SessionSource
@@ -142,6 +142,17 @@ def test_the_number_of_pins_is_bounded() -> None:
     rig.route(V1, 1)
     for number in range(150):
         rig.place(f"run-{number}")
+    assert len(rig.sticky_versions) == 100
+
+
+def test_sessions_of_a_tenant_unpin_none_of_another() -> None:
+    rig = Rig(a=(V1,))
+    rig.route(V1, 1)
+    rig.place("modest")
+    for number in range(150):
+        rig.sticky_versions.set("greedy", f"key-{number}", "tiny", Pin(V1))
+    pin = rig.sticky_versions.get("default", ids.session_key("default", "modest"), "tiny")
+    assert pin == Pin(V1)
     assert len(rig.sticky_versions) == 100
 
 

@@ -244,7 +244,7 @@ def test_memory_is_bounded_by_tokens(tokenizer: ChatTokenizer) -> None:
         question = Message(role="user", content=f"n{number}")
         prompt = talk.prompt(question)
         answers.append((question, prompt, talk.answer(prompt, [*letters(tokenizer, "the agent"), talk.end])))
-    assert talk.prompts._tokens <= 80
+    assert talk.prompts._conversations.size <= 80
     (old_question, _, old), (new_question, new_prompt, new) = answers[0], answers[-1]
     assert talk.prompt(old_question, old, MORE).token_ids == talk.plain(talk.prompt(old_question, old, MORE))
     continued = talk.prompt(new_question, new, MORE).token_ids
@@ -252,7 +252,7 @@ def test_memory_is_bounded_by_tokens(tokenizer: ChatTokenizer) -> None:
     assert continued != talk.plain(talk.prompt(new_question, new, MORE))
     huge = Conversation(tokenizer, tokens_max=3)
     huge.answer(huge.prompt(QUESTION), [talk.end])
-    assert huge.prompts._tokens == 0
+    assert huge.prompts._conversations.size == 0
 
 
 def test_half_a_surrogate_pair_in_arguments_is_survived(tokenizer: ChatTokenizer) -> None:
@@ -278,8 +278,22 @@ def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) 
         prompts.remember(prompt, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
     other = prompts.build(tokenizer, [MORE], (), {})
     prompts.remember(other, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
-    assert prompts._tokens == sum(len(entry.token_ids) for entry in prompts._conversations.values()) <= 200
+    assert 0 < prompts._conversations.size <= 200
     assert len(prompts._conversations) == 2, "one conversation remembered twenty times is one entry"
+
+
+def test_a_tenant_with_many_conversations_displaces_none_of_another(tokenizer: ChatTokenizer) -> None:
+    """Forgotten tokens would split the other tenant's conversation into two branches."""
+    prompts = ExactPrompts(400, Parsers(HERMES, THINK))
+    answer = Message(role="assistant", content="the agent")
+    sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]
+    prompt = prompts.build(tokenizer, [QUESTION], (), {}, salt="modest")
+    prompts.remember(prompt, answer, sampled)
+    for number in range(100):
+        question = Message(role="user", content=f"question {number}")
+        prompts.remember(prompts.build(tokenizer, [question], (), {}, salt="greedy"), answer, sampled)
+    again = prompts.build(tokenizer, [QUESTION, answer, MORE], (), {}, salt="modest")
+    assert again.token_ids[: len(prompt.token_ids) + len(sampled)] == prompt.token_ids + sampled
 
 
 def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:

@@ -382,3 +382,16 @@ async def test_what_an_engine_has_no_room_for_waits_for_one_that_drains(rig: Rig
     rig.engine.adapters_max = 1
     busy.set()
     await rig.settled(first="ready", adapter="ready")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad \ud83d \0 file"), OSError(2, "\udce9.bin"), NoRoom("\0" * 5000)])
+async def test_an_engine_error_with_any_text_fails_one_version(rig: Rig, models: Models, error: Exception) -> None:
+    async def load(folder: Path, manifest: Manifest) -> None:
+        if manifest.version == models.first.version:
+            raise error
+        await Holder.load(rig.engine, folder, manifest)
+
+    rig.engine.load = load  # type: ignore[method-assign]
+    rig.route(models.first.served, models.second.served)
+    await rig.settled(first="failed", second="ready")
+    assert all(version.model_dump_json() for version in rig.fleet.versions())

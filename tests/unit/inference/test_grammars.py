@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -48,17 +48,22 @@ def json_form(schema: Mapping[str, Any] = SCHEMA) -> AnswerForm:
     return AnswerForm(dict(schema))
 
 
-@pytest.fixture
-async def grammars() -> AsyncIterator[GrammarCompiler]:
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     yield compiler
     compiler.close()
 
 
 async def compile_form(
-    grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: AnswerForm, *resumed: list[int], opened: bool = False
+    grammars: GrammarCompiler,
+    tokenizer: ChatTokenizer,
+    form: AnswerForm,
+    *resumed: list[int],
+    opened: bool = False,
+    tenant: str = "",
 ) -> CompiledGrammar:
-    return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened)
+    return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened, tenant=tenant)
 
 
 async def answer(
@@ -239,6 +244,10 @@ REFUSED: list[tuple[Json, str, str]] = [
         "Unsat",
     ),
     ({"enum": ["x" * 1000] * 100}, "schema_too_large", "65536 bytes"),
+    ({"const": "x" * 1025}, "schema_too_large", "1024 characters"),
+    ({"enum": [{"a": ["x" * 1025]}]}, "schema_too_large", "1024 characters"),
+    ({"properties": {"x" * 1025: {}}}, "schema_too_large", "1024 characters"),
+    ({"items": {"pattern": "x" * 1025}}, "schema_too_large", "1024 characters"),
     (json.loads('{"items":' * 60 + "{}" + "}" * 60), "schema_too_large", "deeper than 48"),
 ]
 
@@ -262,36 +271,9 @@ async def test_what_cannot_be_held_is_refused_by_name(
     assert "1 |" not in str(refused.value), "our own grammar is nobody's business"
 
 
-async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
-    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import threading
-
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=0.1, waiting_max=2))
-    go_on = threading.Event()
-    compiled = grammars._compile
-
-    def slow(work: Any) -> CompiledGrammar:
-        import time
-
-        work.begun_s = time.monotonic()
-        go_on.wait(20)
-        return compiled(work)
-
-    monkeypatch.setattr(grammars, "_compile", slow)
-    first = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
-    await asyncio.sleep(0.01)
-    second = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
-    await asyncio.sleep(0.01)
-    with pytest.raises(Refused, match="wait to be compiled") as overloaded:
-        await compile_form(grammars, tokenizer, json_form())
-    assert overloaded.value.status == 503
-    with pytest.raises(Refused, match=r"longer than 0\.1 s"):
-        await first
-    assert not second.done(), "it waits for a thread, which is not its fault"
-    go_on.set()
-    assert (await second).text
-    grammars.close()
+async def test_a_long_description_is_no_text_of_the_answer(grammars: GrammarCompiler, tokenizer: ChatTokenizer) -> None:
+    described = {"type": "object", "description": "x" * 2000, "properties": {"enum": {"title": "x" * 2000}}}
+    assert (await compile_form(grammars, tokenizer, json_form(described))).text
 
 
 async def test_a_grammar_is_compiled_once(

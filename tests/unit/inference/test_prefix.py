@@ -51,6 +51,16 @@ def test_memory_is_bounded_and_the_least_recently_used_goes() -> None:
     PrefixCache(10).add(prompts[0], kv)  # larger than all of it: not kept, no error
 
 
+def test_a_tenant_with_many_prompts_displaces_none_of_another() -> None:
+    kv = kv_of([*range(64)])
+    cache = PrefixCache(3 * kv.numel() * 4)
+    cache.add([*range(64)], kv, "modest")
+    for number in range(1000, 1010):
+        cache.add([number, *range(63)], kv, "greedy")
+    assert cache.longest([*range(64)], "modest")[1] == 64
+    assert [cache.longest([number, *range(63)], "greedy")[1] for number in (1007, 1008, 1009)] == [0, 64, 64]
+
+
 def test_what_is_discarded_leaves_nothing_behind() -> None:
     cache = PrefixCache(2**20)
     cache.add([*range(64)], kv_of([*range(64)]))

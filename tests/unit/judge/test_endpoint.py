@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import random
+import tracemalloc
+import zlib
 from datetime import timedelta
 from email.utils import format_datetime
 from functools import partial
@@ -69,6 +72,35 @@ async def test_an_answer_counts_whatever_its_bill_is(llm: FakeLLM, usage: object
 async def test_an_answer_in_parts_is_their_text(llm: FakeLLM) -> None:
     llm.then(parts("4 ", "of 5"))
     assert (await complete(llm)).text == "4 of 5"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
+async def test_an_answer_may_be_compressed_as_requested(llm: FakeLLM, encoding: str) -> None:
+    content = json.dumps(fake_llm.completion("hi")).encode()
+    compressed = {"gzip": gzip.compress(content), "deflate": zlib.compress(content), "identity": content}
+    llm.then(partial(_answer, Reply(raw=compressed[encoding.lower()], headers={"Content-Encoding": encoding})))
+    assert (await complete(llm)).text == "hi"
+    assert llm.calls[0].headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, gzip", "deflate, gzip", "compress", "x" * 1000])
+async def test_an_answer_in_another_encoding_is_not_decoded(llm: FakeLLM, encoding: str) -> None:
+    bomb = gzip.compress(gzip.compress(bytes(10_000_000)))
+    llm.then(partial(_answer, Reply(raw=bomb, headers={"Content-Encoding": encoding})))
+    with pytest.raises(EndpointAway, match="which was not requested") as raised:
+        await complete(llm)
+    assert str(raised.value).isprintable()
+
+
+async def test_a_compressed_answer_is_bounded_by_its_decoded_size(llm: FakeLLM) -> None:
+    llm.then(partial(_answer, Reply(raw=gzip.compress(bytes(100_000_000)), headers={"Content-Encoding": "gzip"})))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CallRefused, match="longer than 2048 bytes"):
+            await complete(llm, response_bytes_max=2048, timeout_s=30.0)
+        assert tracemalloc.get_traced_memory()[1] < 90_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def _answer(reply: Reply, _call: Call) -> Reply:

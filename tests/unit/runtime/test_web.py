@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import random
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
 import httpx2
 import pytest
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from headrace_runtime import metrics
 from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.http import web
+from headrace_runtime.http import protocol, web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
 from headrace_schemas.values.ids import decode_name
 from tests.support.full_disk import full_error
@@ -37,7 +39,7 @@ async def _guarded(request: Request) -> Response:
     return JSONResponse({})
 
 
-ROUTES = [Route("/echo", _echo, methods=["POST"]), Route("/guarded", _guarded)]
+ROUTES = [Route("/echo", _echo, methods=["POST"]), Route("/guarded", _guarded, methods=["GET", "POST"])]
 
 
 async def test_health_says_which_check_does_not_hold() -> None:
@@ -104,6 +106,85 @@ async def test_the_internal_key_guards(headers: dict[str, str], status: int) -> 
         assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize(
+    ("method", "credentials", "status"),
+    [
+        ("GET", b"headrace:secret", 200),
+        ("HEAD", b":secret", 200),
+        ("GET", b"secret:headrace", 401),
+        ("GET", b"headrace:", 401),
+        ("GET", b"headrace:secret\n", 401),
+        ("GET", b"\xff\xfe:\x00", 401),
+        ("POST", b"headrace:secret", 401),
+    ],
+)
+async def test_the_token_is_the_password_of_a_browser_that_reads(method: str, credentials: bytes, status: int) -> None:
+    headers = {"authorization": f"Basic {base64.b64encode(credentials).decode()}", "accept": "text/html,*/*"}
+    async with web.serve(web.app({}, ROUTES), ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        answer = await client.request(method, f"http://127.0.0.1:{port}/guarded", headers=headers)
+    assert answer.status_code == status
+    assert ("www-authenticate" in answer.headers) == (status == 401 and method == "GET")
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "text/html,application/xhtml+xml"])
+@pytest.mark.parametrize("authorization", ["", "Basic", "Basic %%%", "Basic aGVhZHJhY2U", "Basic \u00e9", "Bearer x"])
+async def test_only_a_page_without_the_token_makes_a_browser_ask_for_it(accept: str, authorization: str) -> None:
+    headers = [(b"accept", accept.encode()), (b"authorization", authorization.encode("latin-1"))]
+    async with web.serve(web.app({}, ROUTES), ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/guarded", headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers.get("www-authenticate", "").startswith("Basic ") == ("text/html" in accept)
+
+
+class _Stream:
+    """An endless response, and whether the application has ended it."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def respond(self, _request: Request) -> Response:
+        return StreamingResponse(self._chunks())
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(65_536)
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+
+
+async def _open_stream(port: int) -> socket.socket:
+    """Return a connection with a small receive buffer that has requested the stream."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    await loop.sock_sendall(client, b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return client
+
+
+async def test_a_client_that_stops_reading_is_closed_and_its_response_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_READ_TIMEOUT_S", 0.5)
+    stream = _Stream()
+    async with web.serve(web.app({}, [Route("/stream", stream.respond)]), ServiceSettings()) as port:
+        with await _open_stream(port):
+            async with asyncio.timeout(20):
+                await stream.ended.wait()
+
+
+async def test_a_client_that_reads_slowly_keeps_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_READ_TIMEOUT_S", 0.5)
+    stream, loop = _Stream(), asyncio.get_running_loop()
+    async with web.serve(web.app({}, [Route("/stream", stream.respond)]), ServiceSettings()) as port:
+        with await _open_stream(port) as client:
+            for _ in range(25):
+                assert await loop.sock_recv(client, 65_536)
+                await asyncio.sleep(0.1)
+            assert not stream.ended.is_set()
+
+
 def test_a_refusal_carries_what_a_client_needs() -> None:
     error = Refused(400, "bad", "no such thing", "model")
     assert (error.status, error.code, error.param) == (400, "bad", "model")
@@ -118,7 +199,7 @@ async def test_a_taken_port_is_an_error_not_a_hang() -> None:
 
 HANDED = """
 import asyncio, os
-from headrace_runtime.http import web
+from headrace_runtime.http import protocol, web
 from headrace_runtime.settings.sections import ServiceSettings
 
 os.dup2(int(os.environ["GIVEN"]), 3)

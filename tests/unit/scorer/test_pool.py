@@ -22,7 +22,7 @@ from tests.support.turns import feedback
 
 TRAJECTORY = (Path(headrace_schemas.__file__).parent / "examples/trajectories/two-turns.json").read_bytes()
 CODE = """
-    import asyncio, os, subprocess, sys
+    import asyncio, os, signal, subprocess, sys, time
 
     def answer(trajectory, context):
         return 1.0 if trajectory.final_answer == context["expected"] else 0.0
@@ -63,6 +63,27 @@ CODE = """
 
     def pid():
         return float(os.getpid())
+
+    def forks():
+        if os.fork() == 0:
+            return 0.75
+        time.sleep(0.3)
+        return 0.25
+
+    def forks_and_raises():
+        if os.fork() == 0:
+            raise KeyError
+        time.sleep(0.3)
+        return 0.5
+
+    def moves():
+        os.chdir("/")
+        signal.alarm(1)
+        return 1.0
+
+    def is_where_it_began():
+        time.sleep(1.2)
+        return float(os.getcwd() != "/")
 """
 
 
@@ -132,6 +153,24 @@ async def test_a_function_that_hangs_is_killed_with_all_it_started(
         after = await verdict(pool, "pid")
         assert (before[0], after[0]) == ("scored", "scored")
         assert before[1] != after[1]
+
+
+async def test_a_forked_copy_of_a_function_answers_no_later_call(code: Path) -> None:
+    """The answer of the copy would be that of the next trajectory, and each later one would be shifted."""
+    async with started(code, "forks", "forks_and_raises", "answer") as pool:
+        (member,) = pool._members
+        for _ in range(2):
+            assert await verdict(pool, "forks") == ("scored", 0.25)
+            assert await verdict(pool, "answer", expected="Ada") == ("scored", 1.0)
+            assert await verdict(pool, "forks_and_raises") == ("scored", 0.5)
+            assert await verdict(pool, "answer", expected="Bob") == ("scored", 0.0)
+        assert pool._members == {member}
+
+
+async def test_a_function_leaves_neither_a_working_directory_nor_a_timer_to_the_next(code: Path) -> None:
+    async with started(code, "moves", "is_where_it_began") as pool:
+        assert await verdict(pool, "moves") == ("scored", 1.0)
+        assert await verdict(pool, "is_where_it_began") == ("scored", 1.0)
 
 
 async def test_processes_work_side_by_side(code: Path) -> None:

@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from headrace_schemas import Experience, Read
+from headrace_schemas import Experience, Read, TrainingOutcome
 from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
+from headrace_trainer.batches.summary import VALUES_MAX, summarize_steps
 from headrace_trainer.learner import LearnerLost, NotFinite, StepResult
 from headrace_trainer.lineage import culprits
 from headrace_trainer.offline.dry_run import DryRun
@@ -36,7 +37,6 @@ FAILURES: dict[str, Failure] = {
     "OverflowError": lambda: OverflowError("int too large to convert to float"),
     "AssertionError": AssertionError,
     "KeyError": lambda: KeyError("row"),
-    "MemoryError": MemoryError,
     "text that cannot be encoded": lambda: ValueError("bad \ud83d \0 end"),
     "NotFinite": NotFinite,
 }
@@ -177,10 +177,27 @@ async def test_a_learner_that_fails_whatever_it_is_given_drops_nothing(tmp_path:
     assert len(trained_in(world)) == 9, "nothing was lost"
 
 
-@pytest.mark.parametrize("fails", [1, 2, 3])
-async def test_a_step_that_succeeds_in_the_end_drops_nothing(tmp_path: Path, fails: int) -> None:
+async def test_a_step_without_enough_memory_drops_nothing_and_ends_the_process(tmp_path: Path) -> None:
     world = World(tmp_path)
-    with using({"e2"}, ValueError, fails):
+    with using({"e2"}, MemoryError):
+        await world.run(settings())
+        world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(5)))
+        with pytest.raises(LearnerLost, match="memory does not suffice"):
+            await world.trainer(settings()).run()
+    assert world.bus.fates == {}
+    with using((), MemoryError):
+        await world.run(settings(), wait_s=30.0)
+    assert trained_in(world) == {f"e{n}" for n in range(5)}, "nothing was lost"
+
+
+@pytest.mark.parametrize(
+    ("failure", "fails"), [(ValueError, 1), (ValueError, 2), (ValueError, 3), (MemoryError, 1), (MemoryError, 2)]
+)
+async def test_a_step_that_succeeds_in_the_end_drops_nothing(
+    tmp_path: Path, failure: type[Exception], fails: int
+) -> None:
+    world = World(tmp_path)
+    with using({"e2"}, failure, fails):
         await world.run(settings())
         world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(5)))
         await world.run(settings())
@@ -252,6 +269,27 @@ def test_a_torch_step_that_fails_before_the_weights_move_changes_nothing(
     assert frozen(torch_learner) == before
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: tried 9 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+    ids=["CUDA", "CPU", "cuBLAS", "Python"],
+)
+def test_a_torch_step_without_enough_memory_changes_nothing_and_names_the_setting(
+    torch_learner: TorchLearner, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    torch_learner.step(batch(0), GOING_ON)
+    before = frozen(torch_learner)
+    monkeypatch.setattr(steps, "_backward", mock.Mock(side_effect=error))
+    with pytest.raises(MemoryError, match=r"lower trainer\.compute\.pack_tokens"):
+        torch_learner.step(batch(10), GOING_ON)
+    assert frozen(torch_learner) == before
+
+
 def test_a_torch_step_that_fails_while_the_weights_move_loses_them(
     torch_learner: TorchLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,3 +328,16 @@ async def test_a_row_that_torch_cannot_train_ends_by_name(
     learned = [entry.lineage.learner for entry in (trainer, replay) if entry.lineage is not None]
     live, again = (entry.policy.tensors() for entry in learned if isinstance(entry, TorchLearner))
     assert all(torch.equal(live[name], again[name]) for name in live), "the step was as if the row had not been there"
+
+
+def test_reasons_of_failed_rows_do_not_displace_the_metrics_of_steps() -> None:
+    texts = [f"ValueError: row {number} of the batch" for number in range(VALUES_MAX)]
+    details = [*texts, "examples", "the gradient is not finite", None]
+    outcomes = [
+        TrainingOutcome(experience_id=f"e{number}", revision=0, turn_ids=(), dropped="invalid", detail=detail)
+        for number, detail in enumerate(details)
+    ]
+    metrics = summarize_steps([{"reward_mean": 0.5}], outcomes)
+    assert metrics == {
+        "steps": 1.0, "reward_mean": 0.5, "dropped/examples": 1.0, "dropped/invalid": float(VALUES_MAX + 2)
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -27,6 +28,7 @@ DropReason = Literal[
 ]
 
 
+_NAME = re.compile(r"[a-z_]{1,32}")
 LISTED_MAX = 65_536
 """Maximum length of each list of an account."""
 
@@ -78,6 +80,11 @@ class TrainingOutcome(Model):
     def reason(self) -> str | None:
         """The most detailed reason why it was dropped, or None if it was trained."""
         return self.detail or self.dropped
+
+    @property
+    def reason_name(self) -> str | None:
+        """The reason as a short name, for counters: `dropped` where the detail is the text of an error."""
+        return self.detail if self.detail is not None and _NAME.fullmatch(self.detail) else self.dropped
 
 
 class Undone(Model):

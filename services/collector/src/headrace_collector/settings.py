@@ -28,7 +28,8 @@ class CollectorSettings(ServiceSettings):
     tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
     """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
-    """Number of open sessions beyond which the sessions that were idle for longest are closed (`limit`)."""
+    """Number of open sessions beyond which sessions are closed (`limit`): those that were idle for longest, of the
+    tenants with the most open sessions."""
     side_calls: Literal["apart", "in_run"] = "apart"
     """Calls that an agent makes beside its task, such as a title for the conversation. `apart`: each conversation of
     them is a run that no reward of the session is trained on; feedback that lists its turns is. `in_run`: they are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy import RowMapping, delete, func, select, update
@@ -27,17 +27,47 @@ _TARGETS_AT_ONCE_MAX = 50
 
 
 async def close_surplus_sessions(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Close the sessions that were idle for longest when there are too many, and set the gauges."""
+    """Close sessions when there are too many, and set the gauges.
+
+    The tenants with the most open sessions lose those that were idle for longest, so that no tenant can end the
+    sessions of another one.
+    """
     count = await count_rows(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
     metrics.OPEN_SESSIONS.set(count)
     metrics.WAITING_ENDS.set(await count_rows(tx, None, ends, COUNTED_MAX))
     metrics.WAITING_FEEDBACK.set(await count_rows(tx, feedback.c.resolved.is_(False), feedback, COUNTED_MAX))
     surplus = count - settings.open_sessions_max
     if surplus > 0:
-        oldest = select(sessions).where(IS_OPEN).order_by(sessions.c.seen_ms).limit(surplus)
-        rows = (await tx.execute(oldest)).mappings()
+        rows = await _surplus_sessions(tx, surplus)
         await store_ends(tx, now, *(End(row["tenant"], row["session_key"], row["partition"], "limit") for row in rows))
     return []
+
+
+async def _surplus_sessions(tx: AsyncConnection, surplus: int) -> list[RowMapping]:
+    counted = select(sessions.c.tenant, func.count()).where(IS_OPEN).group_by(sessions.c.tenant)
+    counts: dict[str, int] = dict((await tx.execute(counted)).tuples().all())
+    rows: list[RowMapping] = []
+    for tenant, number in divide_surplus(counts, surplus).items():
+        open_sessions = select(sessions).where(IS_OPEN, sessions.c.tenant == tenant)
+        rows += (await tx.execute(open_sessions.order_by(sessions.c.seen_ms).limit(number))).mappings()
+    return rows
+
+
+def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
+    """Return how many of `surplus` sessions each tenant loses: the largest ones, until they have equally many left.
+
+    Args:
+        counts: number of open sessions of each tenant, together at least `surplus`.
+        surplus: number of sessions to close.
+    """
+    tenants = sorted(counts, key=lambda tenant: -counts[tenant])
+    for size in range(1, len(tenants) + 1):
+        remaining = sum(counts[name] for name in tenants[:size]) - surplus
+        if size == len(tenants) or remaining >= size * counts[tenants[size]]:
+            level, extra = divmod(remaining, size)
+            kept = {name: level + (index < extra) for index, name in enumerate(tenants[:size])}
+            return {name: counts[name] - number for name, number in kept.items() if number < counts[name]}
+    return {}
 
 
 async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:

@@ -12,10 +12,13 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import tombstone
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import LoadedVersion, Replica
+from headrace_schemas.events.routing import LoadState
 
 log = get_logger(__name__)
 _VERSIONS_MAX = 64
 """Largest number of versions in a `Replica` event."""
+_ORDER: tuple[LoadState, ...] = ("ready", "draining", "loading", "failed")
+"""Order of the versions in a heartbeat, so that versions which take calls are never those that do not fit."""
 
 
 class Announcer:
@@ -76,7 +79,7 @@ class Announcer:
         self._last = max(self._clock.now(), self._last)
         beat = {
             "time": self._last,
-            "versions": self._versions()[:_VERSIONS_MAX],
+            "versions": tuple(sorted(self._versions(), key=lambda local: _ORDER.index(local.state))[:_VERSIONS_MAX]),
             "in_flight": self._in_flight(),
             "grammars": self._identity.grammars if self._holds_forms() else (),
             "stopping": stopping,

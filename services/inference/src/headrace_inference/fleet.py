@@ -24,6 +24,7 @@ from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import LoadedVersion, Probe, Routing, ServedVersion
 from headrace_schemas.events.routing import Alias, LoadState
 from headrace_schemas.values.blobs import BlobRef, Manifest
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _ERROR_LENGTH_MAX = 2000
@@ -323,14 +324,14 @@ class Fleet:
 
     def _report_wait(self, local: _LocalVersion, reason: str) -> None:
         """Report in the next heartbeat why the version waits."""
-        if local.error != reason[:_ERROR_LENGTH_MAX]:
-            local.error = reason[:_ERROR_LENGTH_MAX]
+        if local.error != (error := storable(reason[:_ERROR_LENGTH_MAX])):
+            local.error = error
             self._changed()
 
     def _fail(self, local: _LocalVersion, error: str) -> None:
         log.error("version_failed", version=local.version, error=error)
         metrics.LOADS.labels("failed").inc()
-        local.error = error[:_ERROR_LENGTH_MAX]
+        local.error = storable(error[:_ERROR_LENGTH_MAX])
         self._set(local, "failed")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -23,6 +23,8 @@ from headrace_schemas.values.text import printable, storable
 OWN_SESSIONS = "headrace-judge-"
 """Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""
 _QUOTED_BYTES_MAX = 1024
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
+"""Encodings of answers that are decoded. They grow by at most a factor of 1,032, others by more than 10,000."""
 _CONTENT_REFUSED = frozenset({400, 413, 422})
 
 
@@ -167,11 +169,15 @@ class Endpoint:
 
     async def _post(self, messages: list[ChatMessage]) -> tuple[int, httpx2.Headers, bytes]:
         url = f"{self._settings.base_url}/chat/completions"
-        headers = {}
+        headers = {"Accept-Encoding": "gzip, deflate"}
         if self._settings.is_gateway:
-            headers = {"X-Headrace-Purpose": "eval", "X-Session-Id": f"{OWN_SESSIONS}{uuid7()}"}
+            headers |= {"X-Headrace-Purpose": "eval", "X-Session-Id": f"{OWN_SESSIONS}{uuid7()}"}
         content = bytearray()
         async with self._client.stream("POST", url, json=self.body(messages), headers=headers) as response:
+            encoding = response.headers.get("content-encoding", "").strip().lower()
+            if encoding not in _ENCODINGS:
+                problem = f"the endpoint encodes its answer as {printable(encoding, 64)!r}, which was not requested"
+                raise EndpointAway(problem, billed=True)
             async for chunk in response.aiter_bytes():
                 content += chunk
                 if len(content) > self._settings.response_bytes_max:

@@ -110,9 +110,10 @@ class RegistrySettings(ServiceSettings):
     """Seconds between checks of deadlines; events and requests are handled at once."""
     reconcile_s: Positive = 5.0
     """Seconds for which the bus may have another routing than the database before it is published again."""
-    served_max: Annotated[int, Field(ge=0, le=64)] = 4
+    served_max: Annotated[int, Field(ge=0, le=40)] = 4
     """Number of versions, over all models, that operators may serve besides champions and candidates. It must be less
-    than `inference.versions_max`, so that trained versions find room."""
+    than `inference.versions_max`, so that trained versions find room. A routing holds 64 versions: up to 24 of them are
+    champions and candidates, each with its base."""
     retired_for_s: Annotated[float, Field(ge=0)] = 3600.0
     """Seconds that a version must have been retired before its files may be collected."""
     versions_bytes_max: Annotated[int, Field(ge=1)] | None = None

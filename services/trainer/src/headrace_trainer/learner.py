@@ -161,6 +161,8 @@ class Learner(Protocol):
             StepRefused: A measurement forbids the step. Nothing was changed.
             Abandoned: Raised soon after `stop` is set. The state in memory is lost and must not be saved.
             LearnerLost: The learner has failed. The state in memory is lost and must not be saved.
+            MemoryError: The step needs more memory than is free. Nothing was changed. After three tries the process
+                ends, and the next start measures `sequence_bound` again.
             Exception: Any other error. Nothing was changed, random numbers included: the lineage then searches for the
                 rows because of which the step fails, and continues without them.
         """

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from headrace_registry.rollouts.settings import RerunBounds, ShadowSettings
 from headrace_registry.shadow import rerun as recording
+from headrace_registry.shadow import tool_program
 from headrace_registry.shadow.rerun import (
     ModelAnswer,
     Recording,
@@ -227,3 +229,19 @@ def test_shadow_settings_refuse_inconsistent_values() -> None:
 def test_is_opening_is_false_after_an_answer() -> None:
     assert recording.is_opening(SESSION[0])
     assert not recording.is_opening(SESSION[1])
+
+
+async def test_each_start_of_the_tool_program_logs_a_digest_of_its_code(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "import helper, json, sys\nfor line in sys.stdin:\n"
+        "    print(json.dumps({'id': json.loads(line)['id'], 'result': helper.RESULT}), flush=True)\n"
+    )
+    digests, program = [], ToolProgram(_settings(tmp_path))
+    for result in ("a", "changed", "changed"):
+        (tmp_path / "helper.py").write_text(f"RESULT = {result!r}\n")
+        with mock.patch.object(tool_program, "log") as log:
+            assert await program.call(FunctionCall(name="today", arguments="{}")) == result
+            await program.stop()
+        log.info.assert_called_once()
+        digests.append(log.info.call_args.kwargs["sha256"])
+    assert digests[0] != digests[1] == digests[2]

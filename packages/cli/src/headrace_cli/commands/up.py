@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def up(
         with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
             state = _wait_up(supervisor, stopping, timeout)
         if state is not None:
-            _print_summary(state)
+            print_summary(state)
         with _print_decisions(state):
             while not supervisor.wait(0.2) and not stopping.is_set():
                 state = _print_changes(state, supervisor.state) if state is not None else None
@@ -141,7 +142,8 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
     return stopping
 
 
-def _print_summary(state: RunState) -> None:
+def print_summary(state: RunState) -> None:
+    """Print the services with their addresses. A terminal also gets an address with the token for a browser."""
     from headrace_schemas.http.stack_access import token_file
 
     out = console()
@@ -154,6 +156,8 @@ def _print_summary(state: RunState) -> None:
     if state.token_is_key or state.token_is_password:
         token_path = token_file(Path(state.data_dir))
         out.print(f"token     {token_path}   [dim]commands read it, other clients need it[/]")
+    if sys.stdout.isatty() and (page := _page_with_login(state)):
+        out.print(f"browser   {page}   [dim]other pages take the same login[/]")
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")
@@ -162,6 +166,22 @@ def _print_summary(state: RunState) -> None:
     for name, reason in state.left_out.items():
         out.print(f"[dim]{name} is not started: {reason}[/]")
     out.print("[dim]Ctrl-C stops everything[/]")
+
+
+def _page_with_login(state: RunState) -> str | None:
+    """Return the address of the registry's list of models with the token as its password, for a browser.
+
+    Print it to a terminal only, because other output may be kept in a log. None where `headrace up` has no registry or
+    made no key.
+    """
+    from headrace_schemas.http.stack_access import USERNAME, read_token
+
+    registry = state.services.get("registry")
+    token = read_token(Path(state.data_dir)) if state.token_is_key else ""
+    if registry is None or not token:
+        return None
+    scheme, _, address = registry.url.partition("://")
+    return f"{scheme}://{USERNAME}:{token}@{address}/v1/models"
 
 
 def _print_changes(before: RunState, now: RunState) -> RunState:

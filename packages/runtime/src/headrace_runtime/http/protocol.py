@@ -1,15 +1,19 @@
-"""uvicorn's HTTP/1.1 protocol with timeouts for incoming requests and without ambiguous requests.
+"""uvicorn's HTTP/1.1 protocol with timeouts in both directions and without ambiguous requests.
 
 Requests of ambiguous length are refused (request smuggling, RFC 9112, section 6.1), and connections of clients that
-send too slowly are closed (slowloris).
+send too slowly (slowloris), or that stop reading their response, are closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import http
 import json
 import socket
+import struct
+import termios
 from typing import Any, Literal
 
 import h11
@@ -20,6 +24,10 @@ from headrace_runtime.settings.sections import ServiceSettings
 _GRACE_S = 1.0
 """Additional time for the body, so that an application with its own timeout responds first."""
 _LINGER_S = 1.0
+_READ_TIMEOUT_S = 120.0
+"""Time in which a client must read a byte of a response that waits for it. A stream would wait forever, and hold its
+place among the calls in progress."""
+_INTEGER = struct.Struct("i")
 _Waiting = Literal["header", "body"]
 
 
@@ -46,6 +54,7 @@ class _TimedProtocol(H11Protocol):
         """Whether the connection was refused and is about to be closed."""
         self._waiting: _Waiting | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection: socket.socket = transport.get_extra_info("socket")
@@ -58,7 +67,16 @@ class _TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self._unread_bytes())
+
+    def resume_writing(self) -> None:
+        self._stop_unread_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._is_unused = False
@@ -102,6 +120,30 @@ class _TimedProtocol(H11Protocol):
             return
         limit_s = self.bounds.header_timeout_s if part == "header" else self.bounds.body_timeout_s
         self._refuse(408, f"the request's {part} took longer than {limit_s:g} s")
+
+    def _watch_reader(self, unread_bytes: int) -> None:
+        """Close the connection if the client reads nothing of `unread_bytes` in time."""
+        self._stop_unread_timer()
+        self._unread_timer = self.loop.call_later(_READ_TIMEOUT_S, self._check_reader, unread_bytes)
+
+    def _check_reader(self, unread_bytes: int) -> None:
+        unread_now = self._unread_bytes()
+        if unread_now < unread_bytes:
+            self._watch_reader(unread_now)
+        else:
+            self.transport.abort()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _unread_bytes(self) -> int:
+        """Return the number of bytes that the client has not received, those in the system's send queue included."""
+        queue = bytearray(_INTEGER.size)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queue)
+        return int(self.transport.get_write_buffer_size() + _INTEGER.unpack(queue)[0])
 
     def _refuse(self, status: int, reason: str) -> None:
         """Send an error response, unless a response has begun, and close the connection."""

@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.http.browser_login import BrowserLogin
 from headrace_runtime.http.guard import WebGuard
 from headrace_runtime.http.protocol import protocol_for
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
@@ -106,7 +107,7 @@ async def serve(
     listener = _listen(settings)
     server = _Server(
         uvicorn.Config(
-            WebGuard(_with_exact_paths(application), settings, security or SecuritySettings()),
+            WebGuard(BrowserLogin(_with_exact_paths(application)), settings, security or SecuritySettings()),
             http=protocol_for(settings),
             ws="none",
             lifespan="off",

@@ -24,7 +24,6 @@ import hashlib
 import json
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from headrace_inference.chat.answer import Answer, Reading, Text
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import argument_value, template_message
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import Message, Tool
 
 Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
@@ -48,6 +48,8 @@ class Prompt:
     token_ids: list[int]
     text: str
     digest: bytes
+    salt: str
+    """Stands for the tenant, whose conversations no other one uses or displaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,13 @@ class _Conversation:
 class ExactPrompts:
     """Builder of prompts, with a memory of conversations. Thread-safe.
 
-    The memory is bounded by its number of tokens. The least recently used conversation is removed first.
+    The memory is bounded by its number of tokens. Beyond it the tenant with the most tokens loses the conversation that
+    it has not used for longest.
     """
 
     def __init__(self, tokens_max: int, parsers: Parsers) -> None:
-        self._tokens_max = tokens_max
         self._parsers = parsers
-        self._conversations: OrderedDict[bytes, _Conversation] = OrderedDict()
-        self._tokens = 0
+        self._conversations: TenantMemory[bytes, _Conversation] = TenantMemory(tokens_max)
         self._lock = threading.Lock()
 
     def build(
@@ -95,33 +96,19 @@ class ExactPrompts:
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
         text = tokenizer.render(list(map(template_message, messages)), offered, extra, limits)
         chain = list(_digests(tokenizer, messages, offered, extra, salt))
-        ids = self._continued(tokenizer, text, messages, chain, tools)
-        return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])
+        ids = self._continued(tokenizer, text, messages, chain, tools, salt)
+        return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
         """Remember the tokens sampled for a prompt, and the `message` that the client received for them."""
         conversation = _Conversation(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
-        if len(conversation.token_ids) > self._tokens_max:
-            return
         digest = _chain_digest(prompt.digest, message)
         with self._lock:
-            self._forget(digest)
-            self._conversations[digest] = conversation
-            self._tokens += len(conversation.token_ids)
-            while self._tokens > self._tokens_max:
-                self._forget(next(iter(self._conversations)))
+            self._conversations.set(prompt.salt, digest, conversation, len(conversation.token_ids))
 
-    def _recall(self, digest: bytes) -> _Conversation | None:
+    def _recall(self, salt: str, digest: bytes) -> _Conversation | None:
         with self._lock:
-            conversation = self._conversations.get(digest)
-            if conversation is not None:
-                self._conversations.move_to_end(digest)
-            return conversation
-
-    def _forget(self, digest: bytes) -> None:
-        conversation = self._conversations.pop(digest, None)
-        if conversation is not None:
-            self._tokens -= len(conversation.token_ids)
+            return self._conversations.get(salt, digest)
 
     def _continued(
         self,
@@ -130,12 +117,13 @@ class ExactPrompts:
         messages: Sequence[Message],
         chain: Sequence[bytes],
         tools: Sequence[Tool],
+        salt: str,
     ) -> list[int] | None:
         """Return the tokens of a prompt that continues a remembered conversation; None if it does not."""
         for digest, message in zip(reversed(chain), reversed(messages), strict=True):
             if message.role != "assistant":
                 continue
-            conversation = self._recall(digest)
+            conversation = self._recall(salt, digest)
             if conversation is not None:
                 ids = self._continue_conversation(tokenizer, conversation, text, tools)
                 metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()

@@ -1,4 +1,7 @@
-"""Compilation of grammars to guides, in separate threads, within bounds and with a cache."""
+"""Compilation of grammars to guides, in separate threads, within bounds and with a cache.
+
+Tenants take turns. A grammar that is not in the cache is compiled on trial first (`trial`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,10 +18,11 @@ from typing import TYPE_CHECKING
 from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.errors import Overloaded
-from headrace_inference.grammar.forms import AnswerForm, check_depth, grammar_of
+from headrace_inference.grammar.forms import AnswerForm, check_schemas, grammar_of
 from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
+from headrace_inference.grammar.trial import GrammarTrial, TrialFailed, TrialTimedOut
+from headrace_inference.grammar.turns import Turns
 from headrace_inference.grammar.vocabulary import VocabularyUnreadable, read_vocabulary
 from headrace_runtime.errors import Refused
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT
@@ -43,15 +47,31 @@ class CompiledGrammar:
     """One guide for each choice, which has accepted the choice's resumed tokens."""
 
 
-@dataclass(slots=True)
-class _Compilation:
-    """One compilation. `begun_s` is 0 while it waits for a thread."""
+@dataclass(frozen=True, slots=True)
+class _Grammar:
+    """The grammar of one request as text, and everything that compiling it needs."""
 
-    form: AnswerForm
+    text: str
+    trial_text: str
+    """The grammar with tags as text, because a trial has no tokens."""
     tokenizer: ChatTokenizer
     vocabulary: int
-    opened: bool
-    resumed: Sequence[Sequence[int]]
+    """Number of token ids of the model."""
+    words: LLTokenizer
+    end_id: int
+    field: str
+    """Field of the request that errors name."""
+
+    @property
+    def key(self) -> tuple[bytes, int, str]:
+        return self.tokenizer.digest, self.vocabulary, self.text
+
+
+@dataclass(slots=True)
+class _Compilation:
+    """One compilation. `begun_s` is 0 until the grammar has passed its trial."""
+
+    grammar: _Grammar
     begun_s: float = field(default=0.0)
 
 
@@ -61,15 +81,18 @@ class GrammarCompiler:
     def __init__(self, parsers: Parsers, settings: GrammarSettings) -> None:
         self._parsers = parsers
         self._settings = settings
+        self._text_pool = ThreadPoolExecutor(1, "grammar-text")
         self._pool = ThreadPoolExecutor(settings.threads, "grammar")
-        self._waiting = 0
+        self._turns: Turns[Hashable] = Turns(settings.threads, settings.waiting_max)
+        self._trials = threading.local()
         self._lock = threading.Lock()
         self._guides: OrderedDict[tuple[bytes, int, str], GrammarGuide] = OrderedDict()
         self._tokenizers: OrderedDict[tuple[bytes, int], LLTokenizer] = OrderedDict()
 
     def close(self) -> None:
         """Cancel the compilations that wait. Those that have begun finish."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._text_pool, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def compile(
         self,
@@ -79,6 +102,7 @@ class GrammarCompiler:
         resumed: Sequence[Sequence[int]],
         *,
         opened: bool,
+        tenant: Hashable = None,
     ) -> CompiledGrammar:
         """Compile the grammar of an answer form, or take it from the cache. Does not block the event loop.
 
@@ -86,24 +110,29 @@ class GrammarCompiler:
             vocabulary: number of token ids of the model.
             resumed: tokens that each choice has already.
             opened: whether the prompt ends inside reasoning.
+            tenant: owner of the request. Owners take turns to compile.
 
         Raises:
             Refused: the form cannot be compiled, or is beyond the bounds of `GrammarSettings`.
-            Overloaded: too many grammars wait.
+            Overloaded: too many grammars of the tenant wait.
         """
-        if self._waiting >= self._settings.waiting_max:
-            raise Overloaded(f"{self._waiting} grammars wait to be compiled; try again")
-        work = _Compilation(form, tokenizer, vocabulary, opened, resumed)
+        loop = asyncio.get_running_loop()
+        grammar = await loop.run_in_executor(self._text_pool, self._write, form, tokenizer, vocabulary, opened)
+        guide = self._recall(grammar.key)
+        metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
+        if guide is None:
+            guide = await self._compile_in_turn(grammar, tenant)
+        return CompiledGrammar(grammar.text, tuple(_resumed(guide, tokens) for tokens in resumed))
+
+    async def _compile_in_turn(self, grammar: _Grammar, tenant: Hashable) -> GrammarGuide:
+        await self._turns.take(tenant)
+        work = _Compilation(grammar)
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, work)
-        self._waiting += 1
         future.add_done_callback(self._done)
         while not future.done():
             await asyncio.wait((future,), timeout=_POLL_S)
             if not future.done() and work.begun_s and time.monotonic() - work.begun_s > self._limit_s:
-                message = (
-                    f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
-                )
-                raise Refused(400, "schema_too_large", message, _field(form))
+                raise self._too_slow(grammar.field)
         return future.result()
 
     def check(self, tokenizer: ChatTokenizer, vocabulary: int) -> str:
@@ -120,58 +149,77 @@ class GrammarCompiler:
     def _limit_s(self) -> float:
         return self._settings.compile_timeout_s
 
-    def _done(self, future: asyncio.Future[CompiledGrammar]) -> None:
-        self._waiting -= 1
+    def _too_slow(self, field: str) -> Refused:
+        message = f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
+        return Refused(400, "schema_too_large", message, field)
+
+    def _done(self, future: asyncio.Future[GrammarGuide]) -> None:
+        self._turns.give_back()
         if not future.cancelled():
             future.exception()  # retrieve the error, because the request may have been cancelled
 
     # In a thread
 
-    def _compile(self, work: _Compilation) -> CompiledGrammar:
-        work.begun_s = time.monotonic()
-        check_depth(work.form, self._settings.depth_max)
-        tokenizer = work.tokenizer
-        end_id = tokenizer.eos_id
-        if end_id is None or end_id >= work.vocabulary:
-            message = (
-                f"{_field(work.form)}: the model has no token that ends an answer, so answers cannot be constrained"
-            )
-            raise Refused(400, "unsupported_value", message, _field(work.form))
-        words = self._library_tokenizer(tokenizer, work.vocabulary, end_id, _field(work.form))
+    def _write(self, form: AnswerForm, tokenizer: ChatTokenizer, vocabulary: int, opened: bool) -> _Grammar:
+        """Return the grammar of an answer form as text. Raises `Refused`."""
+        check_schemas(form, self._settings.depth_max)
+        field, end_id = _field(form), tokenizer.eos_id
+        if end_id is None or end_id >= vocabulary:
+            message = f"{field}: the model has no token that ends an answer, so answers cannot be constrained"
+            raise Refused(400, "unsupported_value", message, field)
+        words = self._library_tokenizer(tokenizer, vocabulary, end_id, field)
 
         def special(text: str) -> int | None:
             token = tokenizer.token_id(text)
-            if token is None or token >= work.vocabulary or not words.is_special_token(token):
+            if token is None or token >= vocabulary or not words.is_special_token(token):
                 return None
             return token
 
         opening = self._parsers.reasoning.opening
         thinks = bool(opening) and opening in tokenizer.template
-        text = grammar_of(work.form, self._parsers, special, thinks=thinks, opened=work.opened)
+        text, trial_text = (
+            grammar_of(form, self._parsers, tokens, thinks=thinks, opened=opened) for tokens in (special, _no_tokens)
+        )
         if len(text.encode()) > self._settings.bytes_max:
             limit = f"{self._settings.bytes_max} bytes (inference.grammar.bytes_max)"
-            message = f"{_field(work.form)}: its grammar is larger than {limit}"
-            raise Refused(400, "schema_too_large", message, _field(work.form))
-        key = (tokenizer.digest, work.vocabulary, text)
-        guide = self._recall(key)
-        metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
-        if guide is None:
-            guide = self._guide(text, words, work, end_id)
-            self._remember(key, guide)
-        return CompiledGrammar(text, tuple(_resumed(guide, tokens) for tokens in work.resumed))
+            raise Refused(400, "schema_too_large", f"{field}: its grammar is larger than {limit}", field)
+        return _Grammar(text, trial_text, tokenizer, vocabulary, words, end_id, field)
 
-    def _guide(self, text: str, words: LLTokenizer, work: _Compilation, end_id: int) -> GrammarGuide:
+    def _compile(self, work: _Compilation) -> GrammarGuide:
+        """Compile a grammar after a trial, unless another request has compiled it meanwhile. Raises `Refused`."""
+        guide = self._recall(work.grammar.key)
+        if guide is None:
+            self._try(work.grammar)
+            work.begun_s = time.monotonic()
+            guide = self._guide(work.grammar)
+            self._remember(work.grammar.key, guide)
+        return guide
+
+    def _try(self, grammar: _Grammar) -> None:
+        trial: GrammarTrial | None = getattr(self._trials, "trial", None)
+        if trial is None:
+            trial = self._trials.trial = GrammarTrial()
+        try:
+            trial.run(grammar.trial_text, self._limit_s)
+        except TrialTimedOut:
+            raise self._too_slow(grammar.field) from None
+        except TrialFailed:
+            message = f"{grammar.field}: the schema cannot be compiled within 2 GiB; make it smaller"
+            raise Refused(400, "schema_too_large", message, grammar.field) from None
+
+    def _guide(self, grammar: _Grammar) -> GrammarGuide:
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        words = grammar.words
+        matcher = LLMatcher(words, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
-            raise _unservable(matcher.get_error(), _field(work.form))
-        stop_ids = frozenset(token for token in work.tokenizer.stop_ids if token < work.vocabulary)
-        guide = GrammarGuide(matcher, words.vocab_size, end_id, stop_ids)
+            raise _unservable(matcher.get_error(), grammar.field)
+        stop_ids = frozenset(token for token in grammar.tokenizer.stop_ids if token < grammar.vocabulary)
+        guide = GrammarGuide(matcher, words.vocab_size, grammar.end_id, stop_ids)
         first = guide.fresh()
         first.allowed()
         if first.error:
-            raise _unservable(first.error, _field(work.form))
+            raise _unservable(first.error, grammar.field)
         return guide
 
     def _library_tokenizer(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
@@ -204,6 +252,10 @@ class GrammarCompiler:
             self._guides[key] = guide
             while len(self._guides) > self._settings.cached:
                 self._guides.popitem(last=False)
+
+
+def _no_tokens(_text: str) -> None:
+    return None
 
 
 def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:

@@ -27,6 +27,11 @@ from headrace_schemas.http.answer_form import (
 
 Special = Callable[[str], int | None]
 """Function that returns the id of a special token with this text, or None if the tokenizer has no such token."""
+_LITERALS = frozenset(("const", "enum", "pattern"))
+_NAMES = frozenset(("properties", "patternProperties"))
+_LITERAL_LENGTH_MAX = 1024
+"""Longest text that a schema may spell out. The library's work for each token grows with its length: with 20,000
+characters it takes up to 0.1 s, which every sequence of the batch waits for."""
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 _ANYTHING = "/(?s:.*)/"
 _LAYOUT = {"whitespace_flexible": False, "item_separator": r",(\n[ \t]{0,64}| )?", "key_separator": ": ?"}
@@ -151,14 +156,41 @@ class _Writer:
                 yield json.dumps(piece, ensure_ascii=False)
 
 
-def check_depth(form: AnswerForm, depth_max: int) -> None:
-    """Raise `Refused` for a schema that is nested deeper than `depth_max`."""
+def check_schemas(form: AnswerForm, depth_max: int) -> None:
+    """Raise `Refused` for a schema that is nested deeper than `depth_max`, or that spells out a long text."""
     fields: list[tuple[str, Mapping[str, JsonValue] | None]] = [(RESPONSE_FORMAT, form.schema)]
     fields += [(f"tools.{number}", tool.function.parameters) for number, tool in enumerate(form.calls)]
     for field, schema in fields:
         if _is_deeper(schema, depth_max):
             message = f"{field}: its schema is nested deeper than {depth_max} (inference.grammar.depth_max)"
             raise Refused(400, "schema_too_large", message, field)
+        if _longest_literal(schema) > _LITERAL_LENGTH_MAX:
+            message = (
+                f"{field}: a property name, pattern or constant of its schema has more than {_LITERAL_LENGTH_MAX} "
+                "characters; shorten it"
+            )
+            raise Refused(400, "schema_too_large", message, field)
+
+
+def _longest_literal(value: object, *, is_literal: bool = False, has_names: bool = False) -> int:
+    """Return the length of the longest text that an answer may have to spell out.
+
+    Args:
+        value: a schema or a part of it.
+        is_literal: whether `value` is a pattern or a constant.
+        has_names: whether `value` has schemas by property names.
+    """
+    if isinstance(value, str):
+        return len(value) if is_literal else 0
+    if isinstance(value, list):
+        return max((_longest_literal(item, is_literal=is_literal) for item in value), default=0)
+    if not isinstance(value, Mapping):
+        return 0
+    lengths = [len(name) for name in value] if has_names or is_literal else []
+    for name, item in value.items():
+        inside = is_literal or (name in _LITERALS and not has_names)
+        lengths.append(_longest_literal(item, is_literal=inside, has_names=name in _NAMES and not has_names))
+    return max(lengths, default=0)
 
 
 def _is_deeper(value: object, depth: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,7 +94,8 @@ class Completions:
         started = time.monotonic()
         prepared = await self._worker_threads.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
         if prepared.form is not None:
-            prepared = await self._add_grammar(prepared, prepared.form, version, tokenizer)
+            tenant = replace(share, salt=request.cache_salt or "").tenant
+            prepared = await self._add_grammar(prepared, prepared.form, version, tokenizer, tenant)
         generation = None
         if prepared.starts:
             generation = self._engine.generate(
@@ -127,7 +128,7 @@ class Completions:
         return await engine.score(version, answers)
 
     async def _add_grammar(
-        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer
+        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer, tenant: Hashable
     ) -> _Prepared:
         """Compile the grammar of the form, and return the request with the grammar and a guide for each choice."""
         if not self._engine.grammars:
@@ -136,7 +137,9 @@ class Completions:
             raise Refused(400, "unsupported_value", message, field)
         vocabulary = self._engine.vocabulary(version)
         resumed = [start.resumed for start in prepared.starts]
-        grammar = await self._grammars.compile(form, tokenizer, vocabulary, resumed, opened=prepared.opened)
+        grammar = await self._grammars.compile(
+            form, tokenizer, vocabulary, resumed, opened=prepared.opened, tenant=tenant
+        )
         starts = [replace(start, guide=guide) for start, guide in zip(prepared.starts, grammar.guides, strict=True)]
         return replace(prepared, sampling=replace(prepared.sampling, grammar=grammar.text), starts=starts)
 

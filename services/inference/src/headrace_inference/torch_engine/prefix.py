@@ -6,11 +6,12 @@ Entries are only found with their own salt. Otherwise a tenant could find out ot
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from headrace_runtime.storage.tenant_memory import TenantMemory
 
 BLOCK = 16
 """Prefixes are indexed at multiples of this number of tokens. The rest of a match is found by comparison."""
@@ -32,7 +33,7 @@ class Entry:
 
 
 class PrefixCache:
-    """Cache with bounded memory, which removes the least recently used entries first.
+    """Cache with bounded memory. The tenant with the most bytes loses its least recently used entries first.
 
     Any prefix of an entry can be used, because the KV of a token depends only on the tokens before it. So sequences
     with the same system prompt share its KV.
@@ -40,23 +41,27 @@ class PrefixCache:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._entries: TenantMemory[int, Entry] = TenantMemory(bytes_max)
         self._index: dict[int, dict[int, Entry]] = {}
-        self.bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size of the KV of all entries."""
+        return self._entries.size
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:
         """Return the entry that shares the most blocks with the start of `tokens`, and the number of shared tokens.
 
         Among equal entries, the newest is returned. Another one may share up to `BLOCK - 1` tokens more.
         """
-        if not self._entries:
+        if not self._index:
             return None, 0
         keys = _keys(tokens, salt)
         for count in range(len(keys), 0, -1):
             matched = count * BLOCK
             for entry in reversed(self._index.get(keys[count - 1], {}).values()):
                 if entry.salt == salt and entry.tokens[:matched] == tokens[:matched]:  # keys may collide, tokens do not
-                    self._entries.move_to_end(id(entry))
+                    self._entries.get(salt, id(entry))
                     return entry, _shared_length(entry.tokens, tokens, matched)
         return None, 0
 
@@ -65,18 +70,17 @@ class PrefixCache:
         entry = Entry(salt, tokens, kv, _keys(tokens, salt))
         if not entry.keys or entry.bytes > self._bytes_max:
             return
-        self._entries[id(entry)] = entry
-        self.bytes += entry.bytes
         for key in entry.keys:
             self._index.setdefault(key, {})[id(entry)] = entry
-        while self.bytes > self._bytes_max:
-            self.discard(next(iter(self._entries.values())))
+        for evicted in self._entries.set(salt, id(entry), entry, entry.bytes):
+            self._remove_keys(evicted)
 
     def discard(self, entry: Entry) -> None:
         """Remove an entry, for example because a longer one contains it. It may have been removed before."""
-        if self._entries.pop(id(entry), None) is None:
-            return
-        self.bytes -= entry.bytes
+        if self._entries.pop(entry.salt, id(entry)) is not None:
+            self._remove_keys(entry)
+
+    def _remove_keys(self, entry: Entry) -> None:
         for key in entry.keys:
             holders = self._index[key]
             holders.pop(id(entry), None)

@@ -38,6 +38,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import ItemIsolation
 from headrace_runtime.stream.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _AT_ONCE_MAX = 20
@@ -124,7 +125,8 @@ class RolloutController:
 
     async def _hold(self, rollout: RolloutRecord, reason: str) -> bool:
         now = self._processor.clock.now()
-        return await self._apply_decision(rollout, RolloutDecision("hold", rollout.version, now, reason[:_REASON_MAX]))
+        decision = RolloutDecision("hold", rollout.version, now, storable(reason[:_REASON_MAX]))
+        return await self._apply_decision(rollout, decision)
 
     async def _take_all_readings(self, rollout: RolloutRecord) -> None:
         ages: list[ReadingAge] = [age for age in rollout.plan.reading_ages if age != "shadow"]

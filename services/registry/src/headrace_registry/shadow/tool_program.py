@@ -14,9 +14,12 @@ from pydantic import BaseModel, ValidationError
 
 from headrace_registry.rollouts.settings import ShadowSettings
 from headrace_registry.shadow.rerun import RerunFailed
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.parent_death import bound_to_parent
-from headrace_runtime.process.programs import program_environment
+from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas import FunctionCall
+
+log = get_logger(__name__)
 
 
 class ToolRequest(BaseModel):
@@ -83,6 +86,8 @@ class ToolProgram:
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self.stop()
+        digest = await asyncio.to_thread(program_digest, self._settings.tools_command)
+        log.info("shadow_tools_begin", sha256=digest)
         command = [argument.replace("{python}", sys.executable) for argument in self._settings.tools_command]
         self._process = await asyncio.create_subprocess_exec(
             *bound_to_parent(command),

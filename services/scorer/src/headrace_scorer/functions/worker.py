@@ -1,18 +1,20 @@
 """The process that runs reward functions, `python -m headrace_scorer.functions.worker`. The scorer uses its pipes.
 
-User code may print, exit, hang or crash here; for the scorer that is one failed call. Output of user code goes to
-standard error, never into the pipe.
+User code may print, exit, fork, hang or crash here; for the scorer that is one failed call. Output of user code goes to
+standard error, never into the pipe. A call changes neither the working directory nor the timers of the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import BinaryIO
 
 from headrace_schemas import Feedback, Trajectory
@@ -36,9 +38,13 @@ def main() -> None:
         uncovered = loader.modules.uncovered
         answer = protocol.LoadResponse(functions=functions, sources=loader.sources, uncovered=uncovered)
         protocol.send(outbox, answer.model_dump_json().encode())
+        process, folder = os.getpid(), Path.cwd()
         while True:
             call = protocol.CallRequest.model_validate_json(protocol.receive(inbox))
             result = run(loader.callables[call.function], call, protocol.receive(inbox))
+            if os.getpid() != process:  # a copy that the function has forked; its answer would be taken for the next
+                os._exit(0)
+            _restore(folder)
             protocol.send(outbox, result.model_dump_json().encode())
     except (EOFError, BrokenPipeError):
         return None
@@ -59,6 +65,13 @@ def run(function: Callable[..., object], call: protocol.CallRequest, trajectory:
         return outcomes.outcome_of(returned)
     except BaseException as error:  # noqa: BLE001 (a reward function may do anything)
         return outcomes.raised(error)
+
+
+def _restore(folder: Path) -> None:
+    """Undo changes of the process that would affect the next call."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
 
 
 async def _awaited(returned: object) -> object:

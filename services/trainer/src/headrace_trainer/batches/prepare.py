@@ -131,7 +131,7 @@ def _preparation_error(
     try:
         prepare_items(items)
     except Exception as error:
-        if is_fatal(error) or isinstance(error, OSError):
+        if is_fatal(error) or isinstance(error, OSError | MemoryError):
             raise
         return reason_of(error)
     return None

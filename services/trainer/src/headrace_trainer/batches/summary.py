@@ -67,9 +67,7 @@ def _groups(prepared: PreparedBatch) -> list[list[float]]:
 
 def summarize_steps(steps: Sequence[Mapping[str, float]], outcomes: Sequence[TrainingOutcome]) -> dict[str, float]:
     """Return each measure's mean over the steps that have it, and the number of experiences by outcome."""
-    counts = Counter(
-        "trained" if outcome.dropped is None else f"dropped/{outcome.detail or outcome.dropped}" for outcome in outcomes
-    )
+    counts = Counter("trained" if outcome.dropped is None else f"dropped/{outcome.reason_name}" for outcome in outcomes)
     values = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(counts.items())}}
     names = dict.fromkeys(name for step in steps for name in step)
     for name in sorted(names, key=lambda name: name.startswith(_TASK)):  # if there are too many, tasks are left out

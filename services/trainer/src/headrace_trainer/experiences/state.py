@@ -369,19 +369,18 @@ class LineageState:
         self.window.evict(now, self._memory.window_experiences, age, needed)
 
     def _record(self, experience: Experience, dropped: DropReason | None, detail: str | None = None) -> None:
-        self.outcomes.append(
-            TrainingOutcome(
-                experience_id=experience.experience_id,
-                revision=experience.revision,
-                turn_ids=experience.turn_ids,
-                dropped=dropped,
-                detail=detail,
-            )
+        outcome = TrainingOutcome(
+            experience_id=experience.experience_id,
+            revision=experience.revision,
+            turn_ids=experience.turn_ids,
+            dropped=dropped,
+            detail=detail,
         )
+        self.outcomes.append(outcome)
         if dropped is None:
             TRAINED.inc()
         else:
-            DROPPED.labels(detail or dropped).inc()
+            DROPPED.labels(outcome.reason_name).inc()
 
     def _put(self, item: WaitingExperience) -> None:
         """Add a waiting experience, or replace it in its position of the queue."""

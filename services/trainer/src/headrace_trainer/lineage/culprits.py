@@ -43,6 +43,7 @@ def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -
 
     Raises:
         StepFailed: Every try failed. A gradient that is not finite is not tried again: it would come out the same.
+        LearnerLost: Memory did not suffice at any try.
             Exception: An error for which no experience is at fault, as `Learner.step` raises it.
     """
     for tries in range(1, TRIES + 1):
@@ -51,16 +52,21 @@ def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -
         except NotFinite as error:
             raise StepFailed(items, error) from error
         except Exception as error:
-            if is_other_cause(error):
+            if is_other_cause(error) and not isinstance(error, MemoryError):
                 raise
             log.warning("step_fails", kind=type(error).__name__, tries=tries, experiences=len(items))
             failure = error
+    if isinstance(failure, MemoryError):
+        raise LearnerLost(f"memory does not suffice for a step: {failure}") from failure
     raise StepFailed(items, failure) from failure
 
 
 def is_other_cause(error: Exception) -> bool:
-    """Return whether an error of a step has another cause than an experience."""
-    return isinstance(error, StepRefused | Abandoned | LearnerLost | OSError) or is_fatal(error)
+    """Return whether an error of a step has another cause than an experience.
+
+    Memory is such a cause: an experience that was admitted fits into the memory that was free when the process began.
+    """
+    return isinstance(error, StepRefused | Abandoned | LearnerLost | OSError | MemoryError) or is_fatal(error)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from headrace_trainer.torch_learner import teacher, tensors, version_files
 from headrace_trainer.torch_learner.appraisal import Appraiser
 from headrace_trainer.torch_learner.critic import Critic
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
+from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -25,6 +26,7 @@ from headrace_trainer.torch_learner.step import train
 from headrace_trainer.whole import Frozen, WholeLearner
 
 log = get_logger(__name__)
+_MEMORY_REMEDY = "free memory on the device, or lower trainer.compute.pack_tokens"
 _NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
@@ -85,7 +87,13 @@ class TorchLearner(WholeLearner):
                 raise LearnerLost(f"a step failed while it changed the weights: {error}") from error
             self.optimizer.zero_grad()
             tensors.set_random_state(self.policy, random)
-            raise
+            if not tensors.is_out_of_memory(error):
+                raise
+            why = f"{first_line(error)}; {_MEMORY_REMEDY}"
+        # Outside of the handler, because the traceback holds the tensors of the step.
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(why)
 
     def freeze(self) -> Frozen:
         appraiser_state = self._appraiser.state() if self._appraiser is not None else None

@@ -28,6 +28,7 @@ from headrace_trainer.torch_learner.model.devices import device_of, resolve_type
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy, from_folder
 from headrace_trainer.torch_learner.native_plan import Plan, integers, plan
+from headrace_trainer.torch_learner.tensors import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -140,7 +141,7 @@ class Native:
         try:
             return compute()
         except (RuntimeError, MemoryError) as error:
-            if "memory" not in str(error) and not isinstance(error, MemoryError):
+            if not is_out_of_memory(error):
                 raise
             remedy = f"{self._architecture} runs out of memory in so long a comparison: {first_line(error)}; lower it"
             raise SettingError("trainer.native.tokens", self._settings.native.tokens, remedy) from error

@@ -15,8 +15,16 @@ from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.stored_tensors import SelectedTensors
 from headrace_trainer.whole import Frozen
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _RANDOM = "random/"
 _APPRAISER = "appraiser/"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device or the system had too little free memory. PyTorch has no exception of its own for all."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:

@@ -1,0 +1,108 @@
+"""A grammar that takes long ends alone: others are compiled, and tenants take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.reasoning import THINK
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import HERMES
+from headrace_inference.errors import Overloaded
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.guides import GrammarGuide
+from headrace_inference.grammar.settings import GrammarSettings
+from headrace_inference.grammar.trial import GrammarTrial, TrialFailed
+from headrace_inference.grammar.turns import Turns
+from headrace_runtime.errors import Refused
+from tests.unit.inference.asking import Json
+from tests.unit.inference.test_grammars import compile_form, json_form
+
+
+async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=0.1, waiting_max=1))
+    go_on = threading.Event()
+    compiled = grammars._guide
+
+    def slow(grammar: Any) -> GrammarGuide:
+        go_on.wait(20)
+        return compiled(grammar)
+
+    monkeypatch.setattr(grammars, "_guide", slow)
+    monkeypatch.setattr(grammars, "_try", lambda _grammar: None)
+    first = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
+    await asyncio.sleep(0.01)
+    with pytest.raises(Refused, match="wait to be compiled") as overloaded:
+        await compile_form(grammars, tokenizer, json_form())
+    assert overloaded.value.status == 503
+    with pytest.raises(Refused, match=r"longer than 0\.1 s"):
+        await first
+    assert not second.done(), "it waits for a thread, which is not its fault"
+    go_on.set()
+    assert (await second).text
+    grammars.close()
+
+
+SLOW_FACTORS: list[Json] = [{"type": "integer", "multipleOf": factor} for factor in (9973, 9967)]
+"""The library takes minutes to compile these together, and counts none of it as fuel."""
+
+
+async def test_a_schema_that_takes_too_long_holds_no_thread(tokenizer: ChatTokenizer) -> None:
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=1.0))
+    slow = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"allOf": SLOW_FACTORS}), tenant="greedy"))
+    await asyncio.sleep(0.05)
+    others = [
+        asyncio.create_task(compile_form(grammars, tokenizer, json_form({"const": number}), tenant=tenant))
+        for number, tenant in enumerate(("greedy", "greedy", "modest"))
+    ]
+    with pytest.raises(Refused, match="takes longer than 1 s to compile"):
+        await slow
+    assert all([(await task).text for task in others])
+    grammars.close()
+
+
+def test_a_trial_that_ends_its_process_fails_and_the_next_one_succeeds() -> None:
+    trial = GrammarTrial()
+    trial.run('start: "a"', 20.0)
+    killing = threading.Timer(0.3, trial._running().kill)
+    killing.start()
+    with pytest.raises(TrialFailed):
+        trial.run(f"start: %json {json.dumps({'allOf': SLOW_FACTORS})}", 20.0)
+    killing.join()
+    trial.run("not a grammar \0", 20.0)
+    trial.run('start: "a"', 20.0)
+    trial.stop()
+
+
+async def test_owners_take_turns() -> None:
+    turns: Turns[str] = Turns(places=1, waiting_max=6)
+    order: list[str] = []
+
+    async def work(owner: str) -> None:
+        await turns.take(owner)
+        order.append(owner)
+        await asyncio.sleep(0)
+        turns.give_back()
+
+    greedy = [asyncio.create_task(work("greedy")) for _ in range(5)]
+    await asyncio.sleep(0)
+    cancelled = asyncio.create_task(work("gone"))
+    modest = [asyncio.create_task(work("modest")) for _ in range(2)]
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    refused = [asyncio.create_task(work("greedy")) for _ in range(2)]
+    await asyncio.gather(*greedy, *modest)
+    assert order == ["greedy", "greedy", "greedy", "modest", "greedy", "modest", "greedy"]
+    for task in refused:
+        with pytest.raises(Overloaded):
+            await task
+    assert (turns._free, dict(turns._lines)) == (1, {})
