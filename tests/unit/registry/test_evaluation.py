@@ -16,7 +16,7 @@ from headrace_registry.gate.trial import Trial
 from headrace_registry.settings import GateSettings
 from headrace_schemas.programs.gate import Tasks
 
-CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
+CANDIDATE, CHAMPION, ANCHOR = "m@c00000000000", "m@d00000000000", "m@a00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace_registry.gate import gate
+from headrace_registry.gate import gate as gate_module
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.gate_workers.__main__ import serve
 from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
@@ -114,7 +114,7 @@ def test_gate_starts_gate_workers_only_when_configured(monkeypatch: pytest.Monke
     module, settings = Gate(spread)._command()[2:]
     assert (module, GateSettings.model_validate_json(settings)) == ("headrace_registry.gate_workers", spread)
     assert Gate(alone).sha256 == Gate(spread).sha256, "the same plays, so the scores of the two are compared"
-    monkeypatch.setattr(gate, "find_spec", lambda _: None)
+    monkeypatch.setattr(gate_module, "find_spec", lambda _: None)
     Gate(alone)
     with pytest.raises(SettingError, match=r"headrace-registry\[ray\]"):
         Gate(spread)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Boolean, Connection, Float, LargeBinary, MetaData, Numeric, Table, insert, select, text
-from sqlalchemy.types import Integer
+from sqlalchemy import Boolean, Connection, Float, Integer, LargeBinary, MetaData, Numeric, Table, insert, select, text
 
 from headrace_runtime.copy_state import NotEmpty, copy
 from headrace_runtime.settings.sections import Common
