@@ -1,20 +1,30 @@
-"""Slow, faulty, too many or vanished clients: the others are served, and no resources stay behind."""
+"""Slow, faulty, too many or vanished clients: the others are served, and no resources stay behind.
+
+The broker's own socket.
+
+Shared memory: bounded use, first come first served, no loss by cancellation.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
 import struct
 from collections.abc import Callable
 
 import pytest
 
+from headrace_broker.budget import MemoryBudget
 from headrace_broker.errors import Code
 from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
 from headrace_broker.protocol.metadata import MetadataRequest, MetadataResponse
 from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
 from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.server import listening_socket
 from headrace_broker.wire import encode
 from tests.support.record_batches import batch
+from tests.support.seeds import draw_seed
 from tests.support.wire_client import WireClient
 from tests.unit.broker.conftest import Live, Run
 
@@ -255,3 +265,62 @@ async def test_a_request_of_many_items_is_refused(live: Live) -> None:
         frame += struct.pack(">i", 1_000_000) + b"\0\0" * 1_000_000
         client.send_raw(bytes(frame))
         await _closed(client)
+
+
+async def test_small_answers_are_not_held_back() -> None:
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection: socket.socket = writer.get_extra_info("socket")
+        accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = listening_socket("127.0.0.1", 0)
+    server = await asyncio.start_server(accept, sock=listener)
+    async with server:
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await asyncio.wait_for(accepted, 20) == 1
+        writer.close()
+
+
+async def test_who_comes_first_is_served_first() -> None:
+    budget = MemoryBudget(10)
+    assert await budget.take(8) == 8
+    large, small = asyncio.create_task(budget.take(5)), asyncio.create_task(budget.take(1))
+    await asyncio.sleep(0)
+    assert not small.done()
+    budget.give(8)
+    assert await large == 5
+    assert await small == 1
+    assert budget.used == 6
+
+
+async def test_more_than_everything_is_everything() -> None:
+    budget = MemoryBudget(10)
+    assert await budget.take(1_000) == 10
+    budget.give(10)
+    assert budget.used == 0
+
+
+async def test_random_use_with_cancellations() -> None:
+    seed = draw_seed()
+    chance = random.Random(seed)
+    budget = MemoryBudget(100)
+
+    async def use() -> None:
+        granted = await budget.take(chance.randrange(1, 120))
+        assert budget.used <= 100
+        try:
+            for _ in range(chance.randrange(3)):
+                await asyncio.sleep(0)
+        finally:
+            budget.give(granted)
+
+    tasks = [asyncio.create_task(use()) for _ in range(500)]
+    for task in chance.sample(tasks, 200):
+        await asyncio.sleep(0)
+        task.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert budget.used == 0
+    assert await budget.take(100) == 100

@@ -19,7 +19,7 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.rules.assignment import assign_unit
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
-from tests.unit.registry.test_holds import post
+from tests.unit.registry.test_versions import post
 
 RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fraction(1, 2)))
 

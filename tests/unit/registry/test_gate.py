@@ -1,16 +1,33 @@
-"""The gate's program: it never yields a wrong score, and no process of it stays behind."""
+"""The gate's program: it never yields a wrong score, and no process of it stays behind.
+
+Plays on several workers: each is played once, also when workers are lost, and a failure is never a score.
+
+A gate is tried once before anything is trained: against a stand-in for the gateway.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import random
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
+from pydantic import ValidationError
 
+from headrace_registry.check import check, run_stand_in
+from headrace_registry.gate import gate as gate_module
 from headrace_registry.gate.gate import Gate, GateFailed, GateSession
-from headrace_registry.settings import GateSettings
-from headrace_schemas.programs.gate import Tasks
+from headrace_registry.gate_workers.__main__ import serve
+from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
+from headrace_registry.settings import GateRaySettings, GateSettings, RegistrySettings
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings.sections import Common
+from headrace_schemas.programs.gate import Play, Tasks
 from tests.support.processes import alive, wait_until
 
 V1, V2 = "m@0123456789ab", "m@ba9876543210"
@@ -167,3 +184,187 @@ async def test_gate_digest_changes_with_the_code(tmp_path: Path) -> None:
     (tmp_path / "scoring.py").write_text("score = 0.75\n")
     assert await score(program) == 0.75
     assert program.sha256 != first, "scores of another program would be compared with those of the first"
+
+
+TASKS = Tasks(gate=("a", "b"), audit=("c",))
+PLAYS = [Play(version="m@0123456789ab", task="ab"[seed % 2], seed=seed) for seed in range(40)]
+
+
+class FakeWorker:
+    """A worker that plays so many and is lost then."""
+
+    def __init__(self, lives: float = float("inf"), tasks: Tasks = TASKS) -> None:
+        self.lives = lives
+        self.played: list[Play] = []
+        self._tasks = tasks
+
+    async def tasks(self) -> Tasks:
+        return self._tasks
+
+    async def play(self, play: Play) -> float:
+        await asyncio.sleep(0)
+        if len(self.played) >= self.lives:
+            raise WorkerLost("its machine is away")
+        self.played.append(play)
+        return play.seed / 100
+
+
+def dispatcher(*machines: GateWorker) -> PlayDispatcher:
+    return PlayDispatcher({f"worker-{number}": machine for number, machine in enumerate(machines)})
+
+
+async def test_dispatcher_shares_plays_equally() -> None:
+    machines = [FakeWorker() for _ in range(4)]
+    dealing = dispatcher(*machines)
+    assert await dealing.tasks() == TASKS
+    assert await asyncio.gather(*map(dealing.play, PLAYS)) == [play.seed / 100 for play in PLAYS]
+    assert [len(machine.played) for machine in machines] == [10] * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_dispatcher_moves_plays_of_a_lost_worker(seed: int) -> None:
+    draw = random.Random(seed)
+    machines = [FakeWorker(), *(FakeWorker(lives=draw.randint(0, 12)) for _ in range(draw.randint(1, 5)))]
+    draw.shuffle(machines)
+    assert await asyncio.gather(*map(dispatcher(*machines).play, PLAYS)) == [play.seed / 100 for play in PLAYS], seed
+    assert sorted(play.seed for machine in machines for play in machine.played) == list(range(40)), seed
+
+
+async def test_dispatcher_fails_without_workers() -> None:
+    dealing = dispatcher(FakeWorker(lives=1), FakeWorker(lives=0))
+    await dealing.play(PLAYS[0])
+    with pytest.raises(GateFailed, match="every worker"):
+        await dealing.play(PLAYS[1])
+
+
+async def test_dispatcher_does_not_retry_a_failed_program() -> None:
+    """Its machine is well, so the program is wrong: that is the run's failure, as on one machine."""
+
+    class Broken(FakeWorker):
+        async def play(self, play: Play) -> float:
+            raise GateFailed("it ended with status 3")
+
+    other = FakeWorker()
+    with pytest.raises(GateFailed, match="status 3"):
+        await dispatcher(Broken(), other).play(PLAYS[0])
+    assert other.played == []
+
+
+async def test_dispatcher_refuses_workers_with_different_tasks() -> None:
+    with pytest.raises(GateFailed, match="worker-0 and worker-1"):
+        await dispatcher(FakeWorker(), FakeWorker(tasks=Tasks(gate=("a",), audit=("c",)))).tasks()
+
+
+async def input_lines() -> AsyncIterator[str]:
+    for play in PLAYS:
+        yield play.model_dump_json() + "\n"
+
+
+async def test_gate_workers_follow_the_protocol_of_the_gate() -> None:
+    out = io.StringIO()
+    await serve(dispatcher(FakeWorker(lives=7), FakeWorker()), input_lines(), out, start_s=5)
+    first, *played = map(json.loads, out.getvalue().splitlines())
+    assert Tasks.model_validate(first) == TASKS
+    assert sorted((decision["seed"], decision["score"]) for decision in played) == [
+        (seed, seed / 100) for seed in range(40)
+    ]
+
+
+def test_worker_names_are_limited_by_concurrency() -> None:
+    assert len(worker_names(64, 16)) == 16
+    assert len(worker_names(3, 16)) == 3
+
+
+def test_gate_starts_gate_workers_only_when_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("{python}", "gate.py")
+    alone, spread = (GateSettings(command=command, ray=GateRaySettings(workers=number)) for number in (0, 2))
+    assert Gate(alone)._command()[1] == "gate.py"
+    module, settings = Gate(spread)._command()[2:]
+    assert (module, GateSettings.model_validate_json(settings)) == ("headrace_registry.gate_workers", spread)
+    assert Gate(alone).sha256 == Gate(spread).sha256, "the same plays, so the scores of the two are compared"
+    monkeypatch.setattr(gate_module, "find_spec", lambda _: None)
+    Gate(alone)
+    with pytest.raises(SettingError, match=r"headrace-registry\[ray\]"):
+        Gate(spread)
+
+
+GATE = """
+import json, sys, urllib.request
+base_url, = sys.argv[1:]
+print(json.dumps({"gate": ["a", "b"], "audit": ["c"]}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    body = {"model": asked["version"], "messages": [{"role": "user", "content": "q"}]}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    print(json.dumps(asked | {"score": float(text == "42")}), flush=True)
+"""
+
+
+async def problems(tmp_path: Path, source: str, *, silence_s: float = 60.0) -> list[str]:
+    (tmp_path / "gate.py").write_text(source)
+    command = ["{python}", str(tmp_path / "gate.py"), "{base_url}"]
+    settings = RegistrySettings.model_validate({"gate": {"command": command, "silence_s": silence_s}})
+    return await check(Common(), settings)
+
+
+async def test_check_accepts_any_scores(tmp_path: Path) -> None:
+    assert await problems(tmp_path, GATE) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("print('score: 7')", "line 1 of its output is not"),
+        ("""print('{"task": "a", "score": 0.5}')""", 'line 1 of its output is not {"gate": [names of tasks]'),
+        ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks are in both gate and audit, e.g. 'b'"),
+        ("", "the program ended before naming its tasks"),
+    ],
+)
+async def test_check_refuses_a_failing_gate_with_its_message(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(SettingError, match=r"registry\.gate\.command.*against a stand-in gateway") as refused:
+        await problems(tmp_path, source)
+    assert message in str(refused.value)
+
+
+def test_settings_refuse_a_gate_command_with_a_model_placeholder() -> None:
+    """Such programs were started once for each version, named in the command."""
+    with pytest.raises(ValidationError, match=r"names \{model\}: .* from its standard input.* docs/gate\.md"):
+        RegistrySettings.model_validate({"gate": {"command": ["{python}", "gate.py", "{model}"]}})
+
+
+async def test_check_refuses_a_missing_program(tmp_path: Path) -> None:
+    settings = RegistrySettings.model_validate({"gate": {"command": [str(tmp_path / "nothing")]}})
+    with pytest.raises(SettingError, match="No such file"):
+        await check(Common(), settings)
+
+
+async def test_check_accepts_a_slow_gate(tmp_path: Path) -> None:
+    assert await problems(tmp_path, "import time; time.sleep(600)", silence_s=1.0) == []
+
+
+async def test_check_passes_without_a_gate() -> None:
+    assert await check(Common(), RegistrySettings()) == []
+
+
+def test_stand_in_streams_and_accepts_feedback() -> None:
+    with run_stand_in() as base_url:
+        body = {"model": "m", "messages": [], "n": 2}
+        completion = httpx.post(f"{base_url}/chat/completions", json=body).json()
+        assert [choice["index"] for choice in completion["choices"]] == [0, 1]
+        streamed = httpx.post(f"{base_url}/chat/completions", json=body | {"stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream"
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert httpx.post(f"{base_url}/feedback", json={}).status_code == 202
+        assert httpx.get(f"{base_url}/models").json()["data"] == []
+
+
+def test_stand_in_returns_token_ids_and_logprobs() -> None:
+    with run_stand_in() as base_url:
+        body = {"model": "m", "messages": [], "return_token_ids": True, "logprobs": True}
+        completion = httpx.post(f"{base_url}/chat/completions", json=body).json()
+    (choice,) = completion["choices"]
+    counts = (len(completion["prompt_token_ids"]), len(choice["token_ids"]), len(choice["logprobs"]["content"]))
+    assert counts == (completion["usage"]["prompt_tokens"], *[completion["usage"]["completion_tokens"]] * 2)

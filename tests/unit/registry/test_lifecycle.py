@@ -29,7 +29,7 @@ from headrace_registry.versions.lifecycle import (
 from headrace_schemas import LoadedVersion, Replica
 from headrace_schemas.values.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, START, loaded
-from tests.unit.registry.test_probe import replica
+from tests.unit.registry.test_versions import replica
 
 
 def version(step: int, **fields: Any) -> VersionRecord:

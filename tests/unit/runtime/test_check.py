@@ -1,15 +1,28 @@
-"""Start check of the parts that all services share."""
+"""Start check of the parts that all services share.
+
+Reference of every setting: name, kind, default, meaning.
+
+Settings that a service publishes, and settings that it keeps secret.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BaseModel, Field, SecretStr
+from starlette.testclient import TestClient
 
 from headrace_runtime import check
 from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.http import web
+from headrace_runtime.http.web import public_settings, settings_route
 from headrace_runtime.kafka import topics
-from headrace_runtime.settings.sections import BusSettings, Common
+from headrace_runtime.registries import OrNameIn, Registry
+from headrace_runtime.settings.reference import SettingDoc, describe
+from headrace_runtime.settings.sections import BusSettings, Common, Section, SecuritySettings
 from tests.support.ports import free_port
 
 
@@ -67,3 +80,91 @@ async def test_what_a_service_itself_finds_is_added(tmp_path: Path) -> None:
     assert await check.find_problems("gateway", common, None, raising, bus=False) == [
         "setting scorer.functions = 'x': cannot be used"
     ]
+
+
+class Gate(Section):
+    command: tuple[str, ...] = ()
+    """Plays the held-out tasks."""
+    margin: Annotated[float, Field(ge=0, le=1)] = 0.05
+
+
+class ServiceSection(Section):
+    gate: Gate = Gate()
+    strict: Gate = Gate(margin=0.0)
+    key: str
+    mode: Literal["a", "b"] | None = None
+    weights: dict[str, float] = Field(default_factory=lambda: {"feedback": 1.0})
+    secret: str = Field(default="", validate_default=True, repr=False)
+
+
+RUBRICS: Registry[object] = Registry("test_rubrics", object, "rubric")
+NOTHING: Registry[object] = Registry("test_nothing", object, "nothing")
+
+
+class Chosen(Section):
+    rubrics: tuple[Annotated[str, OrNameIn(RUBRICS)], ...] = ()
+    other: Annotated[str, OrNameIn(NOTHING)] = ""
+
+
+@pytest.mark.filterwarnings("error")
+def test_settings_are_listed_with_values_before_sections() -> None:
+    assert list(describe(ServiceSection, "own.")) == [
+        SettingDoc(name="own.key", kind="string", required=True),
+        SettingDoc(name="own.mode", kind='"a" or "b" or null'),
+        SettingDoc(name="own.weights", kind="table", default={"feedback": 1.0}),
+        SettingDoc(name="own.secret", kind="string", default=""),
+        SettingDoc(name="own.gate.command", kind="list of string", default=[], description="Plays the held-out tasks."),
+        SettingDoc(name="own.gate.margin", kind="number ≥ 0 ≤ 1", default=0.05),
+        SettingDoc(
+            name="own.strict.command", kind="list of string", default=[], description="Plays the held-out tasks."
+        ),
+        SettingDoc(name="own.strict.margin", kind="number ≥ 0 ≤ 1", default=0.0),
+    ]
+
+
+def test_every_common_setting_says_what_it_is() -> None:
+    assert [doc.name for doc in describe(Common) if not doc.description] == []
+
+
+def test_names_that_are_installed_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUBRICS, "names", lambda: ("helpful", "safe"))
+    assert [doc.kind for doc in describe(Chosen)] == ["list of string; installed: helpful, safe", "string"]
+    assert Chosen(rubrics=("mine.toml",)).rubrics == ("mine.toml",), "a path is one as well"
+
+
+class Inner(BaseModel):
+    """A section."""
+
+    api_key: str = "sk-very-secret"
+    token: SecretStr = SecretStr("also-secret")
+    tokens: int = 7
+
+
+class Outer(BaseModel):
+    """Settings with secrets of all kinds."""
+
+    inner: Inner = Inner()
+    url: str = "postgresql://me:hunter22@db/name"
+    urls: tuple[str, ...] = ("http://me:hunter22@host",)
+    rank: int = 8
+    nothing: str | None = None
+
+
+def test_secrets_are_hidden_wherever_they_are() -> None:
+    text = json.dumps(public_settings(Outer()))
+    assert not [secret for secret in ("very-secret", "also-secret", "hunter22") if secret in text]
+    assert public_settings(Outer())["rank"] == 8
+    inner = public_settings(Outer())["inner"]
+    assert isinstance(inner, dict)
+    assert inner["tokens"] == 7
+
+
+def test_the_page_needs_the_internal_key_where_there_is_one() -> None:
+    common = Common(security=SecuritySettings(internal_key=SecretStr("between-us")))
+    with TestClient(web.app({}, [settings_route("trainer", Outer(), common)], common)) as http:
+        assert http.get("/settings").status_code == 401
+        response = http.get("/settings", headers={"Authorization": "Bearer between-us"})
+        assert response.json()["service"] == "trainer"
+    open_to_all = Common()
+    with TestClient(web.app({}, [settings_route("trainer", Outer(), open_to_all)], open_to_all)) as http:
+        assert http.get("/settings").json()["settings"]["rank"] == 8

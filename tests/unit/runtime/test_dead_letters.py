@@ -1,16 +1,30 @@
-"""Content of a dead letter, and one letter per record in services without the stream host."""
+"""Content of a dead letter, and one letter per record in services without the stream host.
+
+A consumer without the stream host pauses when it refuses nearly all records, and resumes on request.
+
+When a consumer has refused too much to go on.
+
+A damaged batch becomes one record with a mark; the records around it are read as usual.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import random
 from pathlib import Path
 
 import pytest
+from aiokafka import TopicPartition
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.kafka import damage
 from headrace_runtime.kafka.dead_letters import DeadLetterSender, SentDeadLetters, dead_letter
-from headrace_runtime.kafka.wire import Record
+from headrace_runtime.kafka.wire import Record, decode
+from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.stream.pausing import DeadLetterLimiter, RefusalLimit
 from headrace_schemas import DeadLetter
 from tests.support.streams import MemoryProducer
 
@@ -90,3 +104,123 @@ async def test_without_a_folder_every_refusal_is_told(tmp_path: Path) -> None:
         await refusals(Record("turns", 0, 7, b"key", b"{"), ERROR)
     letters = [DeadLetter.from_json(record.value or b"") for record in producer.records]
     assert [(sent_letter.reason, sent_letter.source_offset) for sent_letter in letters] == [("invalid_event", 7)] * 2
+
+
+def record(offset: int) -> Record:
+    return Record("experiences", 0, offset, None, b"{")
+
+
+async def test_it_pauses_after_so_many_in_a_row_and_loses_none() -> None:
+    sent: list[int] = []
+
+    async def send(refused: Record, _error: InvalidEvent) -> None:
+        sent.append(refused.offset)
+
+    refusing = DeadLetterLimiter("test", send, RefusalBounds(run_max=3))
+    for offset in range(3):
+        await refusing(record(offset), InvalidEvent("invalid_event", "{"))
+    waiting = asyncio.create_task(refusing(record(3), InvalidEvent("invalid_event", "{")))
+    await asyncio.sleep(0)
+    assert refusing.paused is not None
+    assert "3 records in a row" in refusing.paused
+    assert sent == [0, 1, 2]
+    refusing.resume()
+    await waiting
+    assert sent == [0, 1, 2, 3]
+    assert refusing.paused is None
+
+
+async def test_what_is_handled_in_between_counts() -> None:
+    async def send(_refused: Record, _error: InvalidEvent) -> None:
+        pass
+
+    refusing = DeadLetterLimiter("test", send, RefusalBounds(run_max=1))
+    for offset in range(5):
+        await refusing(record(offset), InvalidEvent("invalid_event", "{"))
+        refusing.handled()
+    assert refusing.paused is None
+
+
+def test_a_run_of_refusals_is_cut_at_its_bound() -> None:
+    limit = RefusalLimit(RefusalBounds(run_max=3))
+    assert limit.admits([True] * 5) == 3
+    limit.note([True] * 3)
+    assert limit.admits([True]) == 0
+    assert limit.admits([False, True, True]) == 3, "a good record ends the run"
+
+
+def test_a_share_is_looked_at_once_there_were_enough() -> None:
+    limit = RefusalLimit(RefusalBounds(run_max=0, share_max=0.5, window=10))
+    limit.note([True, False] * 4)
+    assert limit.reason is None
+    assert limit.admits([True, True, True]) == 1, "the tenth would make six of ten"
+
+
+def test_after_a_reset_it_counts_anew() -> None:
+    limit = RefusalLimit(RefusalBounds(run_max=1))
+    limit.note([True, True])
+    assert limit.reason is not None
+    limit.reset()
+    assert limit.admits([True]) == 1
+
+
+_VALUES = 3
+_BATCHES = 4
+
+
+def _batch(first: int) -> bytes:
+    builder = DefaultRecordBatchBuilder(2, 0, 0, 1, 0, 0, 10_000)
+    for number in range(_VALUES):
+        builder.append(number, timestamp=1, key=b"k", value=b"value %d" % (first + number), headers=[])
+    data = bytearray(builder.build())
+    data[0:8] = first.to_bytes(8, "big")
+    return bytes(data)
+
+
+def _read(data: bytes) -> dict[int, object]:
+    """Offset to the value, or to the word `damaged`."""
+    unpacked = damage.Unpacked(TopicPartition("t", 0), damage.Batches(data), [], 0, None, None, True, 0)
+    records: dict[int, object] = {}
+    for record in unpacked:
+        records[record.offset] = "damaged" if dict(record.headers).get(damage.HEADER) else record.value
+    return records
+
+
+def test_whole_batches_are_read_as_ever() -> None:
+    data = b"".join(_batch(first) for first in range(0, 12, 3))
+    assert _read(data) == {number: b"value %d" % number for number in range(12)}
+
+
+def test_a_damaged_batch_costs_its_own_records_only() -> None:
+    parts = [bytearray(_batch(first)) for first in range(0, 12, 3)]
+    parts[1][-2] ^= 1
+    records = _read(b"".join(parts))
+    assert records == {n: b"value %d" % n for n in (0, 1, 2, 6, 7, 8, 9, 10, 11)} | {3: "damaged"}
+
+
+def test_no_flipped_byte_is_silent() -> None:
+    """The base offset and the leader's epoch are outside the checksum; the broker sets and guards them."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(500):
+        parts = [bytearray(_batch(first)) for first in range(0, _BATCHES * _VALUES, _VALUES)]
+        hit = rng.randrange(_BATCHES)
+        parts[hit][rng.randrange(17, len(parts[hit]))] ^= 1 << rng.randrange(8)
+        records = _read(b"".join(parts))
+        assert "damaged" in records.values() or hit == _BATCHES - 1
+        for offset, value in records.items():
+            assert value in ("damaged", b"value %d" % offset)
+        for offset in range(hit * _VALUES):
+            assert records[offset] == b"value %d" % offset, "what is before it is there"
+
+
+def test_an_answer_that_is_no_batch_passes_one_offset() -> None:
+    assert _read(b"the broker answers CORRUPT_MESSAGE") == {0: "damaged"}
+
+
+async def test_what_is_damaged_is_refused_with_its_offsets(tmp_path: object) -> None:
+    record = Record("turns", 0, 3, None, b"x", ((damage.HEADER, b"offsets 3 to 5: its checksum"),))
+    with pytest.raises(InvalidEvent, match="offsets 3 to 5") as refused:
+        await decode(record, BlobStore(f"file://{tmp_path}"))
+    assert refused.value.reason == "damaged_record"

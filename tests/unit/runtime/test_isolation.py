@@ -1,4 +1,7 @@
-"""A poisoned item of a step fails alone and by name, whatever it raises and at whatever stage; the others are done."""
+"""A poisoned item of a step fails alone and by name, whatever it raises and at whatever stage; the others are done.
+
+Settings of the bus that Faust receives.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
+from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage import isolation
 from headrace_runtime.storage.isolation import each
 from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream import faust_host
 from headrace_runtime.stream.processor import StepFailed
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
@@ -225,3 +230,12 @@ def test_a_dead_letter_holds_whatever_a_record_holds(text_: str) -> None:
         letter = dead_letter("test", record, "poisoned", text_, 1, event_id)
         assert DeadLetter.from_json(letter.to_json()) == letter
         assert letter.event_id
+
+
+@pytest.mark.parametrize(("request_s", "session_s"), [(30.0, 10.0), (5.0, 10.0), (30.0, 60.0)])
+def test_every_pair_of_bounds_that_settings_allow_can_start(request_s: float, session_s: float, tmp_path: Path) -> None:
+    """Faust refuses to start when a request may take less time than a session."""
+    bus = BusSettings(request_timeout_s=request_s, session_timeout_s=session_s)
+    conf = faust_host._app("group", bus, tmp_path).conf
+    assert conf.broker_session_timeout == session_s
+    assert conf.broker_request_timeout == max(request_s, session_s)

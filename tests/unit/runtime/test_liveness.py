@@ -1,4 +1,11 @@
-"""A service's event loop shows that it turns, and is silent when it does not."""
+"""A service's event loop shows that it turns, and is silent when it does not.
+
+Silence counts while the watcher runs.
+
+Parent of a service in a container: passes signals on, ends with the service's status, kills a hung service.
+
+A bound child ends with its parent, even one that was killed.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,19 @@ import asyncio
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from headrace_runtime.process import liveness
+from headrace_runtime.process import liveness, parent_death
 from headrace_runtime.process.liveness import LivenessWatch
+from headrace_runtime.process.parent_death import bound_to_parent
+from tests.support.processes import alive, wait_until
 
 
 def test_the_loop_writes_while_it_turns_and_not_while_it_is_stuck() -> None:
@@ -101,3 +112,164 @@ def test_without_a_pipe_nothing_is_written() -> None:
     assert liveness.take_inherited_pipe({}) is None
     assert liveness.take_inherited_pipe({liveness.VARIABLE: "nonsense"}) is None
     assert liveness.take_inherited_pipe({liveness.VARIABLE: "987654"}) is None, "closed on the way"
+
+
+def test_silence_that_nobody_watched_does_not_count() -> None:
+    watch = LivenessWatch()
+    writing = os.dup(watch.open())
+    watch.started(0.0)
+    watch.poll(1.0)
+    assert (watch.silent_s, watch.beats) == (1.0, False)
+    watch.poll(3600.0)
+    assert watch.silent_s < 10.0, "the watcher was away, or the machine asleep"
+    os.write(writing, b"..")
+    watch.poll(3601.0)
+    assert (watch.silent_s, watch.beats) == (0.0, True)
+    watch.poll(3602.0)
+    assert watch.silent_s == 1.0
+    os.close(writing)
+    watch.poll(3603.0)
+    assert (watch.silent_s, watch.ended) == (2.0, True), "an end that is closed says nothing"
+    watch.close()
+
+
+SERVICE = """
+import asyncio, os, pathlib, signal, sys, time
+from headrace_runtime.process import liveness
+
+async def main():
+    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+    if sys.argv[2] == "stuck":
+        time.sleep(600)
+    if sys.argv[2] == "status":
+        sys.exit(int(sys.argv[3]))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(7))
+    await asyncio.sleep(600)
+
+async def serve():
+    async with liveness.send_heartbeats(liveness.take_inherited_pipe(os.environ)):
+        await asyncio.sleep(0)
+        await main()
+
+asyncio.run(serve())
+"""
+
+
+class Watched:
+    def __init__(self, folder: Path, *arguments: str, hang_timeout_s: str = "2") -> None:
+        self._file = folder / "pid"
+        command = [sys.executable, "-m", "headrace_runtime.watchdog", sys.executable, "-c", SERVICE]
+        self.watchdog = subprocess.Popen(
+            [*command, str(self._file), *arguments],
+            env={**os.environ, "HANG_TIMEOUT_S": hang_timeout_s, "START_TIMEOUT_S": "60"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pid(self) -> int:
+        wait_until(lambda: self._file.exists() and self._file.read_text(), 20, "the service")
+        return int(self._file.read_text())
+
+
+@pytest.mark.parametrize("status", [0, 2, 3])
+def test_it_ends_as_the_service_does(tmp_path: Path, status: int) -> None:
+    assert Watched(tmp_path, "status", str(status)).watchdog.wait(20) == status
+
+
+def test_a_stop_is_passed_on(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, "run")
+    watched.pid()
+    watched.watchdog.send_signal(signal.SIGTERM)
+    assert watched.watchdog.wait(20) in (7, 128 + signal.SIGTERM)
+
+
+def test_a_killed_service_is_told_by_its_status(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, "run")
+    os.kill(watched.pid(), signal.SIGKILL)
+    assert watched.watchdog.wait(20) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_what_hangs_is_killed(tmp_path: Path, how: str) -> None:
+    watched = Watched(tmp_path, "stuck" if how == "stuck" else "run")
+    pid = watched.pid()
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    assert watched.watchdog.wait(30) == 1
+    assert not alive(pid)
+    assert watched.watchdog.stderr is not None
+    assert "no heartbeat within the timeout" in watched.watchdog.stderr.read()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
+def test_a_killed_watchdog_leaves_nothing(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, "run")
+    pid = watched.pid()
+    watched.watchdog.kill()
+    wait_until(lambda: not alive(pid), 10, "the service's end")
+
+
+def test_a_time_that_is_none_is_refused(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, "run", hang_timeout_s="soon")
+    assert watched.watchdog.wait(20) == 1
+    assert watched.watchdog.stderr is not None
+    assert "HANG_TIMEOUT_S = 'soon'" in watched.watchdog.stderr.read()
+
+
+PARENT = """
+import subprocess, sys
+from headrace_runtime.process.parent_death import bound_to_parent
+child = subprocess.Popen(bound_to_parent(["sleep", "600"]))
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
+def test_a_killed_parent_takes_its_child_along() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.kill()
+        wait_until(lambda: not alive(child), 10, "the child's death")
+
+
+def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
+    code = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    process = subprocess.run(bound_to_parent([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True)
+    assert (process.stdout, process.returncode) == ("['a b', '-x']\n", 7)
+
+
+def test_the_variable_is_that_of_the_pipe() -> None:
+    assert parent_death._LIVENESS == liveness.VARIABLE
+
+
+def test_a_command_that_does_not_exist_is_named() -> None:
+    process = subprocess.run(bound_to_parent(["no-such-command"]), capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (127, "no-such-command: No such file or directory\n")
+
+
+SHARED_DESCRIPTORS = """
+import os, socket, sys
+from headrace_runtime.process import parent_death
+listener = socket.create_server(("127.0.0.1", 0))
+reading, writing = os.pipe()
+handed_over = os.dup(listener.fileno())
+os.dup2(writing, 3)  # where the socket has to go
+os.set_inheritable(handed_over, True)
+os.environ["LIVENESS_FD"] = "3"
+inner = (
+    "import os, socket; assert socket.socket(fileno=3).getsockname(); os.write(int(os.environ['LIVENESS_FD']), b'.');"
+)
+if os.fork() == 0:
+    os.execv(sys.executable, parent_death.bound_to_parent([sys.executable, "-c", inner], handed_over)[:4]
+             + [str(os.getppid()), str(handed_over), sys.executable, "-c", inner])
+assert os.wait()[1] == 0
+assert os.read(reading, 10) == b"."
+"""
+
+
+def test_the_socket_and_the_pipe_do_not_take_each_others_place() -> None:
+    process = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -1,9 +1,21 @@
-"""Rules of an event are enforced where it is built and where it is read."""
+"""Rules of an event are enforced where it is built and where it is read.
+
+CloudEvents in headers; producers that send none are served all the same.
+
+Content of a record: an event, or a reference to it.
+
+An event with a value of a wrong JSON type, at any place, is read or refused as `InvalidEvent`; no other error.
+
+Request to a replica that takes over a generation.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +23,13 @@ import pytest
 from pydantic import ValidationError
 
 import headrace_schemas
-from headrace_schemas import EVENTS, Event, Experience, Reward, Trajectory, Turn
+from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
+from headrace_schemas.events.envelope import SEQUENCE_HEADER, Envelope, parse_record, sequence_of, type_of
+from headrace_schemas.http.replica_api import Resume
+from headrace_schemas.values import ids
+from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.errors import InvalidEvent
+from tests.support.hostile_json import kinds_everywhere
 
 EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
 ALL = sorted(EXAMPLES.glob("*/*.json"))
@@ -147,3 +164,116 @@ def test_each_branch_has_its_dialogue() -> None:
     data["branches"] *= 2
     with pytest.raises(ValidationError, match="1 dialogues for 2 branches"):
         Trajectory.model_validate(data)
+
+
+REWARD = Reward(
+    time=datetime(2026, 11, 20, tzinfo=UTC), trajectory_id="t-1", session_key="a" * 16, source="mine", value=0.5
+)
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_headers_round_trip() -> None:
+    envelope = Envelope.of(REWARD, "headrace/scorer", TRACE)
+    headers = envelope.headers()
+    assert dict(headers)["ce_specversion"] == b"1.0"
+    assert dict(headers)["ce_time"] == b"2026-11-20T00:00:00Z"
+    assert type_of(headers) == "headrace.reward.v1"
+    assert Envelope.read(headers, REWARD) == envelope
+
+
+def test_a_bare_record_gets_the_events_own_id() -> None:
+    envelope = Envelope.read([], REWARD)
+    assert envelope.id == REWARD.event_id
+    assert envelope.source == "unknown"
+    assert envelope.traceparent is None
+
+
+def test_malformed_headers_do_no_harm() -> None:
+    envelope = Envelope.read([("traceparent", b"00-junk"), ("ce_id", None), ("ce_source", b"\xff\xfe")], REWARD)
+    assert envelope.traceparent is None
+    assert envelope.id == REWARD.event_id
+
+
+def test_places_survive_the_way_and_what_is_none_is_as_if_it_was_not_sent() -> None:
+    event = Feedback(time=REWARD.time, feedback_id="f", session_key="a" * 16)
+    sent = replace(Envelope.of(event, "test", after={"turns": 12, "trajectories": 0}), sequence=7)
+    read = Envelope.read(sent.headers(), event)
+    assert (read.after, read.sequence) == ({"turns": 12, "trajectories": 0}, 7)
+    for bad in ("turns", "turns=-1", "turns=x,trajectories=2", ""):
+        envelope = Envelope.read([("ce_after", bad.encode()), ("ce_sequence", bad.encode())], event)
+        assert (envelope.after, envelope.sequence) == (None, None)
+
+
+REF = BlobRef(uri="file:///x", sha256=hashlib.sha256(b"data").hexdigest(), size=4)
+
+
+def test_an_event_or_a_reference() -> None:
+    assert parse_record("feedback", b"{}", ()) == (Feedback, b"{}")
+    assert parse_record("feedback", REF.model_dump_json().encode(), [("ce_dataref", None)]) == (Feedback, REF)
+
+
+@pytest.mark.parametrize(
+    ("topic", "value", "headers", "reason"),
+    [
+        ("nonsense", b"{}", (), "unknown_topic"),
+        ("feedback", None, (), "empty_value"),
+        ("feedback", b"{}", (("ce_dataref", b"x"),), "invalid_blob_reference"),
+    ],
+)
+def test_what_carries_none_has_a_reason(
+    topic: str, value: bytes | None, headers: tuple[tuple[str, bytes | None], ...], reason: str
+) -> None:
+    with pytest.raises(InvalidEvent) as refusal:
+        parse_record(topic, value, headers)
+    assert refusal.value.reason == reason
+
+
+def test_a_reference_matches_its_bytes_alone() -> None:
+    assert REF.matches(b"data")
+    assert not REF.matches(b"date")
+    assert not REF.model_copy(update={"size": 5}).matches(b"data")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(b"17", 17), (b"", None), (b"-1", None), (None, None), (b"9" * 19, None)]
+)
+def test_the_first_offset_is_a_number_or_none(text: bytes | None, expected: int | None) -> None:
+    assert sequence_of([("other", b"3"), (SEQUENCE_HEADER, text)]) == expected
+
+
+EXAMPLE_FILES = sorted((Path(ids.__file__).parents[1] / "examples").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLE_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_an_event_with_a_value_of_another_type_is_read_or_refused_by_name(path: Path) -> None:
+    kind = EVENTS[path.parent.name]
+    document = json.loads(path.read_bytes())
+    refused = 0
+    for changed in kinds_everywhere(document, kind.model_fields):
+        try:
+            event = kind.from_json(json.dumps(changed).encode())
+        except InvalidEvent:
+            refused += 1
+        else:
+            assert all(isinstance(text, str) for text in (event.key, event.subject, event.event_id)), changed
+    assert refused > 20
+
+
+def test_arrays_travel_packed_and_come_back() -> None:
+    resume = Resume.model_validate({"choices": [{"index": 1, "token_ids": [5, 6], "logprobs": [-0.5, -1.25]}]})
+    assert '"token_ids":"BQAAAAYAAAA="' in resume.model_dump_json()
+    assert Resume.model_validate_json(resume.model_dump_json()) == resume
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [],
+        [{"index": 0, "token_ids": [5], "logprobs": []}],
+        [{"index": 0, "token_ids": [], "logprobs": []}, {"index": 0, "token_ids": [], "logprobs": []}],
+    ],
+    ids=["empty", "lengths", "twice"],
+)
+def test_what_does_not_add_up_is_refused(choices: object) -> None:
+    with pytest.raises(ValidationError):
+        Resume.model_validate({"choices": choices})

@@ -1,15 +1,23 @@
-"""Text from outside: `printable` for messages, `storable` for databases."""
+"""Text from outside: `printable` for messages, `storable` for databases.
+
+Secrets are removed from text, and text without secrets stays readable.
+
+Regular expressions from outside are matched as Python matches them, and in linear time.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace_schemas.values.errors import HIDDEN, HeadraceError, Redactor, is_secret, redacted, redacted_value
+from headrace_schemas.values.linear_pattern import PATTERN_LENGTH_MAX, fits_whole
 from headrace_schemas.values.text import is_storable, printable, storable
 
 HIDING = (
@@ -96,3 +104,213 @@ def test_storable_judges_every_code_point_as_utf_8_does() -> None:
             assert not is_storable(character), hex(code)
         else:
             assert is_storable(character), hex(code)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "postgresql://me:PLANTED@db:5432/x is away",
+        "postgresql+asyncpg://me:PLA@NTED@db/x",
+        "s3://PUBLIC:PLANTED@bucket",
+        "Authorization: Bearer PLANTED",
+        "{'authorization': 'bearer PLANTED'}",
+        "connect(host=db password=PLANTED)",
+        "{'password': 'PLANTED', 'user': 'me'}",
+        '{"api_key": "PLANTED"}',
+        "?sslmode=require&password=PLANTED&x=1",
+        "aws_secret_access_key = PLANTED",
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
+    redacted_text = redacted(text)
+    assert "PLANTED" not in redacted_text
+    assert "NTED" not in redacted_text
+    assert HIDDEN in redacted_text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:8000/v1: connection refused",
+        "tokens: 17, max_tokens=256",
+        "session_key=0f3a of session s-1",
+        "setting gateway.port = 70000: too large",
+        "file:///data/blobs: no space left",
+    ],
+)
+def test_the_rest_stays_as_it_is(text: str) -> None:
+    assert redacted(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("security.internal_key", True),
+        ("security.internal_kye", True),
+        ("HEADRACE_SECURITY__INTERNAL_KEY", True),
+        ("OPENAI_API_KEY", True),
+        ("PGPASSWORD", True),
+        ("gateway.keys.sha256", True),
+        ("gateway.port", False),
+        ("judge.max_tokens", False),
+        ("gateway.keys", False),
+        ("broker.compaction_keys_max", False),
+        ("judge.endpoint.api_key_env", False),
+    ],
+)
+def test_a_name_tells_a_secret(name: str, secret: bool) -> None:
+    assert is_secret(name) is secret
+
+
+def test_a_value_is_shown_without_the_secrets_inside_it() -> None:
+    assert redacted_value("security.internal_key", 123456) == HIDDEN
+    assert redacted_value("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
+        "{'url': 'postgresql://me:(hidden)@db/x', 'pool': 3}"
+    )
+    assert redacted_value("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
+
+
+def test_known_secrets_are_hidden_wherever_they_stand() -> None:
+    clean = Redactor(["PLANTED", "4711471147114711", "", "ab"])
+    assert clean("x4711471147114711y PLANTED abc") == "x(hidden)y (hidden) abc"
+
+
+def test_every_error_of_ours_is_clean() -> None:
+    assert str(HeadraceError("bus kafka://me:PLANTED@host:1 is away")) == "bus kafka://me:(hidden)@host:1 is away"
+
+
+@pytest.mark.parametrize(
+    "pump",
+    [
+        "a-",
+        "a.",
+        "://",
+        "a://b:",
+        "a://u:p@",
+        "bearer ",
+        " ",
+        'token="',
+        "token='",
+        "token ",
+        "password=",
+        "_",
+        "key",
+        "\x00",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "bearer", "token", "a://b:", 'secret="'])
+def test_redaction_time_is_linear_and_bounded(prefix: str, pump: str) -> None:
+    text = prefix + pump * (4_000_000 // len(pump))
+    start = time.process_time()
+    redacted(text)
+    is_secret(text)
+    redacted_value(text, text)
+    str(HeadraceError(text))
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("at", range(-40, 41))
+@pytest.mark.parametrize("template", ["a://user:{}@host", 'password="{}"', "token: {}", "Bearer {}"])
+def test_a_cut_does_not_uncover_a_secret(template: str, at: int) -> None:
+    cut = 65_536
+    text = "x" * (cut - 20 + at - 1) + " " + template.format("PLANTED/PLANTED") + " tail" * 20
+    assert "PLANT" not in redacted(text)
+    assert "PLANT" not in str(HeadraceError(text[60_000:]))
+
+
+def test_error_messages_are_cut_and_cleaned() -> None:
+    message = str(HeadraceError("line 1\nline 2 \x1b[31m\u202e\x9b\x00\ud800" + "x" * 100_000))
+    assert message.startswith("line 1\nline 2 \\x1b[31m\\u202e\\x9b\\x00\\ud800xxx")
+    assert len(message) < 8_100
+    message.encode()
+
+
+ATOMS = [
+    "a",
+    "b",
+    ".",
+    r"\d",
+    r"\w",
+    r"\s",
+    r"\S",
+    "[ab]",
+    "[^a]",
+    "[[&]",
+    "[]a]",
+    "[a-]",
+    r"[\]\d]",
+    r"\.",
+    "{",
+    "}",
+    "é",
+]
+COUNTS = ["", "", "", "*", "+", "?", "*?", "{2}", "{1,}", "{0,3}", "{,2}"]
+
+
+def _patterns() -> st.SearchStrategy[str]:
+    item = st.tuples(st.sampled_from(ATOMS), st.sampled_from(COUNTS)).map("".join)
+    return st.recursive(
+        st.lists(item, max_size=4).map("".join),
+        lambda inner: st.lists(
+            st.tuples(inner, inner, st.sampled_from(["", "?", "*", "{0,2}"])).map(
+                lambda parts: f"(?:{parts[0]}|{parts[1]}){parts[2]}"
+            ),
+            max_size=2,
+        ).map("".join),
+        max_leaves=3,
+    )
+
+
+@settings(max_examples=1_500, deadline=None, print_blob=True)
+@given(_patterns(), st.text("ab1 .{}[]&-é\n", max_size=6))
+@example("<answer>.*</answer>", "<answer>\n7\n</answer>")
+@example(r"a\Z", "a")
+@example("", "")
+@example("[[&~]", "[")
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+def test_fits_whole_agrees_with_python(pattern: str, text: str) -> None:
+    try:
+        expected = re.fullmatch(pattern, text, re.DOTALL) is not None
+    except re.error:
+        return
+    assert fits_whole(text, pattern) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(?=a)a", "(?<!a)b", r"(a)\1", "(?P<x>a)(?P=x)", "a*+", "a{2}+", "(", "[", "*", "\x1b[31m(", "\ud800("),
+        *("a" * (PATTERN_LENGTH_MAX + 1), "(?:a{100}){100}", "(((a{50}){50}){50}){50}", r"\w{1000}", "a{99999999}"),
+    ],
+)
+def test_fits_whole_names_a_pattern_that_it_refuses(pattern: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError, match="regular expression '") as caught:
+        fits_whole("a", pattern)
+    assert time.process_time() - start < 1.0
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+b",
+        "(?:a|aa)*b",
+        "(a*)*b",
+        "(.*a){20}b",
+        ".*a.{300}c",
+        "(?:.*a.{60}){30}c",
+        r"(.*\w.{0,90}){0,20}c",
+        "(a?){500}a{500}",
+    ],
+)
+@pytest.mark.parametrize("pump", ["a", "ab", "aé"])
+def test_fits_whole_is_over_within_two_seconds_or_refuses(pattern: str, pump: str) -> None:
+    start = time.process_time()
+    for length in (10, 1_000, 5_000, 1_000_000):
+        try:
+            fits_whole(pump * length, pattern)
+        except ValueError as error:
+            assert "states are too many" in str(error)  # noqa: PT017 - either way is right, and is over at once
+    assert time.process_time() - start < 2.0

@@ -1,24 +1,38 @@
-"""Adaptive split: probabilities of being best, shares, and an unbiased comparison."""
+"""Adaptive split: probabilities of being best, shares, and an unbiased comparison.
+
+Assignment of units to versions: stable, with the planned shares, and with a control for each candidate.
+
+The checks of `make check NAME=rollouts` notice planted faults.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace_registry.control import steps as steps_of_rollouts
 from headrace_registry.rollouts.adaptive_split import Estimate, probabilities_of_best, share_parts
 from headrace_registry.rollouts.plan import RolloutStage
-from headrace_schemas import Routing
+from headrace_schemas import ModelEvent, RolloutStep, Routing, ServedVersion
 from headrace_schemas.events.routing import Arm, TrafficSplit
-from headrace_schemas.rules.assignment import assign_unit
+from headrace_schemas.rules.assignment import Allotment, Split, assign_unit, unit_position
+from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import BlobRef
+from tests.rollouts import checks
+from tests.rollouts.visitors import Call, key_of
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
 
@@ -122,3 +136,141 @@ async def test_adaptive_split_reduces_the_worse_candidate_until_it_is_alone(rig:
         await traffic.sessions(80)
         await traffic.advance(61)
     assert shares() == {first: Fraction(1, 4)}
+
+
+SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
+SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Settings without a deadline: the speed of the machine is not tested."""
+
+
+def test_assignment_depends_on_unit_and_salt_alone() -> None:
+    """The number was written down when this was first run."""
+    code = "from headrace_schemas.rules.assignment import unit_position; print(unit_position('salt', 'session-1'))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == str(unit_position("salt", "session-1")) == "13685434627358417567/18446744073709551616"
+    assert unit_position("salt", "session-1") != unit_position("pepper", "session-1")
+
+
+@UNHURRIED
+@given(unit=st.text(), first=SHARES, second=SHARES, other=SHARES)
+def test_assignment_keeps_units_in_their_arm_while_the_share_grows(
+    unit: str, first: Fraction, second: Fraction, other: Fraction
+) -> None:
+    small, large = sorted((first, second))
+    before, after = {"m@a": small, "m@b": other}, {"m@a": large, "m@b": Fraction(1, 3)}
+    for candidate in ("m@a", "m@b"):
+        if SPLIT.assign(unit, before).version == candidate:
+            assert SPLIT.assign(unit, after).version == candidate
+        role = SPLIT.role(unit, candidate, before)
+        assert role is None or SPLIT.role(unit, candidate, after) == role
+
+
+@UNHURRIED
+@given(unit=st.text(), a=SHARES, b=SHARES)
+def test_assignment_serves_candidates_in_their_arm_and_the_champion_in_controls(
+    unit: str, a: Fraction, b: Fraction
+) -> None:
+    shares = {"m@a": a, "m@b": b}
+    assignment = SPLIT.assign(unit, shares)
+    assert assignment.propensity == {**shares, "m@c": 1 - a - b}[assignment.version]
+    for candidate in shares:
+        role = SPLIT.role(unit, candidate, shares)
+        assert (role == "candidate") == (assignment.version == candidate)
+        assert role != "control" or assignment.version == "m@c"
+
+
+def test_assignment_of_other_arms_stays_when_a_version_leaves() -> None:
+    alone = Split("rollout-1", "m@c", (None, "m@b"))
+    third = Fraction(1, 3)
+    for number in range(300):
+        before = SPLIT.assign(f"u{number}", {"m@a": third, "m@b": third}).version
+        after = alone.assign(f"u{number}", {"m@b": third}).version
+        assert after == ("m@c" if before == "m@a" else before)
+
+
+def test_assignment_gives_arms_their_shares() -> None:
+    split, share = Split("s", "m@c", ("m@a",)), Fraction(1, 10)
+    roles = [split.role(f"session-{number}", "m@a", {"m@a": share}) for number in range(20_000)]
+    for role in ("candidate", "control"):
+        assert roles.count(role) == pytest.approx(2000, abs=4 * (20_000 * 0.1 * 0.9) ** 0.5)
+
+
+def test_assignment_puts_all_units_in_an_arm_at_one_half() -> None:
+    split, half = Split("s", "m@c", ("m@a",)), {"m@a": Fraction(1, 2)}
+    assert {split.role(f"u{number}", "m@a", half) for number in range(100)} == {"candidate", "control"}
+    assert split.assign("u1", half) in (Allotment("m@a", Fraction(1, 2)), Allotment("m@c", Fraction(1, 2)))
+
+
+def test_split_refuses_shares_that_leave_no_control() -> None:
+    with pytest.raises(ValueError, match=r"share 2/5 of m@a: must be at most 1/3, .* 2 slots"):
+        SPLIT.assign("u", {"m@a": Fraction(2, 5)})
+    with pytest.raises(ValueError, match="m@x: the version has no slot"):
+        SPLIT.role("u", "m@a", {"m@x": Fraction(1, 10)})
+    with pytest.raises(ValueError, match="each version must occur once"):
+        Split("s", "m@c", ("m@c",))
+
+
+OLD, NEW = "m@0123456789abcdef", "m@fedcba9876543210"
+NESTED_SPLIT = TrafficSplit(
+    unit="session", salt="s", slots=1, arms=(Arm(rollout_id="r", version=NEW, slot=0, share="1/2"),)
+)
+_NOW = utcnow()
+
+
+def routing(revision: int, **changes: Any) -> Routing:
+    blob = BlobRef(uri="blob", sha256="a" * 64, size=1)
+    serve = tuple(ServedVersion(version=version, manifest=blob) for version in (OLD, NEW))
+    fields = {"time": _NOW, "model": "m", "revision": revision, "aliases": {"champion": OLD}, "serve": serve, **changes}
+    return Routing.model_validate(fields)
+
+
+ON_TRIAL = {"aliases": {"champion": OLD, "canary": NEW}, "split": NESTED_SPLIT}
+PROMOTED = {"aliases": {"champion": NEW, "previous": OLD}}
+
+
+def test_checks_accept_sound_histories() -> None:
+    ended = routing(2, **PROMOTED), routing(2, withdrawn=(NEW,))
+    for last in ended:
+        assert checks.in_a_row([routing(0), routing(1, **ON_TRIAL), routing(1, **ON_TRIAL), last]) == []
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {**ON_TRIAL, "withdrawn": (NEW,)},
+        {"aliases": {"champion": NEW, "canary": NEW}},
+        {"aliases": {"champion": OLD}, "split": NESTED_SPLIT},
+        {**ON_TRIAL, "serve": ()},
+        {**ON_TRIAL, "split": NESTED_SPLIT.model_copy(update={"salt": "other"})},
+    ],
+    ids=["withdrawn with an arm", "canary and champion", "arm without canary", "not served", "other users"],
+)
+def test_checks_find_an_incomplete_routing(last: dict[str, Any]) -> None:
+    assert checks.in_a_row([routing(0), routing(1, **ON_TRIAL), routing(2, **last)])
+
+
+def test_checks_find_an_undecided_champion_and_a_withdrawal_that_ends() -> None:
+    assert checks.in_a_row([routing(0), routing(1, **PROMOTED)])
+    assert checks.in_a_row([routing(0), routing(1, withdrawn=(NEW,)), routing(2)])
+    assert checks.in_a_row([routing(1), routing(0)])
+    assert checks.in_a_row([routing(1), routing(1, **ON_TRIAL)])
+
+
+def test_checks_find_a_step_decided_twice() -> None:
+    def step(decision_id: str, stage: int) -> ModelEvent:
+        step_event = RolloutStep(rollout_id="r", kind="advance", stage=stage, share="1/2")
+        about = {"time": _NOW, "model": "m", "version": NEW, "decision": "probed", "decision_id": decision_id}
+        return ModelEvent.model_validate({**about, "rollout": step_event})
+
+    assert checks.once([step("a", 0), step("b", 1)]) == []
+    assert checks.once([step("a", 1), step("b", 1)])
+
+
+def test_checks_find_an_answer_of_a_withdrawn_version() -> None:
+    drawn = [name for name in map(str, range(50)) if assign_unit(NESTED_SPLIT, OLD, key_of(name))[0] == NEW]
+    calls = [Call(drawn[0], 1.0, 2.0, NEW), Call(drawn[1], 3.5, 4.0, OLD), Call(drawn[2], 3.9, 4.5, NEW)]
+    heard_s = checks.heard_by(calls, NESTED_SPLIT, OLD, NEW, 3.0)
+    assert heard_s == 4.0
+    assert checks.answered_by(calls, NEW, heard_s) == [], "it began before the decision was heard"
+    assert checks.answered_by([*calls, Call(drawn[0], 5.0, 6.0, NEW)], NEW, heard_s)
