@@ -1,0 +1,158 @@
+"""Trials and audits: the draws, the order of scores, and the limit of concurrent plays."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from headrace_registry.gate.evaluation import AuditLimiter, draw_tasks, run_audit, run_trial, summarize_audit
+from headrace_registry.gate.gate import GateFailed
+from headrace_registry.gate.trial import Trial
+from headrace_registry.settings import GateSettings
+from headrace_schemas.programs.gate import Tasks
+
+CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
+RULE = GateSettings(margin=0.25, tasks_max=500)
+
+
+class FakeSession:
+    """Session with the scores of `score`; slow tasks are answered after quick ones."""
+
+    tasks = Tasks(gate=("quick", "slow"), audit=("a", "b", "c"))
+
+    def __init__(self, score: Callable[[str, str], float]) -> None:
+        self._score = score
+        self.under_way = 0
+        self.most = 0
+        self.requests: list[tuple[str, str, int]] = []
+
+    async def play(self, version: str, task: str, seed: int) -> float:
+        self.requests.append((version, task, seed))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            for _ in range(50 if task == "slow" else 1):
+                await asyncio.sleep(0)
+            return self._score(version, task)
+        finally:
+            self.under_way -= 1
+
+
+def test_draw_tasks_repeats_for_the_same_trial() -> None:
+    tasks = Tasks(gate=("a", "b", "b"), audit=("c",))
+    drawn = list(itertools.islice(draw_tasks(tasks, "v 1"), 3000))
+    assert drawn == list(itertools.islice(draw_tasks(tasks, "v 1"), 3000))
+    assert drawn != list(itertools.islice(draw_tasks(tasks, "v 2"), 3000))
+    share = Counter(task for task, _ in drawn)["b"] / 3000
+    assert abs(share - 2 / 3) < 5 * math.sqrt(2 / 9 / 3000), "a task that stands there twice counts twice"
+    assert len({seed for _, seed in drawn}) > 2990
+
+
+async def test_run_trial_adds_scores_in_the_order_of_the_draws() -> None:
+    """Slow tasks are lost and quick ones won. Taken as they come, the quick ones would decide."""
+    seen: list[float] = []
+
+    class Watched(Trial):
+        def add_scores(self, scores):  # type: ignore[no-untyped-def]
+            seen.append(scores[CANDIDATE] - scores[CHAMPION])
+            super().add_scores(scores)
+
+    session = FakeSession(lambda version, task: 0.5 if version == CHAMPION else float(task == "quick"))
+    trial = Watched(RULE, 1, CANDIDATE, CHAMPION)
+    await run_trial(session, trial, concurrency=8, timeout_s=60)
+    expected = itertools.islice(draw_tasks(session.tasks, f"{CANDIDATE} 1"), len(seen))
+    assert seen == [0.5 if task == "quick" else -0.5 for task, _ in expected]
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("concurrency", [2, 7, 16])
+async def test_run_trial_bounds_concurrent_plays_and_leaves_none_running(concurrency: int) -> None:
+    session = FakeSession(lambda version, task: 0.5)
+    result = await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=concurrency, timeout_s=60)
+    assert result.passed
+    assert session.most == concurrency
+    assert session.under_way == 0
+    assert len(session.requests) <= 2 * (result.statistics["tasks"] + 1 + 2 * concurrency), "what was asked for ahead"
+
+
+async def test_run_trial_requests_no_task_beyond_tasks_max() -> None:
+    session = FakeSession(lambda version, task: 0.5)
+    trial = Trial(GateSettings(margin=0.25, tasks_max=5), 1, CANDIDATE, CHAMPION)
+    result = await run_trial(session, trial, concurrency=16, timeout_s=60)
+    assert "undecided after 5 tasks (gate.tasks_max)" in result.reason
+    assert len(session.requests) == 10
+
+
+async def test_run_trial_ends_undecided_at_its_timeout() -> None:
+    class Stuck(FakeSession):
+        async def play(self, version: str, task: str, seed: int) -> float:
+            if len(self.requests) >= 6:
+                await asyncio.Event().wait()
+            return await super().play(version, task, seed)
+
+    result = await run_trial(Stuck(lambda *_: 0.5), Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=2, timeout_s=0.2)
+    assert not result.passed
+    assert "(gate.timeout_s)" in result.reason
+    assert result.statistics["tasks"] == 3
+
+
+async def test_run_trial_fails_with_a_failed_play() -> None:
+    def score(version: str, task: str) -> float:
+        if task == "slow":
+            raise GateFailed("no server")
+        return 0.5
+
+    session = FakeSession(score)
+    with pytest.raises(GateFailed, match="no server"):
+        await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
+    assert session.under_way == 0
+    with pytest.raises(GateFailed, match="no server"):
+        await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
+
+
+async def test_run_audit_plays_equal_tasks_and_seeds_for_all_versions() -> None:
+    session = FakeSession(lambda version, task: {"a": 1.0, "b": 0.5, "c": 0.0}[task])
+    audit = await run_audit(session, CANDIDATE, plays=5, limiter=AuditLimiter(2))
+    assert sorted(session.requests) == [
+        (CANDIDATE, task, seed) for task, seed in zip("aabbc", (0, 3, 1, 4, 2), strict=True)
+    ]
+    assert session.most == 2
+    assert audit.scores == {"a": 1.0, "b": 0.5, "c": 0.0}
+    assert audit.score == pytest.approx(0.6)
+
+
+def test_summarize_audit_equals_a_computation_by_hand() -> None:
+    """Scores 1, 0, 1, 1: mean 3/4; squared deviations 1/16, 9/16, 1/16, 1/16, sum 3/4; error √(3/4 / 3 / 4) = 1/4."""
+    audit = summarize_audit([("a", 1.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)])
+    assert (audit.score, audit.plays, audit.standard_error) == (0.75, 4, 0.25)
+    assert audit.scores == {"a": 1.0, "b": 0.5}
+    assert summarize_audit([("a", 1.0)]).statistics() == {"score": 1.0, "tasks": 1.0}
+
+
+async def test_audit_beside_a_trial_gets_an_eighth_of_the_plays() -> None:
+    class Watched(FakeSession):
+        async def play(self, version: str, task: str, seed: int) -> float:
+            beside.append(self.under_way + 1)
+            return await super().play(version, task, seed)
+
+    beside: list[int] = []
+    """Plays of the audit under way, at the begin of each."""
+    limiter, audits, trials = AuditLimiter(16), Watched(lambda *_: 0.5), FakeSession(lambda *_: 0.5)
+    auditing = asyncio.create_task(run_audit(audits, CHAMPION, plays=200, limiter=limiter))
+    while len(audits.requests) < 20:  # noqa: ASYNC110 (a play tells nobody)
+        await asyncio.sleep(0)
+    with limiter.trial():
+        begun = len(audits.requests)
+        await run_trial(trials, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=16, timeout_s=60)
+        ended = len(audits.requests)
+    assert begun < ended < 200, "it goes on, and the trial did not wait for its end"
+    assert max(beside[begun:ended]) <= 2
+    audit = await auditing
+    assert audit.plays == len(audits.requests) == 200
+    assert sorted(seed for _, _, seed in audits.requests) == list(range(200)), "each play counts once"
+    assert audits.most == max(beside[ended:]) == 16
