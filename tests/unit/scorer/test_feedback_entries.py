@@ -185,3 +185,7 @@ def test_what_only_brings_facts_is_no_verdict() -> None:
     fact = feedback("s", ONE, value=None, context={"expected": "x"})
     assert entries(fact) == {}
     assert entries(feedback("s", ONE, TWO, value=1.0), fact)[WHOLE].value == 1.0
+
+
+def test_the_choice_of_an_entry_about_a_whole_turn_is_the_stored_one() -> None:
+    assert EntryKey.reward("feedback", "t").choice == -1, "rows of earlier releases hold it"

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_schemas import Experience
 from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.sources import fits
-from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
 
 EQUAL = RewardPolicy({"*": 1.0})
 
@@ -129,3 +130,20 @@ def test_a_required_source_that_spoke_without_a_score_is_still_waited_for(outcom
     policy = RewardPolicy({"*": 1.0}, required=["feedback"])
     assert not policy.complete([scored("function:a", 1.0), silent("feedback", outcome)])
     assert policy.complete([scored("function:a", 1.0), scored("feedback", 0.0)])
+
+
+def test_at_most_64_sources_count_required_ones_first_and_then_the_heaviest() -> None:
+    names = [f"metric:{number:02}" for number in range(PARTS_MAX + 3)]
+    weights = {name: 1.0 + number for number, name in enumerate(names)}
+    policy = RewardPolicy({**weights, "unweighted": 0.0}, required=[names[0]])
+    rewards = [scored(name, float(name == names[0])) for name in (*names, "unweighted")]
+
+    exactly = policy.branch_reward(rewards[:PARTS_MAX], ["t"], rewarded=False)
+    assert (len(exactly.parts), exactly.left_out) == (PARTS_MAX, ())
+
+    more = policy.branch_reward(rewards, ["t"], rewarded=False)
+    assert [part.source for part in more.parts] == [names[0], *names[4:]]
+    assert more.left_out == tuple(names[1:4]), "sources without a weight are not named"
+    counted = [weights[part.source] for part in more.parts]
+    assert more.reward == pytest.approx(1.0 / sum(counted))
+    assert Experience.model_fields["parts"].metadata[0].max_length == PARTS_MAX, "the bound of the event"

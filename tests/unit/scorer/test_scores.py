@@ -11,7 +11,7 @@ from headrace_schemas import Experience, RewardPart
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
-from headrace_scorer.scores import TrajectoryScore, _experiences, _is_ready, _other_sources_answered
+from headrace_scorer.scores import TrajectoryScore, _experiences, _is_ready, _other_sources_answered, _state
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.unit.scorer.conftest import Open, half
@@ -156,3 +156,12 @@ def test_experiences_are_counted_by_what_they_say() -> None:
     revisions_after(score, SourceReward("mine", None, "withdrawn", None))
     after = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
+
+
+def test_the_stored_state_is_that_of_earlier_releases_and_changes_with_each_field() -> None:
+    (first,) = _experiences(new_score(SourceReward("mine", None, "scored", 1.0)), START, MINE)
+    assert _state(first) == "ac874d3975fb53be", "databases hold this digest of the reward, parts, weight, task and run"
+    changes = [{"reward": 0.5}, {"weight": 0.5}, {"task_id": "t"}, {"parts_left_out": ("metric:a",)}]
+    changes += [{"parts_left_out": ("metric:b",)}, {"parts": ()}]
+    states = {_state(first.model_copy(update=change)) for change in ({}, *changes)}
+    assert len(states) == 1 + len(changes), "a revision that differs in any of these is sent"
