@@ -162,8 +162,10 @@ class _Handler(BaseHTTPRequestHandler):
         return answer
 
     def _create(self) -> None:
-        wanted = json.loads(self.body)
-        name = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
+        requested = json.loads(self.body)
+        name = (
+            f"{requested['organization']}/{requested['name']}" if requested.get("organization") else requested["name"]
+        )
         if not self.headers.get("Authorization"):
             self._fail(HTTPStatus.UNAUTHORIZED, "")
         elif name in self.hub.repositories:

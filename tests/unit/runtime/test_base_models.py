@@ -137,10 +137,10 @@ def test_a_commit_a_branch_and_a_tag_are_revisions(hub: FakeHub, client: Client)
 def test_only_shards_of_the_index_are_fetched(hub: FakeHub, client: Client) -> None:
     shards = {f"model-0000{part}-of-00002.safetensors": bytes([part]) * 50 for part in (1, 2)}
     index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
-    other = {name: data for name, data in FILES.items() if name != "model.safetensors"}
-    whole = {**other, **shards, "model.safetensors.index.json": index.encode()}
-    hub.repositories[NAME].commit({**whole, "consolidated.safetensors": b"the same weights"})
-    assert set(content_of(client.resolve(NAME)["folder"])) == {*whole, ORIGIN_FILE}
+    small_files = {name: data for name, data in FILES.items() if name != "model.safetensors"}
+    expected = {**small_files, **shards, "model.safetensors.index.json": index.encode()}
+    hub.repositories[NAME].commit({**expected, "consolidated.safetensors": b"the same weights"})
+    assert set(content_of(client.resolve(NAME)["folder"])) == {*expected, ORIGIN_FILE}
 
 
 def test_a_folder_has_precedence_over_the_hub(hub: FakeHub, client: Client) -> None:

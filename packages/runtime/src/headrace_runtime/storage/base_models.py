@@ -157,8 +157,9 @@ def fetch(model: RemoteModel, data_dir: Path) -> Path:
             _download(model, file, draft)
             liveness.progress()
         shutil.rmtree(draft / ".cache", ignore_errors=True)  # the library's notes on the download
-        origin = {"repository": model.repository.name, "commit": model.commit}
-        (draft / ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+        if not (draft / ORIGIN_FILE).exists():  # a pushed version keeps its own, which its manifest lists
+            origin = {"repository": model.repository.name, "commit": model.commit}
+            (draft / ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         draft.replace(final)
     if not _COMMIT.fullmatch(model.repository.revision):
