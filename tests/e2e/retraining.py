@@ -99,11 +99,12 @@ class Retraining:
 
 def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience:
     """The experience with tokens, logprobs, versions and temperatures as the turns have them, none of its own."""
-    if experience.branch is None:
+    trained = None if experience.branch is None else experience.branch.sampled
+    if trained is None:
         return experience
     spans: list[Span] = []
     tokens: tuple[int, ...] = ()
-    for span in experience.branch.spans:
+    for span in trained.spans:
         turn = turns[span.turn_id]
         choice = turn.choices[span.choice]
         spans.append(

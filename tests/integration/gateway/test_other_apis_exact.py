@@ -70,7 +70,9 @@ async def test_a_conversation_is_one_branch_of_exact_tokens(tmp_path: Path, mort
         own = [turn for turn in turns if turn.session_id == session]
         assert len(own) == STEPS
         (branch,), (dialogue,) = build_branches(own)
-        free = [turn for turn in own if turn.sampling.untruncated]  # a forced call is context, and is not trained
-        assert [span.turn_id for span in branch.spans] == [turn.turn_id for turn in free]
+        free = [turn for turn in own if turn.sampling.untruncated]  # a forced call has no logprobs
+        assert [span.turn_id for span in branch.spans] == [turn.turn_id for turn in own]
+        assert branch.sampled is not None
+        assert [span.turn_id for span in branch.sampled.spans] == [turn.turn_id for turn in free]
         assert len(free) == (STEPS - 2 if session == "claude" else STEPS)
         assert [message.role for message in dialogue.messages].count("assistant") == STEPS

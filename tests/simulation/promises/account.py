@@ -45,6 +45,17 @@ def _followed(cluster: Cluster, that: Check) -> tuple[set[str], set[str]]:
     for (name, _), status in follow(cluster.log.all(TrainingMetrics))[0].items():
         if that(name in turns_of, f"{name} has a verdict and was never published"):
             fates.setdefault(name, set()).add(status == "trained")
-    trained = {turn for name, status in fates.items() if True in status for turn in turns_of[name]}
-    dropped |= {turn for name, status in fates.items() if True not in status for turn in turns_of[name]}
+    without_logprobs: dict[str, set[str]] = {}
+    for report in cluster.log.all(TrainingMetrics):
+        for outcome in report.verdicts:
+            if outcome.dropped is None:
+                left_out = set(outcome.left_out)
+                without_logprobs[outcome.experience_id] = (
+                    without_logprobs.get(outcome.experience_id, left_out) & left_out
+                )
+    trained: set[str] = set()
+    for name, status in fates.items():
+        lacking = without_logprobs.get(name, set()) if True in status else turns_of[name]
+        trained |= turns_of[name] - lacking
+        dropped |= lacking
     return trained, dropped

@@ -11,6 +11,8 @@ from headrace_collector.branches import build_branches
 from headrace_schemas import Branch, Choice, Sampling, Turn
 from tests.support.turns import EOS, after, ask, render, said, text_ids, tool, user
 
+GREEDY = Sampling(temperature=0.0)
+
 
 def spans(branch: Branch) -> list[tuple[str, int]]:
     return [(span.turn_id, span.choice) for span in branch.spans]
@@ -77,40 +79,48 @@ def test_branches_keep_equal_parallel_samples_apart() -> None:
     assert sorted(len(branch.spans) for branch in graph) == [2, 2]
 
 
-def test_untrainable_turns_are_context() -> None:
+def test_turns_without_logprobs_are_spans_that_say_so() -> None:
     first = ask([user("q")], "a")
-    greedy = ask(after(first, user("m")), "b", sampling=Sampling(temperature=0.0))
+    greedy = ask(after(first, user("m")), "b", sampling=GREEDY)
     third = ask(after(greedy, user("n")), "c")
     (branch,), _ = build_branches([first, greedy, third])
-    assert spans(branch) == [(first.turn_id, 0), (third.turn_id, 0)]
-    assert sum(branch.loss_mask) == 4
+    assert spans(branch) == [(first.turn_id, 0), (greedy.turn_id, 0), (third.turn_id, 0)]
+    reasons = [span.no_logprobs for span in branch.spans]
+    assert reasons == [None, "truncated_sampling", None]
+    assert (set(branch.spans[1].logprobs), branch.spans[1].temperature) == ({0.0}, 1.0)
+    assert branch.sampled is not None
+    assert spans(branch.sampled) == [(first.turn_id, 0), (third.turn_id, 0)]
+    assert branch.sampled.token_ids == branch.token_ids
 
 
-def test_branch_continues_with_the_longest_trainable_child() -> None:
+def test_branch_continues_with_the_longest_child_that_has_logprobs() -> None:
     first = ask([user("q")], "a")
-    long = ask(after(first, user("m")), "a long answer", sampling=Sampling(temperature=0.0), at=1)
+    long = ask(after(first, user("m")), "a long answer", sampling=GREEDY, at=1)
     short = ask(after(first, user("n")), "b", at=2)
     graph, dialogues = build_branches([first, long, short])
-    assert [spans(branch) for branch in graph] == [[(first.turn_id, 0), (short.turn_id, 0)]]
+    assert [spans(branch) for branch in graph] == [[(first.turn_id, 0), (short.turn_id, 0)], [(long.turn_id, 0)]]
     assert [dialogue.messages[-1].text for dialogue in dialogues] == ["b", "a long answer"]
 
 
-def test_branch_ends_with_its_last_trained_token() -> None:
+def test_sampled_part_of_a_branch_ends_with_its_last_logprob() -> None:
     first = ask([user("q")], "a")
-    greedy = ask(after(first, user("m")), "final", sampling=Sampling(temperature=0.0))
+    greedy = ask(after(first, user("m")), "final", sampling=GREEDY)
     (branch,), (dialogue,) = build_branches([first, greedy])
-    assert branch.token_ids == render(first.messages) + first.choices[0].token_ids
+    assert branch.token_ids == greedy.prompt_token_ids + greedy.choices[0].token_ids
+    assert branch.sampled is not None
+    assert branch.sampled.token_ids == render(first.messages) + first.choices[0].token_ids
     assert dialogue.messages[-1].text == "final"
 
 
-def test_untrainable_sequence_is_a_dialogue_without_a_branch() -> None:
-    greedy = ask([user("q")], "a", sampling=Sampling(temperature=0.0))
-    graph, dialogues = build_branches([greedy])
-    assert (graph, [dialogue.messages[-1].text for dialogue in dialogues]) == ([], ["a"])
-    other = ask([user("r")], "b", at=1, sampling=Sampling(temperature=0.0))
-    more = ask(after(greedy, user("m")), "c", at=2, sampling=Sampling(temperature=0.0))
-    _, dialogues = build_branches([other, more, greedy])
-    assert [dialogue.messages[-1].text for dialogue in dialogues] == ["c", "b"], "in the order in which they began"
+def test_sequences_without_logprobs_are_the_last_branches() -> None:
+    greedy = ask([user("q")], "a", sampling=GREEDY)
+    (branch,), dialogues = build_branches([greedy])
+    assert (branch.sampled, [dialogue.messages[-1].text for dialogue in dialogues]) == (None, ["a"])
+    other = ask([user("r")], "b", at=1, sampling=GREEDY)
+    more = ask(after(greedy, user("m")), "c", at=2, sampling=GREEDY)
+    free = ask([user("s")], "d", at=3)
+    _, dialogues = build_branches([other, more, greedy, free])
+    assert [dialogue.messages[-1].text for dialogue in dialogues] == ["d", "c", "b"], "then as they began"
 
 
 def test_branches_handle_very_long_sequences() -> None:
@@ -148,13 +158,9 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 
 
 def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
-    """Return the choices that must be trained."""
+    """Return the choices that must be in a span."""
     return {
-        (turn.turn_id, choice.index): (turn, choice)
-        for turn in turns
-        if turn.sampling.untruncated
-        for choice in turn.choices
-        if choice.token_ids
+        (turn.turn_id, choice.index): (turn, choice) for turn in turns for choice in turn.choices if choice.token_ids
     }
 
 
@@ -170,10 +176,11 @@ def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle
             turn, choice = expected[span.turn_id, span.choice]
             assert branch.token_ids[: span.start] == turn.prompt_token_ids, "the context is what the engine saw"
             assert branch.token_ids[span.start : span.stop] == choice.token_ids
-            assert span.logprobs == choice.logprobs
+            assert (span.no_logprobs is None) == turn.sampling.untruncated
+            assert span.logprobs == (choice.logprobs if turn.sampling.untruncated else (0.0,) * len(choice.logprobs))
         assert sum(branch.loss_mask) == sum(len(span.logprobs) for span in branch.spans)
         assert branch.spans[-1].stop == len(branch.token_ids)
-    assert len(dialogues) >= len(graph)
+    assert len(dialogues) == len(graph)
     for branch, dialogue in zip(graph, dialogues, strict=False):
         last = expected[branch.spans[-1].turn_id, branch.spans[-1].choice]
         assert (

@@ -70,13 +70,18 @@ async def test_run_without_a_valid_trajectory_is_dead_lettered(stream: Bench) ->
 
 
 async def test_left_out_turns_are_counted(stream: Bench) -> None:
-    def counted() -> float:
-        return REGISTRY.get_sample_value("headrace_collector_left_out_total", {"reason": "truncated_sampling"}) or 0.0
+    def counted() -> list[float]:
+        turns = REGISTRY.get_sample_value("headrace_collector_left_out_total", {"reason": "undelivered"})
+        kinds = ("free", "left_out")
+        tokens = [REGISTRY.get_sample_value("headrace_collector_tokens_total", {"kind": kind}) for kind in kinds]
+        return [value or 0.0 for value in (turns, *tokens)]
 
     before = counted()
-    greedy = ask([user("q")], sampling=Sampling(temperature=0.0))
-    await stream.deliver(greedy, ask(after(greedy, user("m")), at=1), end())
-    assert counted() == before + 1
+    greedy = ask([user("q")], "yes", sampling=Sampling(temperature=0.0))
+    free = ask(after(greedy, user("m")), "a longer answer", at=1)
+    await stream.deliver(greedy, free, ask(after(free, user("n")), at=2, delivered=False), end())
+    lengths = [len(turn.choices[0].token_ids) for turn in (free, greedy)]
+    assert counted() == [before[0] + 1, before[1] + lengths[0], before[2] + lengths[1]]
 
 
 async def test_feedback_without_a_target_is_dead_lettered(stream: Bench) -> None:

@@ -31,6 +31,10 @@ def left_out(trajectory: Trajectory) -> dict[str, str]:
     return {item.turn_id: item.reason for item in trajectory.left_out}
 
 
+def no_logprobs(trajectory: Trajectory) -> list[str | None]:
+    return [span.no_logprobs for branch in trajectory.branches for span in branch.spans]
+
+
 def tool_named(name: str, description: str = "") -> Tool:
     return Tool(function=FunctionDefinition(name=name, description=description))
 
@@ -54,28 +58,26 @@ def test_each_turn_is_in_a_branch_or_left_out() -> None:
     trajectory = assembled(lost, retry, greedy, empty, undelivered)
     assert left_out(trajectory) == {
         lost.turn_id: "retried",
-        greedy.turn_id: "truncated_sampling",
         empty.turn_id: "empty",
         undelivered.turn_id: "undelivered",
     }
-    assert [branch.turn_ids for branch in trajectory.branches] == [(retry.turn_id,)]
+    assert [branch.turn_ids for branch in trajectory.branches] == [(retry.turn_id, greedy.turn_id)]
     assert set(trajectory.turn_ids) == {turn.turn_id for turn in (lost, retry, greedy, empty, undelivered)}
     assert trajectory.versions == (VERSION,)
 
 
-def test_truncated_sampling_cannot_be_trained() -> None:
+def test_truncated_sampling_has_no_logprobs() -> None:
     for sampling in (
         Sampling(top_p=0.9),
         Sampling(top_k=40),
         Sampling(presence_penalty=0.5),
         Sampling(frequency_penalty=-0.5),
     ):
-        assert list(left_out(assembled(ask([user("q")], sampling=sampling))).values()) == ["truncated_sampling"]
-    assert left_out(assembled(ask([user("q")], sampling=Sampling(temperature=0.6, top_k=0)))) == {}
+        assert no_logprobs(assembled(ask([user("q")], sampling=sampling))) == ["truncated_sampling"]
+    assert no_logprobs(assembled(ask([user("q")], sampling=Sampling(temperature=0.6, top_k=0)))) == [None]
 
 
-def test_turn_under_a_grammar_is_context_with_the_reason() -> None:
-    """Its probabilities are those of the grammar's tokens alone, which no trainer recomputes."""
+def test_turn_under_a_grammar_has_no_logprobs_for_that_reason() -> None:
     first = ask([user("q")], "call", at=0)
     constrained = ask(
         after(first, tool("r")), "{}", at=1, sampling=Sampling(grammar=Grammar(response_format={"type": "json"}))
@@ -83,18 +85,16 @@ def test_turn_under_a_grammar_is_context_with_the_reason() -> None:
     last = ask(after(constrained, user("go on")), "done", at=2)
     trajectory = assembled(first, constrained, last)
     (branch,) = trajectory.branches
-    assert branch.turn_ids == (first.turn_id, last.turn_id)
-    assert branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "the answer is there, and not trained"
-    assert [(omission.turn_id, omission.full_reason) for omission in trajectory.left_out] == [
-        (constrained.turn_id, "truncated_sampling (grammar)")
-    ]
-    narrow = ask([user("q")], sampling=Sampling(top_p=0.5))
-    assert [omission.full_reason for omission in assembled(narrow).left_out] == ["truncated_sampling"]
+    assert branch.turn_ids == (first.turn_id, constrained.turn_id, last.turn_id)
+    assert branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids
+    assert no_logprobs(trajectory) == [None, "truncated_sampling (grammar)", None]
+    assert trajectory.left_out == ()
 
 
-def test_untrainable_run_has_its_dialogue_and_version() -> None:
+def test_run_without_logprobs_has_a_branch_and_its_version() -> None:
     trajectory = assembled(ask([user("q")], "yes", sampling=Sampling(temperature=0.0)))
-    assert (trajectory.branches, trajectory.final_answer, trajectory.versions) == ((), "yes", (VERSION,))
+    assert no_logprobs(trajectory) == ["truncated_sampling"]
+    assert (trajectory.final_answer, trajectory.versions) == ("yes", (VERSION,))
 
 
 def test_choice_without_tokens_has_no_span() -> None:

@@ -89,6 +89,7 @@ PRODUCERS = {
     "TrainingMetrics.read": OUTCOMES,
     "BatchRecord.read": OUTCOMES,
     "BatchRecord.left_out": LISTED_MAX,
+    "TrainingOutcome.left_out": COMPLETIONS,
     "TrainingOutcome.turn_ids": COMPLETIONS,
     "Trajectory.branches": COMPLETIONS,
     "Trajectory.dialogues": COMPLETIONS,

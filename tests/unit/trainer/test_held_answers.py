@@ -1,4 +1,4 @@
-"""Tokens that a grammar forced are never in the loss, from a gateway's turn to the rows of a step."""
+"""Tokens that a grammar forced are in no loss that needs logprobs, from a gateway's turn to the rows of a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name
 
 
 def experience_of(*turns: Turn) -> Experience | None:
-    """Return the experience of the run's only branch, or None where the run has none."""
+    """Return the experience of the run's only branch as policy gradients train it, or None where they train nothing."""
     event = build_trajectory(
         turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )
-    if not event.branches:
+    branch = event.branches[0].sampled
+    if branch is None:
         return None
-    (branch,) = event.branches
     return Experience(
         time=START, experience_id="e", trajectory_id=event.trajectory_id, session_key=event.session_key,
         session_id="s", model=event.model, branch=branch, turn_ids=branch.turn_ids, reward=1.0,

@@ -33,6 +33,19 @@ LISTED_MAX = 65_536
 """Maximum length of each list of an account."""
 
 
+class LearnedSignals(Model):
+    """The kinds of feedback that the algorithm of a lineage trains. Each algorithm announces them itself."""
+
+    algorithm: Text
+    rewards: bool
+    """Whether values, thumbs, ratings and labels are trained."""
+    edits: bool
+    preferences: bool
+    logprobs: bool
+    """Whether answers are trained by the logprobs of the policy that sampled them. If so, rewards and preferences train
+    no answer without them."""
+
+
 class Checkpoint(Event):
     """Announcement of a new version in the blob store. The trainer sends it once the checkpoint is durable."""
 
@@ -46,6 +59,9 @@ class Checkpoint(Event):
     parent: Version | None = None
     manifest: BlobRef
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
+    learns: LearnedSignals | None = None
+    """What the trainer of live traffic learns from since it announced this version, or None if it does not train live
+    traffic. After a restart the announcement is sent again with the present value."""
 
     @property
     def event_id(self) -> str:
@@ -71,10 +87,13 @@ class TrainingOutcome(Model):
     dropped: DropReason | None = None
     """The reason why it was dropped, or None if it was trained, so that it changed the weights."""
     detail: Text | None = None
-    """Detail of the reason: `no_signal` (it has no signal that the algorithm trains), `unpaired` (the other answer of
-    its preference never arrived), `written` (its tokens were not sampled, and the algorithm needs logprobs),
-    `equal_rewards` (all runs of its group have the same reward), `edit` (the chat template cannot render the edited
-    answer), `examples` (it exceeds the number of examples per experience), `excluded` (its version was rolled back)."""
+    """Detail of the reason: `no_signal` (it has no signal that the algorithm trains), `no_logprobs` (none of its
+    answers has the logprobs that the algorithm needs), `unpaired` (the other answer of its preference never arrived),
+    `written` (its tokens were not sampled, and the algorithm needs logprobs), `equal_rewards` (all runs of its group
+    have the same reward), `edit` (the chat template cannot render the edited answer), `examples` (it exceeds the number
+    of examples per experience), `excluded` (its version was rolled back)."""
+    left_out: tuple[Text, ...] = Field(default=(), max_length=4096)
+    """Turns of the experience that were not trained, because the algorithm needs logprobs that their answers lack."""
 
     @property
     def reason(self) -> str | None:

@@ -79,7 +79,8 @@ class Experience(Event):
     turn_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
     """The turns of the branch. A turn that was left out of all branches is in no experience."""
     weight: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
-    """The branch's share of its run. The weights of one run add up to 1."""
+    """The branch's share of its run. The weights of a run's branches with logprobs add up to 1; a branch without any
+    has the share that it would have among all branches."""
     reward: Total | None = None
     no_reward: NoReward | None = None
     parts: tuple[RewardPart, ...] = Field(default=(), max_length=64)

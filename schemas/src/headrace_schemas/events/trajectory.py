@@ -1,7 +1,4 @@
-"""Events of `trajectories`: closed sessions as token sequences with masks.
-
-Collector, gateway and the account share the rule that decides which turns are left out of training.
-"""
+"""Events of `trajectories`: closed sessions as token sequences with masks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.events.chat import FinishReason, Message, Tool
-from headrace_schemas.events.turn import Purpose, SubAgent, Turn
+from headrace_schemas.events.turn import Purpose, SubAgent
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject
@@ -22,10 +19,12 @@ SIDE_CALL = "side_call"
 NO_TOOLS = "no_tools"
 """`Turn.side_call` of a call that may be a side call, because an agent's client offers no tools in it."""
 LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
+NoLogprobs = Literal["truncated_sampling", "truncated_sampling (grammar)", "foreign"]
+"""Reason why the probabilities with which tokens were sampled are not known. `foreign`: another server answered."""
 
 
 class Span(Model):
-    """Tokens `start .. start + len(logprobs)` of a branch: one choice of one turn, sampled by one version.
+    """Tokens `start .. start + len(logprobs)` of a branch: one choice of one turn, written by one version.
 
     All tokens outside the spans are observations and have loss mask 0.
     """
@@ -37,6 +36,21 @@ class Span(Model):
     version: Version
     temperature: Annotated[Finite, Field(gt=0.0), SAMPLING] = 1.0
     finish_reason: FinishReason = "stop"
+    no_logprobs: NoLogprobs | None = None
+    """The reason why the tokens have no logprobs of the policy that sampled them, or None if `logprobs` has them.
+    Without them `logprobs` is 0 for each token, and `temperature` has no meaning. Only algorithms that need no logprobs
+    of that policy train such a span."""
+
+    @model_validator(mode="after")
+    def _logprobs_are_real_or_zero(self) -> Self:
+        if self.no_logprobs is not None and any(self.logprobs):
+            raise ValueError(f"span of turn {self.turn_id} has no_logprobs, so each of its logprobs must be 0")
+        return self
+
+    @property
+    def token_kind(self) -> Literal["free", "held", "stored", "left_out"]:
+        """How the tokens were sampled (`headrace_schemas.rules.training.TokenKind`)."""
+        return "free" if self.no_logprobs is None else "left_out"
 
     @property
     def stop(self) -> int:
@@ -44,7 +58,7 @@ class Span(Model):
 
 
 class Branch(Model):
-    """One token sequence. Each sampled token of the trajectory is in exactly one span of exactly one branch."""
+    """One token sequence. Each token that a model wrote is in exactly one span of exactly one branch."""
 
     token_ids: TokenIds
     spans: tuple[Span, ...] = Field(min_length=1, max_length=4096)
@@ -64,7 +78,7 @@ class Branch(Model):
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 for sampled tokens, 0 for observations; as long as `token_ids`."""
+        """1 for tokens of spans, 0 for observations; as long as `token_ids`."""
         mask = [0] * len(self.token_ids)
         for span in self.spans:
             mask[span.start : span.stop] = [1] * len(span.logprobs)
@@ -73,6 +87,16 @@ class Branch(Model):
     @property
     def turn_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(span.turn_id for span in self.spans))
+
+    @property
+    def sampled(self) -> Branch | None:
+        """The branch up to its last span with logprobs, with such spans alone, or None without any."""
+        spans = tuple(span for span in self.spans if span.no_logprobs is None)
+        if len(spans) == len(self.spans):
+            return self
+        return (
+            self.model_copy(update={"token_ids": self.token_ids[: spans[-1].stop], "spans": spans}) if spans else None
+        )
 
 
 class Dialogue(Model):
@@ -89,7 +113,8 @@ class LeftOut(Model):
     version: Version | None = None
     """The version that answered. It counts when versions are compared, even if the turn cannot be trained."""
     detail: Text | None = None
-    """Detail of the reason: `grammar` for `truncated_sampling` by a grammar."""
+    """Detail of the reason. Earlier releases left out `truncated_sampling`, with `grammar` for that by a grammar; such
+    turns are in branches now, as spans with `no_logprobs`."""
 
     @property
     def full_reason(self) -> str:
@@ -174,34 +199,3 @@ class Trajectory(Event):
         """The text of the model's last message, or an empty string without one."""
         last = self.messages[-1] if self.messages else None
         return last.text if last is not None and last.role == "assistant" else ""
-
-
-def left_out_reason(turn: Turn) -> LeftOutReason | None:
-    """Return the reason why the turn cannot be in a branch, or None if it can.
-
-    The reason `retried` is missing here, because only a later turn reveals a retry.
-    """
-    if not turn.delivered:
-        return "undelivered"
-    if not any(choice.token_ids for choice in turn.choices):
-        return "empty"
-    return None if turn.sampling.untruncated else "truncated_sampling"
-
-
-def left_out(turn: Turn, reason: LeftOutReason) -> LeftOut:
-    """Return the `left_out` entry of a trajectory for the turn.
-
-    Sampling can be truncated in several ways. `detail` names a grammar, which the client may not have requested itself.
-    """
-    has_grammar = reason == "truncated_sampling" and turn.sampling.grammar is not None
-    return LeftOut(turn_id=turn.turn_id, reason=reason, version=turn.version, detail="grammar" if has_grammar else None)
-
-
-def untrained_reason(turn: Turn) -> str | None:
-    """Return the reason why feedback about the turn is not trained, as the account names it, or None if it may be."""
-    if turn.purpose == "eval":
-        return "eval"
-    if turn.untrained is not None:
-        return turn.untrained
-    reason = left_out_reason(turn)
-    return None if reason is None else left_out(turn, reason).full_reason

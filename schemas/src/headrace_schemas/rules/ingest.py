@@ -89,7 +89,10 @@ def _check_versions(trajectory: Trajectory, known_models: KnownModels) -> Object
     if versions is None:
         names = ", ".join(sorted(known_models.versions)[:5])
         return Objection("unknown_model", "model", f"{trajectory.model!r} is not a model here; the models are {names}")
-    unknown_version = next((version for version in trajectory.versions if version not in versions), None)
+    # Another server's versions are not known here, and none of its tokens is trained by its logprobs.
+    spans = [span for branch in trajectory.branches for span in branch.spans if span.no_logprobs != "foreign"]
+    named = [*(span.version for span in spans), *(turn.version for turn in trajectory.left_out if turn.version)]
+    unknown_version = next((version for version in named if version not in versions), None)
     if unknown_version is not None:
         message = f"{unknown_version!r} is not a version of {trajectory.model}; `headrace models` lists them"
         return Objection("unknown_version", "branches.spans.version", message)

@@ -2,8 +2,8 @@
 
 Each choice of a turn is a node. Its parent is the node with the longest token sequence that is a prefix of its turn's
 prompt. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
-trainable continuation extends the sequence. Each other child starts a new sequence that repeats the prefix as context.
-So a sampled token lies in exactly one span of exactly one branch (P2).
+continuation that has logprobs extends the sequence. Each other child starts a new sequence that repeats the prefix as
+context. So a sampled token lies in exactly one span of exactly one branch (P2).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_schemas import Branch, Choice, Dialogue, Span, Turn
+from headrace_schemas.events.trajectory import NoLogprobs
+from headrace_schemas.rules.training import no_logprobs_reason
 
 
 @dataclass(slots=True)
@@ -23,10 +25,10 @@ class _Node:
     prompt: bytes
     """Token ids as int32, so that a prefix of a sequence is a prefix of its bytes."""
     sequence: bytes
-    trainable: bool
+    no_logprobs: NoLogprobs | None
     children: list[_Node] = field(default_factory=list)
     longest: tuple[int, int] = field(init=False)
-    """Length of the longest trainable sequence through this node, and of the longest sequence of all."""
+    """Length of the longest sequence through this node that ends with logprobs, and of the longest of all."""
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -39,27 +41,28 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def build_branches(turns: Sequence[Turn]) -> tuple[list[Branch], list[Dialogue]]:
-    """Return the branches of a run in the order of their first sampled token, and the dialogue of each.
+    """Return the branches of a run and the dialogue of each, first those with logprobs, by their first token that has
+    some.
 
-    Turns that cannot be trained are context. A sequence without trainable turns gives a dialogue but no branch. The
-    order of `turns` makes no difference.
+    The order of `turns` makes no difference.
     """
-    sequences = _sequences(_roots(_nodes(turns)))
-    trained = [sequence for sequence in sequences if any(node.trainable for node in sequence)]
-    untrained = [sequence for sequence in sequences if not any(node.trainable for node in sequence)]
-    trained.sort(key=lambda sequence: next(node.order for node in sequence if node.trainable))
-    untrained.sort(key=lambda sequence: sequence[0].order)
-    return [_branch(sequence) for sequence in trained], [_dialogue(sequence) for sequence in (*trained, *untrained)]
+    sequences = sorted(_sequences(_roots(_nodes(turns))), key=_sequence_order)
+    return [_branch(sequence) for sequence in sequences], [_dialogue(sequence) for sequence in sequences]
+
+
+def _sequence_order(sequence: Sequence[_Node]) -> tuple[object, ...]:
+    sampled = next((node.order for node in sequence if node.no_logprobs is None), None)
+    return (False, *sampled) if sampled is not None else (True, *sequence[0].order)
 
 
 def _nodes(turns: Sequence[Turn]) -> list[_Node]:
     nodes = []
     for turn in turns:
-        prompt = pack_ids(turn.prompt_token_ids)
+        prompt, no_logprobs = pack_ids(turn.prompt_token_ids), no_logprobs_reason(turn)
         for choice in turn.choices:
             if choice.token_ids:
                 sequence = prompt + pack_ids(choice.token_ids)
-                nodes.append(_Node(turn, choice, prompt, sequence, turn.sampling.untruncated))
+                nodes.append(_Node(turn, choice, prompt, sequence, no_logprobs))
     return sorted(nodes, key=lambda node: (len(node.prompt), node.order))
 
 
@@ -77,7 +80,7 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
         parent = parent_of[turn_id]
         (roots if parent is None else parent.children).append(node)
     for node in reversed(nodes):
-        own_length = (len(node.sequence) if node.trainable else 0, len(node.sequence))
+        own_length = (0 if node.no_logprobs else len(node.sequence), len(node.sequence))
         node.longest = max([own_length, *(child.longest for child in node.children)])
     return roots
 
@@ -106,22 +109,23 @@ def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
 
 
 def _branch(sequence: Sequence[_Node]) -> Branch:
-    """Return the branch of a sequence up to its last trained token."""
-    trained = [node for node in sequence if node.trainable]
-    last = trained[-1]
-    spans = tuple(
-        Span(
-            start=len(node.turn.prompt_token_ids),
-            logprobs=node.choice.logprobs,
-            turn_id=node.turn.turn_id,
-            choice=node.choice.index,
-            version=node.turn.version,
-            temperature=node.turn.sampling.temperature,
-            finish_reason=node.choice.finish_reason,
-        )
-        for node in trained
-    )
+    last = sequence[-1]
+    spans = tuple(_span(node.turn, node.choice, node.no_logprobs) for node in sequence)
     return Branch(token_ids=last.turn.prompt_token_ids + last.choice.token_ids, spans=spans)
+
+
+def _span(turn: Turn, choice: Choice, no_logprobs: NoLogprobs | None) -> Span:
+    sampled = no_logprobs is None
+    return Span(
+        start=len(turn.prompt_token_ids),
+        logprobs=choice.logprobs if sampled else (0.0,) * len(choice.token_ids),
+        turn_id=turn.turn_id,
+        choice=choice.index,
+        version=turn.version,
+        temperature=turn.sampling.temperature if sampled else 1.0,
+        finish_reason=choice.finish_reason,
+        no_logprobs=no_logprobs,
+    )
 
 
 def _dialogue(sequence: Sequence[_Node]) -> Dialogue:

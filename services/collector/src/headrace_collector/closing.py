@@ -163,3 +163,6 @@ def _count_metrics(trajectory: Trajectory) -> None:
     metrics.TURNS.observe(len(trajectory.turn_ids))
     for item in trajectory.left_out:
         metrics.LEFT_OUT.labels(item.reason).inc()
+    for branch in trajectory.branches:
+        for span in branch.spans:
+            metrics.TOKENS.labels(span.token_kind).inc(len(span.logprobs))

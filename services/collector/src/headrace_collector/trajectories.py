@@ -7,8 +7,9 @@ from datetime import datetime
 
 from headrace_collector.branches import build_branches
 from headrace_collector.feedback_targets import has_judgement
-from headrace_schemas import Feedback, Tool, Trajectory, Turn
-from headrace_schemas.events.trajectory import SIDE_CALL, EndReason, LeftOutReason, left_out, left_out_reason
+from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
+from headrace_schemas.events.trajectory import SIDE_CALL, EndReason, LeftOutReason
+from headrace_schemas.rules.training import left_out_reason
 from headrace_schemas.values.bounds import merge_contexts
 from headrace_schemas.values.ids import derived_id
 
@@ -42,8 +43,7 @@ def build_trajectory(
     """
     ordered, first = turns, turns[0]
     reasons = {turn.turn_id: cause for turn in ordered if (cause := _left_out_reason(turn, superseded))}
-    branch_turns = [turn for turn in ordered if reasons.get(turn.turn_id) in (None, "truncated_sampling")]
-    graph, dialogues = build_branches(branch_turns)
+    graph, dialogues = build_branches([turn for turn in ordered if turn.turn_id not in reasons])
     feedback = [*about_session, *about_run]
     side_call = SIDE_CALL if is_side_call and not has_judgement(about_run) else None
     return Trajectory(
@@ -59,7 +59,11 @@ def build_trajectory(
         branches=tuple(graph),
         dialogues=tuple(dialogues),
         tools=_tools(ordered),
-        left_out=tuple(left_out(turn, reasons[turn.turn_id]) for turn in ordered if turn.turn_id in reasons),
+        left_out=tuple(
+            LeftOut(turn_id=turn.turn_id, reason=reasons[turn.turn_id], version=turn.version)
+            for turn in ordered
+            if turn.turn_id in reasons
+        ),
         untrained=next((turn.untrained for turn in ordered if turn.untrained), side_call),
         sub_agent=next((turn.sub_agent for turn in ordered if turn.sub_agent), None),
         shadow_of=next((turn.shadow_of for turn in ordered if turn.shadow_of), None),

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Event, Experience, Trajectory
+from headrace_schemas import Branch, Event, Experience, Trajectory
 from headrace_scorer import answer_remarks, ledger, metrics, store
 from headrace_scorer.answer_remarks import AnswerRemarks, Corrections
 from headrace_scorer.judge_monitor import JudgeMonitor
@@ -197,7 +197,7 @@ def experience(
         branch_index=index,
         branch=branch if with_branch else None,
         turn_ids=branch.turn_ids,
-        weight=1 / (len(trajectory.branches) * parts),
+        weight=1 / (_weighed_branches(trajectory, branch) * parts),
         reward=reward.reward,
         no_reward=reward.no_reward,
         parts=reward.parts,
@@ -206,6 +206,15 @@ def experience(
         edits=remarks.edits,
         preferences=remarks.preferences,
     )
+
+
+def _weighed_branches(trajectory: Trajectory, branch: Branch) -> int:
+    """Return the number of branches among which the weight of the run is divided.
+
+    Branches without any logprobs take no weight from the others: algorithms that need logprobs train the others alone.
+    """
+    with_logprobs = sum(other.sampled is not None for other in trajectory.branches)
+    return with_logprobs if branch.sampled is not None else len(trajectory.branches)
 
 
 def _state(experience: Experience) -> str:

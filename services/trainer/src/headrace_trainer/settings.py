@@ -297,7 +297,7 @@ class TrainerSettings(ServiceSettings):
     def needs(self) -> Needs:
         """The needs of the kind of advantage and of the loss."""
         written = self.advantage.signals.written or self.advantage.signals.edits
-        return self.advantage.estimator.needs | self.loss.function.needs | Needs(demonstrations=written)
+        return self.advantage.estimator.needs | self.loss.needs | Needs(demonstrations=written)
 
     @property
     def grouped(self) -> bool:
@@ -340,6 +340,9 @@ class TrainerSettings(ServiceSettings):
             )
         if remedy:
             raise SettingError("trainer.loss.kind", self.loss.kind, remedy)
+        if self.loss.kl_needs_logprobs and not loss.origins and (signals.written or signals.answers):
+            remedy = "needs the engine's logprobs, which written tokens have not; set another estimate"
+            raise SettingError("trainer.loss.kl_kind", self.loss.kl_kind, remedy)
         if self.needs.teacher and not self.teacher.model:
             remedy = f"{self.advantage.kind} learns from a teacher: name a model's folder or an endpoint"
             raise SettingError("trainer.teacher.model", self.teacher.model, remedy)
@@ -364,11 +367,7 @@ class TrainerSettings(ServiceSettings):
         if not self.base:
             raise SettingError("trainer.base", self.base, "name a folder, or a model of the hub as org/name")
         if self.owner_wait_s <= self.lease_s:
-            raise SettingError(
-                "trainer.owner_wait_s",
-                self.owner_wait_s,
-                "must be longer than lease_s",
-            )
+            raise SettingError("trainer.owner_wait_s", self.owner_wait_s, "must be longer than lease_s")
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
         self._check_backend(BACKENDS.get(self.backend))

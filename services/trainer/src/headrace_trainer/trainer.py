@@ -22,9 +22,10 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter
-from headrace_schemas import Event, Experience, ModelEvent
+from headrace_schemas import Checkpoint, Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import left_out_of, marks_of
 from headrace_trainer.experiences import exclusion
+from headrace_trainer.experiences.admission import learned_signals
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.lineage.culprits import StepFailed
@@ -281,6 +282,8 @@ class Trainer:
 
     async def _announce(self, *events: Event) -> None:
         for event in events:
+            if isinstance(event, Checkpoint) and not self._settings.until_end:  # a job trains no live traffic
+                event = event.model_copy(update={"learns": learned_signals(self._settings)})
             await self._retry(partial(self._sink.send, event))
 
     async def _receive(self, record: Record, lineage: Lineage, reporter: Reporter) -> None:

@@ -39,7 +39,8 @@ class LossInputs:
     reference_N: Tensor | None = None
     """Logprobs of the lineage's base, where `Needs.reference` is set."""
     written_N: Tensor | None = None
-    """Tokens that were written and not sampled: their `behaviour_N` has no meaning. None where there are none."""
+    """Tokens that were written, or whose engine reported no logprobs: their `behaviour_N` has no meaning. A loss with
+    `Needs.logprobs` gets none that were not written. None where there are none."""
     pair_R: Tensor | None = None
     """Index of the row that each row is compared with, its own index where there is none, or None without
     comparisons."""

@@ -12,7 +12,8 @@ class Needs:
     groups: bool = False
     """Several runs of a task in one batch: training waits for `trainer.group_size` of them, and drops single runs."""
     logprobs: bool = False
-    """The engine's logprobs of the sampled tokens. Written tokens have none, and are refused."""
+    """The engine's logprobs of the sampled tokens. Written tokens have none, and are refused; answers without them are
+    left out. An algorithm without this need trains answers of temperature 0 and of other servers like any other."""
     reference: bool = False
     """Logprobs of the same tokens under the lineage's base, which is kept in memory."""
     critic: bool = False

@@ -11,6 +11,7 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
+from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.reward_ranges import RangeLimits
 from headrace_trainer.algorithms.signals import Signals
 
@@ -119,6 +120,16 @@ class LossSettings(Section):
     """Divisor of a sequence's sum with `seq-mean-token-sum-norm`, whatever the sequence's length is."""
     updates_per_step: Count = 1
     """Optimizer updates on one batch; above 1 the clip bounds their total effect."""
+
+    @property
+    def kl_needs_logprobs(self) -> bool:
+        """Whether the estimate of the divergence needs the engine's logprobs."""
+        return self.kl > 0 and self.kl_kind == "corrected_k3"
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of the loss and of the divergence from the base."""
+        return self.function.needs | Needs(logprobs=self.kl_needs_logprobs)
 
     @property
     def function(self) -> Loss:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace_schemas.events.checkpoint import LearnedSignals
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
@@ -30,6 +32,21 @@ class Signals:
     def rewards_alone(self) -> bool:
         """Whether rewards of complete branches are the only signal: no edits, preferences, turn rewards or teachers."""
         return self == REWARDS
+
+    def announcement(self, algorithm: str, *, logprobs: bool) -> LearnedSignals:
+        """Return the kinds of feedback that `algorithm` trains, for the gateway and the account.
+
+        Args:
+            algorithm: The name of the algorithm.
+            logprobs: Whether it needs the logprobs of the policy that sampled an answer.
+        """
+        return LearnedSignals(
+            algorithm=algorithm,
+            rewards=self.rewards or self.replies,
+            edits=self.edits,
+            preferences=self.preferences,
+            logprobs=logprobs,
+        )
 
     @property
     def answers(self) -> bool:

@@ -49,7 +49,7 @@ class Row:
     token_ids_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
     behaviour_T: NDArray[np.float32]
-    """The engine's logprobs of the sampled tokens, after temperature."""
+    """The engine's logprobs of the sampled tokens, after temperature; 0 where it has none."""
     temperature_T: NDArray[np.float32]
     advantage: np.float32
     fresh_T: NDArray[np.bool_]
@@ -72,6 +72,9 @@ class Row:
     """The advantage of each token, where they differ; `advantage` is then their mean over the loss."""
     hindsight: Hindsight | None = None
     """The reply to a contradicted answer, from which a teacher computes the advantages."""
+    unsampled_T: NDArray[np.bool_] | None = None
+    """Positions of the loss without logprobs of the policy that sampled them, or None where all have some. There
+    `behaviour_T` has no meaning, as where tokens were written."""
 
     @property
     def name(self) -> str:
@@ -107,14 +110,16 @@ class Row:
         branch = experience.branch
         assert branch is not None
         length = len(branch.token_ids)
-        mask, fresh = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
+        mask, fresh, unsampled = np.zeros(length, np.bool_), np.zeros(length, np.bool_), np.zeros(length, np.bool_)
         behaviour, temperature = np.zeros(length, np.float32), np.ones(length, np.float32)
         for span in branch.spans:
             positions = slice(span.start, span.stop)
             mask[positions] = True
+            unsampled[positions] = span.no_logprobs is not None
             behaviour[positions] = span.logprobs
-            temperature[positions] = span.temperature
-            fresh[positions] = span.version == current and experience.origin == "sampled"
+            temperature[positions] = span.temperature if span.no_logprobs is None else 1.0
+            sampled = span.no_logprobs is None and experience.origin == "sampled"
+            fresh[positions] = sampled and span.version == current
         return cls(
             experience.experience_id,
             experience.revision,
@@ -127,6 +132,7 @@ class Row:
             token_weight is not None,
             token_weight or 0.0,
             written=experience.origin == "written",
+            unsampled_T=unsampled if unsampled.any() else None,
         )
 
 
@@ -231,6 +237,8 @@ def _special_fields(row: Row) -> bytes:
     fields = [row.part, row.together, "written" if row.written else "", "" if row.share == 1.0 else repr(row.share)]
     by_token = b"" if row.advantage_T is None else row.advantage_T.astype("<f4").tobytes()
     hindsight = b"" if row.hindsight is None else row.hindsight.digest()
+    if row.unsampled_T is not None and row.unsampled_T.any():
+        fields.append(hashlib.sha256(row.unsampled_T.astype("<u1").tobytes()).hexdigest())
     return json.dumps(fields).encode() + by_token + hindsight if any(fields) or by_token else b""
 
 

@@ -14,7 +14,7 @@ from headrace_trainer.algorithms.estimators import AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.rows import row_of
-from headrace_trainer.experiences.admission import staleness_reason
+from headrace_trainer.experiences.admission import staleness_reason, versions_of
 from headrace_trainer.experiences.pairing import match_answers
 from headrace_trainer.experiences.pending_updates import PendingUpdate, SpanAdvantages, turns_of
 from headrace_trainer.experiences.state import LineageState
@@ -52,9 +52,8 @@ def prepare(
         loss: The settings of the loss, for its aggregation.
     """
     for item in items:
-        assert staleness_reason(item.experience, state.history, state.limits.max_staleness) is None, (
-            "P5: swept just before"
-        )
+        versions = versions_of(item.experience, state.limits.rules)
+        assert staleness_reason(versions, state.history, state.limits.max_staleness) is None, "P5: swept just before"
     updates = [(item, update) for item in items for update in state.pending_updates(item)]
     pairs = match_answers(
         [(item.experience.experience_id, update.example) for item, update in updates if update.is_new]
@@ -76,7 +75,10 @@ def prepare(
     agg_mode = loss.agg_mode if loss else "token-mean"
     by_sequence = agg_mode.startswith("seq-")
     replies = state.limits.replies
-    rows = tuple(row_of(record, state.current, pairs, by_sequence=by_sequence, replies=replies) for record in trained)
+    rows = tuple(
+        row_of(record, state.current, pairs, state.limits.rules, by_sequence=by_sequence, replies=replies)
+        for record in trained
+    )
     size = full_rows if full_rows is None or len(rows) == len(items) else full_rows * len(rows) / len(items)
     return PreparedBatch(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
 
@@ -152,7 +154,7 @@ def _first_training(
     if credit is None or not advantages.turn_scales_B:
         return record
     turn_terms = (advantages.turn_baselines_B[index], advantages.turn_scales_B[index])
-    turns = credit(advantages.values_B[index], turns_of(item.experience), *turn_terms)
+    turns = credit(advantages.values_B[index], turns_of(item.experience, state.limits.rules), *turn_terms)
     bounded = tuple(_clip(turn, settings.limit) for turn in turns)
     return replace(record, turns=bounded, turn_terms=turn_terms if turn_terms[1] else None)
 
@@ -192,7 +194,7 @@ def _advantages(
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
-    turns_B = [turns_of(experience) for experience in experiences_B]
+    turns_B = [turns_of(experience, state.limits.rules) for experience in experiences_B]
     batch = AdvantageInputs(rewards_B, weights_B, runs_B, tasks_B, turns_B)
     return settings.estimator.compute(batch, past, decay, settings)
 

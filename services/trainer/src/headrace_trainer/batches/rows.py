@@ -10,6 +10,7 @@ import numpy as np
 from headrace_schemas import Branch, Experience
 from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.experiences.examples import Example
+from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.replies import CONTRADICTED, ReplyReader
 from headrace_trainer.experiences.trained_experience import TrainedExperience
 
@@ -18,6 +19,7 @@ def row_of(
     record: TrainedExperience,
     current: str | None,
     pairs: Mapping[tuple[str, str], str],
+    rules: CorrectionRules,
     *,
     by_sequence: bool = False,
     replies: ReplyReader | None = None,
@@ -28,10 +30,14 @@ def row_of(
         one: The example and its training.
         current: The version whose weights equal the present ones.
         pairs: The pair of each answer that is trained together with another one.
+        rules: Whether answers without logprobs are trained.
         by_sequence: Whether sequences are averaged, so that a branch counts by its share of its run.
         replies: Finds users' replies, where they are trained.
     """
     experience, example = record.waiting.experience, record.example
+    trained = None if example.tokens else rules.trained_branch(_branch(experience))
+    if trained is not None:
+        experience = experience.model_copy(update={"branch": trained})
     row = Row.of(experience, record.advantage, current, record.token_weight)
     if example.part:
         row = _answer_row(row, experience, example)
@@ -60,6 +66,7 @@ def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
             behaviour_T=behaviour,
             temperature_T=temperature,
             fresh_T=row.fresh_T[: span.stop] & mask,
+            unsampled_T=None if row.unsampled_T is None else row.unsampled_T[: span.stop] & mask,
         )
     length = span.start + len(example.tokens)
     return replace(
@@ -69,6 +76,7 @@ def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
         behaviour_T=np.zeros(length, np.float32),
         temperature_T=np.ones(length, np.float32),
         fresh_T=np.zeros(length, np.bool_),
+        unsampled_T=None,
         written=True,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from headrace_schemas import TrainingOutcome
 from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.experiences.admission import versions_of
-from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import run_of, task_of
 
 TASKS_MAX = 32
@@ -19,14 +19,15 @@ VALUES_MAX = 256
 _TASK = "reward/"
 
 
-def summarize_batch(prepared: PreparedBatch, history: History) -> dict[str, float]:
+def summarize_batch(prepared: PreparedBatch, state: LineageState) -> dict[str, float]:
     """Return rewards (means over runs, without corrections), staleness as a histogram, and counts."""
     rewards: list[tuple[float, float]] = []
     tasks: dict[str, list[tuple[float, float]]] = {}
     staleness: Counter[int] = Counter()
     for record in prepared.trained:
         experience = record.waiting.experience
-        staleness[history.staleness(versions_of(experience)) or 0] += 1
+        versions = versions_of(experience, state.limits.rules)
+        staleness[state.history.staleness(versions) or 0] += 1
         if record.correction or experience.reward is None:
             continue
         rewards.append((experience.reward, experience.weight))
@@ -40,6 +41,11 @@ def summarize_batch(prepared: PreparedBatch, history: History) -> dict[str, floa
         "staleness_max": float(max(staleness)),
         "zero_advantage_fraction": sum(record.advantage == 0 for record in prepared.trained) / len(prepared.trained),
     }
+    experiences = {record.waiting.experience.experience_id: record.waiting.experience for record in prepared.trained}
+    for experience in experiences.values():
+        for span in experience.branch.spans if experience.branch and experience.origin == "sampled" else ():
+            tokens = len(span.logprobs)
+            values[f"tokens/{span.token_kind}"] = values.get(f"tokens/{span.token_kind}", 0.0) + tokens
     groups = _groups(prepared)
     if groups:
         values["groups"] = float(len(groups))

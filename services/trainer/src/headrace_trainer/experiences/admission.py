@@ -20,7 +20,7 @@ reason in its `no_reward` field, or else as `no_signal`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,7 @@ from typing import Literal
 from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
-from headrace_schemas.events.checkpoint import DropReason
+from headrace_schemas.events.checkpoint import DropReason, LearnedSignals
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.algorithms.signals import REWARDS, Signals
@@ -69,7 +69,9 @@ class AdmissionLimits:
     def examples(self, experience: Experience) -> tuple[Example, ...]:
         """Return the examples that are trained of `experience`, without answers longer than `sequence_tokens`."""
         replied = None if self.replies is None else self.replies.examples
-        candidates = examples(experience, self.signals, self.rules.worth, self.write, replied)
+        candidates = examples(
+            experience, self.signals, self.rules.worth, self.write, replied, logprobs=self.rules.logprobs
+        )
         branch = experience.branch
         if branch is None:
             return ()
@@ -80,10 +82,19 @@ class AdmissionLimits:
             or (tokens_of(example, branch) <= self.sequence_tokens and max(example.tokens, default=0) < self.vocabulary)
         )
 
+    def left_out_turns(self, experience: Experience, edited: Collection[str] = ()) -> tuple[str, ...]:
+        """Return the turns of its branch whose answers lack logprobs that training needs, without those `edited`."""
+        branch = experience.branch
+        trained = None if branch is None else self.rules.trained_branch(branch)
+        if branch is None or trained is branch:
+            return ()
+        trained_turns = {*edited, *(() if trained is None else trained.turn_ids)}
+        return tuple(turn for turn in branch.turn_ids if turn not in trained_turns)
+
     @property
     def rules(self) -> CorrectionRules:
         """The configured correction rules, or those that use rewards as advantages."""
-        return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min)
+        return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min, logprobs=self.logprobs)
 
 
 def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> AdmissionLimits:
@@ -106,6 +117,7 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         None if worth is None else lambda reward: worth(reward, advantage),
         None if credit is None else lambda value, turns, base, scale: credit(value, turns, base, scale, advantage),
         settings.needs.critic,
+        settings.needs.logprobs,
     )
     return AdmissionLimits(
         vocabulary=vocabulary,
@@ -122,6 +134,11 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         examples_max=settings.memory.examples,
         ranges=advantage.range_limits,
     )
+
+
+def learned_signals(settings: TrainerSettings) -> LearnedSignals:
+    """Return the kinds of feedback that the algorithm trains, for the gateway and the account."""
+    return settings.advantage.signals.announcement(settings.algorithm, logprobs=settings.needs.logprobs)
 
 
 def _open_reply_reader(settings: TrainerSettings) -> ReplyReader:
@@ -217,10 +234,11 @@ def _find_expiry(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Objection | None:
     trained = entry is not None and entry.trained
-    excluded = history.first_excluded(versions_of(experience)) is not None
+    versions = versions_of(experience, limits.rules)
+    excluded = history.first_excluded(versions) is not None
     if excluded and not trained:
         return EXCLUDED
-    reason = staleness_reason(experience, history, limits.max_staleness)
+    reason = staleness_reason(versions, history, limits.max_staleness)
     if reason is not None:
         return Objection(reason)
     if entry is not None and trained and not pending_updates_of(experience, entry, history, steps, limits):
@@ -233,28 +251,33 @@ def pending_updates_of(
 ) -> tuple[PendingUpdate, ...]:
     """Return the updates that the weights lack for the experience. An excluded version's answers have no examples, so
     their contributions are reversed."""
-    excluded = history.first_excluded(versions_of(experience)) is not None
+    excluded = history.first_excluded(versions_of(experience, limits.rules)) is not None
     trained_examples = () if excluded else limits.examples(experience)
     return pending_updates(experience, entry, trained_examples, history, steps, limits.rules)
 
 
-def staleness_reason(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
-    """Return why the experience is too old to be trained (P5), None if it is fresh.
+def staleness_reason(versions: Sequence[str], history: History, max_staleness: int) -> DropReason | None:
+    """Return why an experience of these versions (`versions_of`) is too old to be trained (P5), None if it is fresh.
 
     The oldest version of all its spans counts, as the engine reported it (P3). Tokens that no model sampled are never
     stale.
     """
-    staleness = history.staleness(versions_of(experience))
+    staleness = history.staleness(versions)
     if staleness is None:
         return "foreign_version"
     return "stale" if staleness > max_staleness else None
 
 
-def versions_of(experience: Experience) -> Sequence[str]:
-    """Return the versions that sampled its tokens, each once, in the order of the spans."""
+def versions_of(experience: Experience, rules: CorrectionRules) -> Sequence[str]:
+    """Return the versions of the spans that are trained, each once, in their order.
+
+    An answer of another server is of no version here, so it is never stale, like written tokens.
+    """
     branch = experience.branch
-    sampled = branch is not None and experience.origin == "sampled"
-    return tuple(dict.fromkeys(span.version for span in branch.spans)) if sampled and branch is not None else ()
+    if branch is None or experience.origin != "sampled":
+        return ()
+    spans = (rules.trained_branch(branch) or branch).spans
+    return tuple(dict.fromkeys(span.version for span in spans if span.no_logprobs != "foreign"))
 
 
 def _objection_without_examples(experience: Experience, limits: AdmissionLimits) -> Objection:
@@ -264,6 +287,8 @@ def _objection_without_examples(experience: Experience, limits: AdmissionLimits)
         return Objection("too_long") if longer.examples(experience) else Objection("invalid", "edit")
     if limits.signals.rewards_alone and experience.no_reward is not None:
         return Objection(experience.no_reward)
+    if experience.branch is not None and limits.rules.trained_branch(experience.branch) is None:
+        return Objection(experience.no_reward or "no_reward", "no_logprobs")
     return Objection(experience.no_reward or "no_reward", "no_signal")
 
 
@@ -274,14 +299,14 @@ def _find_malformation(experience: Experience, limits: AdmissionLimits) -> Objec
     `reward_max`.
     """
     assert experience.branch is not None
-    token_ids = experience.branch.token_ids
     if experience.origin == "written" and limits.logprobs:
         return Objection("invalid", "written")
-    if len(token_ids) > limits.sequence_tokens:
+    branch = limits.rules.trained_branch(experience.branch) or experience.branch
+    if len(branch.token_ids) > limits.sequence_tokens:
         return Objection("too_long")
-    if max(token_ids) >= limits.vocabulary:
+    if max(branch.token_ids) >= limits.vocabulary:
         return Objection("invalid", "vocabulary")
-    if any(span.temperature < SAMPLED_TEMPERATURE_MIN for span in experience.branch.spans):
+    if any(span.temperature < SAMPLED_TEMPERATURE_MIN for span in branch.spans):
         return Objection("invalid", "temperature")
     if experience.branch.spans[0].start == 0:
         return Objection("invalid")

@@ -55,25 +55,34 @@ def examples(
     worth: Callable[[float], float] | None,
     write: WriteAnswer | None,
     replied: FindReplyExamples | None = None,
+    *,
+    logprobs: bool = False,
 ) -> tuple[Example, ...]:
     """Return the examples of an experience in a fixed order, each part once.
 
-    The result is empty if the experience carries no signal that is trained.
+    The result is empty if the experience carries no signal that is trained. With `logprobs`, answers are trained by
+    the logprobs of the policy that sampled them, and answers without these are no examples; their edits are.
     """
     if experience.branch is None:
         return ()
+    trained = experience.branch.sampled if logprobs else experience.branch
     candidates = [*_branch_examples(experience, signals, worth)]
     if signals.edits and write is not None:
         for edit in experience.edits:
             candidates += _edit_examples(experience, edit, signals, write)
     if signals.preferences:
         candidates += _preference_examples(experience, signals)
-    if signals.replies and replied is not None:
-        candidates += replied(experience)
+    if signals.replies and replied is not None and trained is not None:
+        candidates += replied(experience.model_copy(update={"branch": trained}))
     present_examples = [
-        example for example in candidates if not example.turn_id or example.span(experience.branch) is not None
+        example for example in candidates if _is_present(example, experience.branch if example.tokens else trained)
     ]
     return tuple({example.part: example for example in present_examples}.values())
+
+
+def _is_present(example: Example, branch: Branch | None) -> bool:
+    """Return whether `branch` has the answer that the example is about, or any answer."""
+    return branch is not None and (not example.turn_id or example.span(branch) is not None)
 
 
 def _branch_examples(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace_schemas import Experience
+from headrace_schemas import Branch, Experience
 from headrace_trainer.experiences.examples import BRANCH, Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Contribution, Entry
@@ -34,6 +34,12 @@ class CorrectionRules:
     reappraise_lost: bool = False
     """Whether an example that the weights have lost is appraised like a new one: a critic has changed since the first
     training."""
+    logprobs: bool = True
+    """Whether answers are trained by the logprobs of the policy that sampled them."""
+
+    def trained_branch(self, branch: Branch) -> Branch | None:
+        """Return the branch with the spans that can be trained, None without any."""
+        return branch.sampled if self.logprobs else branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,13 @@ def pending_updates(
     return tuple(update for update in updates if update.advantage is None or _exceeds(update, rules.correction_min))
 
 
-def turns_of(experience: Experience) -> tuple[float | None, ...]:
-    """Return the reward of each span's turn at the first span of the turn, and None at the other spans."""
+def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | None, ...]:
+    """Return the reward of each trained span's turn at the first span of the turn, and None at the other spans."""
     assert experience.branch is not None
+    branch = rules.trained_branch(experience.branch)
+    assert branch is not None, "an experience without a span that can be trained has no branch to train"
     rewards: dict[str, float | None] = {reward.turn_id: reward.value for reward in experience.turn_rewards}
-    return tuple(rewards.pop(span.turn_id, None) for span in experience.branch.spans)
+    return tuple(rewards.pop(span.turn_id, None) for span in branch.spans)
 
 
 def _advantage(experience: Experience, entry: Entry, rules: CorrectionRules) -> float:
@@ -117,7 +125,7 @@ def _advantage(experience: Experience, entry: Entry, rules: CorrectionRules) -> 
 def _span_advantages(experience: Experience, entry: Entry, advantage: float, rules: CorrectionRules) -> SpanAdvantages:
     if rules.credit is None:
         return ()
-    advantages = rules.credit(advantage, turns_of(experience), *(entry.turn_terms or (0.0, 0.0)))
+    advantages = rules.credit(advantage, turns_of(experience, rules), *(entry.turn_terms or (0.0, 0.0)))
     return tuple(max(-rules.advantage_max, min(rules.advantage_max, value)) for value in advantages)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace_schemas import BatchRecord, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas.events.checkpoint import DropReason
 from headrace_schemas.values.base import Model
 
 Offsets = dict[str, dict[int, int]]
@@ -27,3 +28,17 @@ class Unreported(Model):
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[Undone, ...] = ()
     restored: tuple[Restored, ...] = ()
+
+
+def training_outcome(
+    experience: Experience, dropped: DropReason | None, detail: str | None, left_out: tuple[str, ...]
+) -> TrainingOutcome:
+    """Return the outcome of a revision. `left_out` are its turns whose answers lack logprobs that training needs."""
+    return TrainingOutcome(
+        experience_id=experience.experience_id,
+        revision=experience.revision,
+        turn_ids=experience.turn_ids,
+        dropped=dropped,
+        detail=detail,
+        left_out=left_out,
+    )

@@ -8,7 +8,7 @@ the bus delivers records again or has deleted them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -29,8 +29,8 @@ from headrace_trainer.experiences.admission import (
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import PendingUpdate
-from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported
-from headrace_trainer.experiences.trained_experience import TrainedExperience
+from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported, training_outcome
+from headrace_trainer.experiences.trained_experience import TrainedExperience, answers_of
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
@@ -121,7 +121,7 @@ class LineageState:
         ranges = self.baselines.ranges.note(experience, self.limits.ranges)
         if ranges is not self.baselines.ranges:
             self.baselines = self.baselines.model_copy(update={"ranges": ranges})
-        versions = versions_of(experience)
+        versions = versions_of(experience, self.limits.rules)
         self.window.record_arrival(
             name, experience.revision, versions, position if experience.branch is not None else None, now
         )
@@ -332,10 +332,10 @@ class LineageState:
             self.window.put(experience.experience_id, entry.model_copy(update=update))
         for experience in {item.waiting.experience.experience_id: item.waiting.experience for item in trained}.values():
             self._remove(experience.experience_id)
-            if self.history.first_excluded(versions_of(experience)) is not None:
+            if self.history.first_excluded(versions_of(experience, self.limits.rules)) is not None:
                 self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
             else:
-                self._record(experience, None)
+                self._record(experience, None, edited=answers_of(experience, trained))
 
     def snapshot(self) -> dict[str, object]:
         """Return the fields of `Saved` that this state holds. Later calls do not change the copy."""
@@ -368,14 +368,15 @@ class LineageState:
         age = timedelta(seconds=self._memory.window_age_s)
         self.window.evict(now, self._memory.window_experiences, age, needed)
 
-    def _record(self, experience: Experience, dropped: DropReason | None, detail: str | None = None) -> None:
-        outcome = TrainingOutcome(
-            experience_id=experience.experience_id,
-            revision=experience.revision,
-            turn_ids=experience.turn_ids,
-            dropped=dropped,
-            detail=detail,
-        )
+    def _record(
+        self,
+        experience: Experience,
+        dropped: DropReason | None,
+        detail: str | None = None,
+        edited: Collection[str] = (),
+    ) -> None:
+        """Record an outcome. The turns `edited` were trained by their edits, which need no logprobs."""
+        outcome = training_outcome(experience, dropped, detail, self.limits.left_out_turns(experience, edited))
         self.outcomes.append(outcome)
         if dropped is None:
             TRAINED.inc()

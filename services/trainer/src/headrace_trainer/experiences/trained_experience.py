@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace_schemas import Experience
 from headrace_trainer.experiences.examples import BRANCH, Example
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import ContributionDetail
@@ -53,3 +55,9 @@ class TrainedExperience:
             tokens=example.tokens,
             turns=self.turns,
         )
+
+
+def answers_of(experience: Experience, records: Iterable[TrainedExperience]) -> frozenset[str]:
+    """Return the turns of `experience` of which single answers were trained."""
+    name = experience.experience_id
+    return frozenset(item.example.turn_id for item in records if item.waiting.experience.experience_id == name)

@@ -143,7 +143,7 @@ class Lineage:
             self._handle_refusal(refused, len(items))
             return {}
         self._undecided, self._trained_batch = 0, prepared.batch
-        measured = {**summary.summarize_batch(prepared, self.state.history), **result.measured}
+        measured = {**summary.summarize_batch(prepared, self.state), **result.measured}
         self.state.record_step(apply_result(prepared, result), prepared.baselines, measured[GRADIENT_FACTOR])
         self.state.record_batch(digest, len(items))
         self._tensors_moved = True

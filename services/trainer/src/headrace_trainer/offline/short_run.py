@@ -57,7 +57,8 @@ class ShortTraining:
         if experience.model != self._settings.model:
             return
         state = self._lineage.state
-        foreign = [version for version in versions_of(experience) if version not in state.history]
+        versions = versions_of(experience, state.limits.rules)
+        foreign = [version for version in versions if version not in state.history]
         if any(version not in state.history.replayed for version in foreign):
             replayed = {**state.history.replayed, **dict.fromkeys(foreign, _NEWEST)}
             state.history = replace(state.history, replayed=replayed)

@@ -65,8 +65,12 @@ def is_finite(batch: Batch) -> bool:
 
 
 def _has_temperature(row: Row, temperature: float) -> bool:
-    """Return whether the logprobs belong to a policy at this temperature; written tokens have none."""
-    return not row.written and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
+    """Return whether the logprobs belong to a policy at this temperature; written tokens and some answers have none."""
+    return (
+        not row.written
+        and row.unsampled_T is None
+        and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
+    )
 
 
 def _idle(row: Row) -> Row:

@@ -46,7 +46,8 @@ class Pack:
     names: tuple[str, ...]
     """Names of the rows, in order."""
     written_N: Tensor | None = None
-    """Tokens that were written and not sampled, or None where there are none."""
+    """Tokens without logprobs of a sampling policy, because they were written or the engine reported none, or None
+    where there are no such tokens."""
     pair_R: Tensor | None = None
     """Index of the row that each row is paired with, its own index where there is none, or None without pairs."""
     rows: tuple[Row, ...] = ()
@@ -93,10 +94,17 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         joined([row.fresh_T[row.loss_mask_T] for row in rows]),
         joined([np.full(row.loss_mask_T.sum(), index, np.int64) for index, row in enumerate(rows)]),
         tuple(row.name for row in rows),
-        joined([np.full(row.tokens, row.written) for row in rows]) if any(row.written for row in rows) else None,
+        joined([_written(row) for row in rows]) if any(_written(row).any() for row in rows) else None,
         _to_device(device, _pairs(rows)) if any(row.together for row in rows) else None,
         tuple(rows),
     )
+
+
+def _written(row: Row) -> np.ndarray[Any, Any]:
+    """Return for each token of the loss whether it has no logprob of a sampling policy."""
+    if row.unsampled_T is None or row.written:
+        return np.full(row.tokens, row.written)
+    return row.unsampled_T[row.loss_mask_T]
 
 
 def _advantages(row: Row) -> np.ndarray[Any, Any]:

@@ -1,0 +1,66 @@
+"""Rules that decide how a turn can be trained, shared by the collector, the gateway and the account."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headrace_schemas.events.checkpoint import LearnedSignals
+from headrace_schemas.events.opinion import Kind
+from headrace_schemas.events.trajectory import LeftOutReason, NoLogprobs
+from headrace_schemas.events.turn import Turn
+
+
+def left_out_reason(turn: Turn) -> LeftOutReason | None:
+    """Return the reason why the turn cannot be in a branch, or None if it can.
+
+    The reason `retried` is missing here, because only a later turn reveals a retry.
+    """
+    if not turn.delivered:
+        return "undelivered"
+    return None if any(choice.token_ids for choice in turn.choices) else "empty"
+
+
+def no_logprobs_reason(turn: Turn) -> NoLogprobs | None:
+    """Return the reason why algorithms that need the logprobs of the sampling policy cannot train the turn, or None.
+
+    Its logprobs are those of another distribution than the model's own, or greedy decoding has no distribution. The
+    reason names a grammar, which the client may not have requested itself.
+    """
+    if turn.sampling.untruncated:
+        return None
+    return "truncated_sampling" if turn.sampling.grammar is None else "truncated_sampling (grammar)"
+
+
+def untrained_reason(turn: Turn) -> str | None:
+    """Return the reason why no algorithm trains the turn, as the account names it, or None if some algorithm does."""
+    return "eval" if turn.purpose == "eval" else turn.untrained or left_out_reason(turn)
+
+
+TokenKind = Literal["free", "held", "stored", "left_out"]
+"""How tokens were sampled: from the model's own distribution, from the tokens of a grammar, from sets of tokens that
+are stored with the turn, or so that algorithms that need logprobs leave them out."""
+
+
+def token_kind(turn: Turn) -> TokenKind:
+    """Return how the tokens of the turn were sampled."""
+    if untrained_reason(turn) is not None or no_logprobs_reason(turn) is not None:
+        return "left_out"
+    if turn.sampling.grammar is not None:
+        return "held"
+    return "free" if turn.sampling.untruncated else "stored"
+
+
+def unused_reason(kind: Kind, untrained: str | None, no_logprobs: str | None, learns: LearnedSignals) -> str | None:
+    """Return the reason why feedback about a turn trains nothing, or None if it may be trained.
+
+    Args:
+        kind: Kind of the feedback.
+        untrained: The reason why no algorithm trains the turn, or None.
+        no_logprobs: The reason why the turn lacks logprobs that feedback of this kind needs, or None.
+        learns: The signals that the algorithm trains.
+    """
+    if untrained is not None:
+        return untrained
+    if not {"value": learns.rewards, "edit": learns.edits, "preference": learns.preferences}[kind]:
+        return "no_signal"
+    return no_logprobs if learns.logprobs and kind != "edit" else None
