@@ -35,6 +35,7 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Routing, ServedVersion, Turn
+from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.fake_replica import VERSION, FakeReplica
 
@@ -130,7 +131,11 @@ def routing(champion: str | None, serve: tuple[str, ...] = (), revision: int = 1
 
 @contextlib.asynccontextmanager
 async def gateway(
-    folder: Path, *replicas: FakeReplica, values: SourceValues | None = None, **settings: Any
+    folder: Path,
+    *replicas: FakeReplica,
+    values: SourceValues | None = None,
+    learns: LearnedSignals | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
     defaults: dict[str, Any] = {
@@ -171,7 +176,16 @@ async def gateway(
             gateway_settings.body_timeout_s,
         )
         app = application(
-            Parts(gateway_settings, admission, catalog, replica_set, engines, clock, values=values or SourceValues())
+            Parts(
+                gateway_settings,
+                admission,
+                catalog,
+                replica_set,
+                engines,
+                clock,
+                signals_of=lambda _: learns,
+                values=values or SourceValues(),
+            )
         )
         try:
             async with (

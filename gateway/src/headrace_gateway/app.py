@@ -134,7 +134,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         )
         beside = [group.create_task(coroutine) for coroutine in work]
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
-        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, known_models, values)
+        parts = Parts(
+            settings, admission, catalog, replica_set, engines, clock, common, known_models, versions.signals_of, values
+        )
         app = application(parts)
         try:
             async with (

@@ -22,7 +22,7 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.models_api import ModelsApi
 from headrace_gateway.placement import Placement
 from headrace_gateway.prefixes import Prefixes
-from headrace_gateway.recent_turns import RecentTurns
+from headrace_gateway.recent_turns import RecentTurns, SignalsOf, no_signals
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
 from headrace_gateway.repeated_requests import RepeatedRequests
@@ -55,6 +55,7 @@ class Parts:
     clock: Clock
     common: Common | None = None
     known_models: Lookup = nothing_known
+    signals_of: SignalsOf = no_signals
     values: SourceValues = field(default_factory=SourceValues)
 
 
@@ -69,7 +70,7 @@ def application(parts: Parts) -> ASGIApp:
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     dispatchers = Dispatchers(parts.replica_set.capacity)
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
-    workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns()
+    workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns(parts.signals_of)
     repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, repeated, stored)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import DeadLetter, Feedback, Turn
-from headrace_schemas.events.trajectory import untrained_reason
+from headrace_schemas.events.checkpoint import LearnedSignals
+from headrace_schemas.events.opinion import Kind
+from headrace_schemas.rules.training import no_logprobs_reason, untrained_reason, unused_reason
 
 TURNS_MAX = 65_536
-"""Responses that are remembered, about 15 MB. Beyond it the tenant with the most responses forgets its oldest."""
+"""Responses that are remembered, about 25 MB. Beyond it the tenant with the most responses forgets its oldest."""
+
+SignalsOf = Callable[[str], LearnedSignals | None]
+"""Returns the signals that the trainer of a model learns from, or None as long as they are not known."""
+
+
+def no_signals(_model: str) -> LearnedSignals | None:
+    """For a gateway that follows no topics."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +36,36 @@ class Teaching:
         return {"teaches": self.teaches} if self.reason is None else {"teaches": self.teaches, "reason": self.reason}
 
 
+class _Response(NamedTuple):
+    session_key: str
+    model: str
+    untrained: str | None
+    no_logprobs: str | None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether every algorithm that learns from rewards can train it."""
+        return self.untrained is None and self.no_logprobs is None
+
+
 class RecentTurns:
     """The last responses of this process. Responses of other gateways and of earlier processes are unknown."""
 
-    def __init__(self) -> None:
-        self._reasons: TenantMemory[str, str] = TenantMemory(TURNS_MAX)
-        """Why each response cannot be trained; empty if it can."""
+    def __init__(self, signals_of: SignalsOf = no_signals) -> None:
+        self._signals_of = signals_of
+        self._responses: TenantMemory[str, _Response] = TenantMemory(TURNS_MAX)
+        self._sampled_sessions: TenantMemory[str, bool] = TenantMemory(TURNS_MAX)
+        """Sessions with a response that every algorithm that learns from rewards can train."""
 
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
         """Remember whether a response can be trained."""
-        reason = untrained_reason(event) if isinstance(event, Turn) else "dead_letter"
-        self._reasons.set(tenant, response_id, reason or "")
+        if isinstance(event, Turn):
+            response = _Response(event.session_key, event.model, untrained_reason(event), no_logprobs_reason(event))
+        else:
+            response = _Response("", "", "dead_letter", None)
+        self._responses.set(tenant, response_id, response)
+        if response.is_sampled:
+            self._sampled_sessions.set(tenant, response.session_key, True)
 
     def teaching(self, events: Sequence[Feedback]) -> Teaching | None:
         """Return whether the events of one feedback can train anything, or None if that is unknown.
@@ -49,14 +79,29 @@ class RecentTurns:
         names = {name for event in events for name in event.msg_ids}
         if first.preference is not None:
             names = {answer.turn_id for answer in first.preference.pair}
-        known = [self._reasons.get(first.tenant, name) for name in sorted(names)]
-        outcomes = [reason for reason in known if reason is not None]
-        reasons = [reason for reason in outcomes if reason]
-        all_known = len(outcomes) == len(names)
+        responses = [self._responses.get(first.tenant, name) for name in sorted(names)]
+        outcomes = [
+            self._outcome(first.tenant, response, first.about) for response in responses if response is not None
+        ]
+        reasons = [outcome.reason for outcome in outcomes if outcome is not None and outcome.reason is not None]
+        teaching_count = sum(outcome is not None and outcome.teaches for outcome in outcomes)
         if first.preference is not None:
-            can_teach, cannot_teach = all_known and not reasons, bool(reasons)
+            can_teach, cannot_teach = teaching_count == len(names), bool(reasons)
         else:
-            can_teach, cannot_teach = "" in outcomes, all_known and len(reasons) == len(names)
+            can_teach, cannot_teach = teaching_count > 0, len(reasons) == len(names)
         if cannot_teach:
             return Teaching(False, ", ".join(sorted(set(reasons))))
         return Teaching(True) if can_teach else None
+
+    def _outcome(self, tenant: str, response: _Response, kind: Kind) -> Teaching | None:
+        """Return whether feedback of this kind about the response can train anything, or None if that is unknown."""
+        if response.untrained is not None:
+            return Teaching(False, response.untrained)
+        learns = self._signals_of(response.model)
+        if learns is None:
+            return None
+        reason = unused_reason(kind, None, response.no_logprobs, learns)
+        lacks_logprobs = reason is not None and reason == response.no_logprobs
+        if lacks_logprobs and kind == "value" and self._sampled_sessions.get(tenant, response.session_key):
+            return None  # a value is one of the whole run, and may train the answers of its other turns
+        return Teaching(reason is None, reason)

@@ -1,4 +1,4 @@
-"""The answer to feedback says when it teaches nothing, by the rule with which the collector leaves turns out."""
+"""Answers to feedback report when the feedback trains nothing, by the algorithm and by how each turn was sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from headrace_gateway import recent_turns
 from headrace_schemas import Feedback, Trajectory
-from headrace_schemas.events.trajectory import untrained_reason
+from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values import ids
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
@@ -29,8 +29,22 @@ ASKED: list[tuple[dict[str, Any], str | None]] = [
     ({"frequency_penalty": -1}, "truncated_sampling"),
     ({"response_format": FORMAT}, "truncated_sampling (grammar)"),
     ({"tools": [TOOL], "tool_choice": "required"}, "truncated_sampling (grammar)"),
-    ({"metadata": {"purpose": "eval"}}, "eval"),
 ]
+KINDS: dict[str, tuple[bool, bool, bool, bool]] = {
+    "reinforce++": (True, False, False, True),
+    "mix": (True, True, False, True),
+    "on_policy_distill": (False, False, False, True),
+    "sft": (False, True, False, False),
+    "dpo": (False, True, True, False),
+    "kto": (True, True, True, False),
+    "rft": (True, False, False, False),
+}
+"""Whether each algorithm trains rewards, edits and preferences, and needs logprobs."""
+
+
+def signals(algorithm: str) -> LearnedSignals:
+    names = "rewards", "edits", "preferences", "logprobs"
+    return LearnedSignals.model_validate({"algorithm": algorithm, **dict(zip(names, KINDS[algorithm], strict=True))})
 
 
 def replica() -> FakeReplica:
@@ -51,47 +65,82 @@ async def feedback(served: Gateway, **fields: Any) -> dict[str, Any]:
     return {name: body[name] for name in ("teaches", "reason") if name in body}
 
 
+def expected_fields(reason: str | None) -> dict[str, Any]:
+    return {"teaches": True} if reason is None else {"teaches": False, "reason": reason}
+
+
 @pytest.mark.parametrize(("fields", "reason"), ASKED, ids=lambda value: str(value)[:40])
-async def test_feedback_on_a_turn_that_is_left_out_is_told_so_and_all_other_is_not(
+async def test_feedback_on_a_turn_without_logprobs_reports_that_it_trains_no_policy_gradient(
     tmp_path: Path, fields: dict[str, Any], reason: str | None
 ) -> None:
-    expected = {"teaches": True} if reason is None else {"teaches": False, "reason": reason}
     fake = replica()
-    async with fake.running(), gateway(tmp_path, fake) as served:
+    async with fake.running(), gateway(tmp_path, fake, learns=signals("mix")) as served:
         name = await asked(served, **fields)
-        assert await feedback(served, response_id=name, value=1) == expected
-        assert await feedback(served, response_id=name, edit="better") == expected
+        assert await feedback(served, response_id=name, value=1) == expected_fields(reason)
+        assert await feedback(served, response_id=name, edit="better") == expected_fields(None), (
+            "an edit needs no logprobs"
+        )
         assert await feedback(served, response_id=name, comment="only a fact") == {}
         other = await asked(served)
-        preference = {"preference": {"chosen": name, "rejected": other}}
-        assert await feedback(served, **preference) == expected
-        assert await feedback(served, msg_ids=[name, other], value=0) == {"teaches": True}
+        assert await feedback(served, msg_ids=[name, other], value=0) == expected_fields(None)
         trinity = await served.client.post("/feedback", json={"msg_ids": [name], "reward": 1})
-        assert trinity.json() == {"status": "success", **(expected if reason else {})}
+        assert trinity.json() == {"status": "success", **(expected_fields(reason) if reason else {})}
         turns = served.turns
     async with collector("sqlite", tmp_path / "collector") as stream:
         await stream.deliver(turns[0])
         await pass_time(stream, 3000)
         (trajectory,) = stream.sent(Trajectory)
-    left_out = [item.full_reason for item in trajectory.left_out]
-    assert (left_out or [trajectory.purpose]) == [reason if reason not in (None, "eval") else trajectory.purpose]
-    assert untrained_reason(turns[0]) == reason
+    assert [span.no_logprobs for branch in trajectory.branches for span in branch.spans] == [reason], "the same rule"
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+async def test_the_answer_is_that_of_the_algorithm(tmp_path: Path, algorithm: str) -> None:
+    fake, learns = replica(), signals(algorithm)
+    async with fake.running(), gateway(tmp_path, fake, learns=learns) as served:
+        free, greedy = await asked(served), await asked(served, temperature=0)
+        lacking = "truncated_sampling" if learns.logprobs else None
+        rewards, edits, preferences = (None if kind else "no_signal" for kind in KINDS[algorithm][:3])
+        assert await feedback(served, response_id=free, value=1) == expected_fields(rewards)
+        assert await feedback(served, response_id=greedy, value=1) == expected_fields(rewards or lacking)
+        assert await feedback(served, response_id=greedy, edit="better") == expected_fields(edits)
+        pair = {"preference": {"chosen": free, "rejected": greedy}}
+        assert await feedback(served, **pair) == expected_fields(preferences or lacking)
+        evaluated = await asked(served, metadata={"purpose": "eval"})
+        assert await feedback(served, response_id=evaluated, edit="better") == expected_fields("eval")
+
+
+async def test_a_value_may_train_the_other_turns_of_its_run(tmp_path: Path) -> None:
+    fake = replica()
+    async with fake.running(), gateway(tmp_path, fake, learns=signals("reinforce++")) as served:
+        session = {"metadata": {"session_id": "one"}}
+        greedy = await asked(served, temperature=0, **session)
+        assert await feedback(served, response_id=greedy, value=1) == expected_fields("truncated_sampling")
+        await asked(served, **session)
+        assert await feedback(served, response_id=greedy, value=1) == {}, "their branch is not known here"
 
 
 async def test_what_the_gateway_does_not_know_it_does_not_say(tmp_path: Path) -> None:
     fake = replica()
     unknown = ids.response_id(ids.session_key("default", "s"))
-    async with fake.running(), gateway(tmp_path, fake) as served:
-        left_out, trained = await asked(served, temperature=0), await asked(served)
+    async with fake.running(), gateway(tmp_path, fake, learns=signals("kto")) as served:
+        evaluated, trained = await asked(served, metadata={"purpose": "eval"}), await asked(served)
         assert await feedback(served, response_id=unknown, value=1) == {}
         assert await feedback(served, session_id="s", value=1) == {}
         assert await feedback(served, level="task", task_id="t", value=1) == {}
-        assert await feedback(served, msg_ids=[unknown, left_out], value=1) == {}
+        assert await feedback(served, msg_ids=[unknown, evaluated], value=1) == {}
         assert await feedback(served, msg_ids=[unknown, trained], value=1) == {"teaches": True}
         assert await feedback(served, preference={"chosen": unknown, "rejected": trained}) == {}
-        no = {"teaches": False, "reason": "truncated_sampling"}
-        assert await feedback(served, preference={"chosen": unknown, "rejected": left_out}) == no
-        assert await feedback(served, response_id=left_out, withdrawn=True) == {}
+        assert await feedback(served, preference={"chosen": unknown, "rejected": evaluated}) == expected_fields("eval")
+        assert await feedback(served, response_id=evaluated, withdrawn=True) == {}
+
+
+async def test_without_an_announced_algorithm_only_untrained_turns_are_reported(tmp_path: Path) -> None:
+    fake = replica()
+    async with fake.running(), gateway(tmp_path, fake) as served:
+        free, greedy = await asked(served), await asked(served, temperature=0)
+        evaluated = await asked(served, metadata={"purpose": "eval"})
+        answers = [await feedback(served, response_id=name, value=1) for name in (free, greedy, evaluated)]
+        assert answers == [{}, {}, expected_fields("eval")]
 
 
 def test_only_the_last_responses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +158,7 @@ def test_only_the_last_responses_are_remembered(monkeypatch: pytest.MonkeyPatch)
 
     for name in names:
         recent.note("a", name, ask([user("q")], delivered=False, turn_id=name))
-    told = [teaching(name) for name in names]
-    assert [one is not None for one in told] == [False, False, True, True, True]
-    assert told[-1] == recent_turns.Teaching(False, "undelivered")
+    outcomes = [teaching(name) for name in names]
+    assert [outcome is not None for outcome in outcomes] == [False, False, True, True, True]
+    assert outcomes[-1] == recent_turns.Teaching(False, "undelivered")
     assert teaching(names[-1], "b") is None, "another tenant learns nothing about a response"

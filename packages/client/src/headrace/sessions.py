@@ -124,7 +124,7 @@ class FeedbackId(str):
     Attributes:
         teaches: whether training can use the feedback. None if the gateway cannot determine it: for sessions and tasks,
             and for responses of another gateway or from before its last start.
-        reason: why `teaches` is False, for example `truncated_sampling`.
+        reason: why `teaches` is False, for example `truncated_sampling` or `no_signal`.
     """
 
     teaches: bool | None = None

@@ -18,6 +18,7 @@ from datetime import datetime
 from headrace_operations.turn_states import ExperienceState, SaveReport, TrajectoryFacts, TurnKey, TurnState
 from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
+    Checkpoint,
     DeadLetter,
     Event,
     Experience,
@@ -29,8 +30,12 @@ from headrace_schemas import (
     Turn,
     Undone,
 )
+from headrace_schemas.events.checkpoint import LearnedSignals
+from headrace_schemas.rules.training import no_logprobs_reason, token_kind
 
-TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Feedback, Turn))
+TOPICS = tuple(
+    event.topic for event in (Checkpoint, TrainingMetrics, DeadLetter, Experience, Trajectory, Feedback, Turn)
+)
 """Topics that the account reads, effects before causes: end offsets read in this order are a consistent cut."""
 
 PROBLEMS_MAX = 100
@@ -58,7 +63,9 @@ class TurnAccount:
     lineages: Mapping[str, str]
     """Model to the lineage that was counted. A model without a trainer has no entry."""
     untaught: Mapping[str, int] = field(default_factory=dict)
-    """Number of feedbacks that trained nothing because their turns cannot be trained, by the reasons of those turns."""
+    """Number of feedbacks that train nothing under the present algorithm, by the reasons."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Number of sampled tokens by their kind (`headrace_schemas.rules.training.TokenKind`)."""
 
     @property
     def consistent(self) -> bool:
@@ -84,6 +91,8 @@ class TurnAccountBuilder:
         self._latest_lineages: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
         self._feedback = UnusedFeedback()
+        self._signals: dict[tuple[str, str], LearnedSignals] = {}
+        """Signals that a lineage of a model announced last."""
         self._problems: list[str] = []
         self._problems_total = 0
 
@@ -95,6 +104,11 @@ class TurnAccountBuilder:
                 turn.captured, turn.model, turn.session_key = True, event.model, event.session_key
                 turn.eval = turn.eval or event.purpose == "eval"
                 turn.untrained = turn.untrained or event.untrained
+                turn.no_logprobs = no_logprobs_reason(event)
+                turn.tokens = token_kind(event), event.usage.completion_tokens
+            case Checkpoint():
+                if event.learns is not None:
+                    self._signals[event.model, event.lineage] = event.learns
             case Trajectory():
                 self._add_trajectory(event)
             case Experience():
@@ -111,6 +125,10 @@ class TurnAccountBuilder:
         if event.trajectory_id in self._published_trajectories:
             return
         left_out = {item.turn_id: item.full_reason for item in event.left_out}
+        spans = [span for branch in event.branches for span in branch.spans]
+        lengths: dict[str, int] = collections.Counter()
+        for span in spans:
+            lengths[span.turn_id] += len(span.logprobs)
         both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
         if both:
             self._add_problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
@@ -121,6 +139,8 @@ class TurnAccountBuilder:
             event.model,
             event.turn_ids,
             left_out,
+            {span.turn_id: span.no_logprobs for span in spans if span.no_logprobs is not None},
+            {span.turn_id: (span.token_kind, lengths[span.turn_id]) for span in spans},
             event.untrained,
             eval=event.purpose == "eval",
             ingested=event.end_reason == "ingest",
@@ -148,6 +168,8 @@ class TurnAccountBuilder:
                 turn.eval = turn.eval or trajectory.eval
                 # An ingested trajectory is captured when it arrives; so is one that was refused before its turns came.
                 if trajectory.ingested or (name in refused and not turn.captured):
+                    turn.no_logprobs = trajectory.no_logprobs.get(turn_id)
+                    turn.tokens = trajectory.tokens.get(turn_id, turn.tokens)
                     turn.captured, turn.model, turn.session_key = True, trajectory.model, trajectory.session_key
 
     def _add_experience(self, event: Experience) -> None:
@@ -246,19 +268,39 @@ class TurnAccountBuilder:
             problems=tuple(self._problems),
             problems_total=self._problems_total,
             lineages=lineages,
-            untaught=self._feedback.count(
-                {
-                    name: CapturedTurn(turn.session_key, "eval" if turn.eval else turn.untrained or turn.left_out)
-                    for name, turn in self._turns.items()
-                    if turn.captured
-                }
-            ),
+            untaught=self._feedback.count(self._feedback_targets(lineages)),
+            tokens=self._count_tokens(),
         )
+
+    def _feedback_targets(self, lineages: Mapping[str, str]) -> dict[TurnKey, CapturedTurn]:
+        """Return what decides whether feedback about each captured turn can be trained."""
+        with_logprobs = {
+            name
+            for name, experience in self._experiences.items()
+            if any(self._turns[experience.tenant, turn].no_logprobs is None for turn in experience.turn_ids)
+        }
+        return {
+            name: CapturedTurn(
+                turn.session_key,
+                "eval" if turn.eval else turn.untrained or turn.left_out,
+                turn.no_logprobs,
+                not with_logprobs.isdisjoint(turn.experiences),
+                self._signals.get((turn.model, lineages.get(turn.model, ""))),
+            )
+            for name, turn in self._turns.items()
+            if turn.captured
+        }
+
+    def _count_tokens(self) -> dict[str, int]:
+        counts: collections.Counter[str] = collections.Counter()
+        for kind, tokens in (turn.tokens for turn in self._turns.values() if turn.captured):
+            counts[kind] += tokens
+        return {kind: count for kind, count in sorted(counts.items()) if count}
 
     def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> tuple[str, str]:
         """Return the state of a turn and its detail: the latest step that any event shows."""
         in_training = [
-            self._experience_state(name, lineages.get(self._experiences[name].model))
+            self._experience_state(name, lineages.get(self._experiences[name].model), turn_id, turn)
             for name in sorted(turn.experiences)
         ]
         candidates = []
@@ -281,14 +323,16 @@ class TurnAccountBuilder:
             return ("dropped", "dead_letter") if refused else ("waiting", "reward")
         return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
 
-    def _experience_state(self, name: str, lineage: str | None) -> tuple[str, str]:
-        """Return the state of an experience: that of a trained revision that holds, otherwise of the newest
-        revision."""
+    def _experience_state(self, name: str, lineage: str | None, turn_id: str, turn: TurnState) -> tuple[str, str]:
+        """Return the state of an experience for one of its turns: that of a trained revision that holds, otherwise of
+        the newest revision."""
         experience = self._experiences[name]
         verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
-        if any(verdict.dropped is None for verdict in verdicts.values()):
+        if any(verdict.dropped is None and turn_id not in verdict.left_out for verdict in verdicts.values()):
             return "trained", ""
         newest = verdicts.get(experience.revision)
+        if newest is not None and turn_id in newest.left_out:
+            return "dropped", turn.no_logprobs or "no_logprobs"
         if newest is not None and newest.dropped is not None:
             return "dropped", newest.reason or ""
         if experience.event_ids.get(experience.revision) in self._refused:

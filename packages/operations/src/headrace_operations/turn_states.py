@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace_schemas import Restored, TrainingOutcome, Undone
+from headrace_schemas.rules.training import TokenKind
 
 
 @dataclass(slots=True)
@@ -20,6 +21,10 @@ class TurnState:
     left_out: str | None = None
     untrained: str | None = None
     """Why no version is trained on the turn, although it is not an evaluation."""
+    no_logprobs: str | None = None
+    """Why algorithms that need logprobs leave the turn out; None if they train it."""
+    tokens: tuple[TokenKind, int] = ("left_out", 0)
+    """How the tokens of its answers were sampled, and their number."""
     experiences: list[str] = field(default_factory=list)
 
 
@@ -37,6 +42,10 @@ class TrajectoryFacts:
     model: str
     turn_ids: tuple[str, ...]
     left_out: Mapping[str, str]
+    no_logprobs: Mapping[str, str]
+    """Turns in branches whose answers lack logprobs, with the reasons."""
+    tokens: Mapping[str, tuple[TokenKind, int]]
+    """How the tokens of each turn in branches were sampled, and their number."""
     untrained: str | None
     eval: bool
     ingested: bool

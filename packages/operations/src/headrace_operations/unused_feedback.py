@@ -1,4 +1,4 @@
-"""Feedback without effect, because no turn that it is about can be trained."""
+"""Feedback without effect, because the present algorithm can train nothing of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_schemas import Feedback
+from headrace_schemas.events.checkpoint import LearnedSignals
+from headrace_schemas.events.opinion import Kind
+from headrace_schemas.rules.training import unused_reason
 
 FeedbackKey = tuple[str, str]
 """Tenant and feedback id, or tenant and turn id."""
@@ -15,10 +18,24 @@ FeedbackKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class CapturedTurn:
-    """A captured turn. `reason` is why it cannot be trained; None if it can."""
+    """A captured turn, and what decides whether feedback about it can be trained."""
 
     session_key: str
-    reason: str | None
+    untrained: str | None
+    """The reason why no algorithm trains the turn; None if some algorithm does."""
+    no_logprobs: str | None = None
+    """The reason why algorithms that need logprobs leave the turn out; None if they train it."""
+    in_sampled_branch: bool = False
+    """Whether another answer of its branch has logprobs, so that a value of the turn may train that answer."""
+    learns: LearnedSignals | None = None
+    """The signals that the trainer of its model learns from, or None if it did not announce them."""
+
+    def unused_reason(self, kind: Kind) -> str | None:
+        """Return the reason why feedback about the turn trains nothing, or None if it may be trained."""
+        if self.learns is None:
+            return self.untrained
+        lacking = None if kind == "value" and self.in_sampled_branch else self.no_logprobs
+        return unused_reason(kind, self.untrained, lacking, self.learns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +45,7 @@ class _Judgement:
     name: FeedbackKey
     session_key: str
     turn_ids: frozenset[str]
-    is_preference: bool
+    kind: Kind
 
 
 class UnusedFeedback:
@@ -44,7 +61,7 @@ class UnusedFeedback:
         answers = event.preference.pair if event.preference is not None else ()
         turn_ids = frozenset([*event.msg_ids, *(answer.turn_id for answer in answers)])
         name = event.tenant, event.feedback_id
-        self._judgements[event.tenant, event.event_id] = _Judgement(name, event.session_key, turn_ids, bool(answers))
+        self._judgements[event.tenant, event.event_id] = _Judgement(name, event.session_key, turn_ids, event.about)
 
     def count(self, turns: Mapping[FeedbackKey, CapturedTurn]) -> dict[str, int]:
         """Return the number of feedbacks that trained nothing, by the reasons of their turns.
@@ -74,7 +91,6 @@ class UnusedFeedback:
 
 def _untrained_reasons(judgement: _Judgement, turns: Sequence[CapturedTurn], *, complete: bool) -> set[str]:
     """Return the reasons why the feedback trains nothing; empty if it may train, or if some turns are not known."""
-    causes = {turn.reason for turn in turns if turn.reason is not None}
-    if judgement.is_preference:
-        return causes
-    return causes if complete and all(turn.reason is not None for turn in turns) else set()
+    reasons = [turn.unused_reason(judgement.kind) for turn in turns]
+    causes = {reason for reason in reasons if reason is not None}
+    return causes if judgement.kind == "preference" or (complete and None not in reasons) else set()

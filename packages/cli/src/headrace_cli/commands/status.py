@@ -175,7 +175,9 @@ def _print_account(account: TurnAccount) -> None:
     out.print(table(["turns", "", "count>"], rows, f"account {f'({names})' if names else ''}".strip()))
     if account.untaught:
         untaught = [(reason, str(count)) for reason, count in account.untaught.items()]
-        out.print(table(["feedback about turns that cannot be trained", "count>"], untaught))
+        out.print(table(["feedback that trains nothing", "count>"], untaught))
+    if account.tokens:
+        out.print(table(["sampled tokens", "count>"], [(kind, str(count)) for kind, count in account.tokens.items()]))
     if account.consistent:
         out.print("[green]it adds up[/]")
         return

@@ -1,4 +1,5 @@
-"""Existing models and versions, read from `checkpoints` and `routing`, for the validation of ingested trajectories."""
+"""Existing models and versions, read from `checkpoints` and `routing`, for the validation of ingested trajectories; and
+the signals that the trainer of each model learns from."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint, Routing
+from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.rules.ingest import KnownModels
 from headrace_schemas.values.blobs import BlobRef
 
@@ -34,6 +36,7 @@ class KnownVersions:
         self._versions: dict[str, dict[str, None]] = {}
         self._manifests: dict[str, BlobRef] = {}
         self._vocabularies: dict[str, int | None] = {}
+        self._signals: dict[str, LearnedSignals] = {}
         self._checkpoints = TopicTable(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
         self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
@@ -52,6 +55,12 @@ class KnownVersions:
         """Handle an event of `checkpoints`."""
         if event is not None:
             self._learn(event.model, event.version, event.manifest)
+            if event.learns is not None:
+                self._signals[event.model] = event.learns
+
+    def signals_of(self, model: str) -> LearnedSignals | None:
+        """Return the signals that the trainer of `model` announced last, or None if none did."""
+        return self._signals.get(model)
 
     def routing(self, _key: str, event: Routing | None) -> None:
         """Handle an event of `routing`."""
