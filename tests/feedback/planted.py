@@ -10,11 +10,14 @@ from typing import Any
 from unittest import mock
 
 from headrace_gateway.feedback_request import FeedbackRequest
-from headrace_schemas import Experience, Feedback, PreferenceSide
+from headrace_operations import unused_feedback
+from headrace_schemas import Branch, Experience, Feedback, PreferenceSide
 from headrace_schemas.events.opinion import Opinion, values_of
 from headrace_scorer import answer_remarks, feedback_entries, feedback_matching, scores
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy
+from headrace_trainer.experiences import admission, state
+from headrace_trainer.experiences.pending_updates import CorrectionRules
 
 _SET_OF = feedback_matching.feedback_for
 _TASK = feedback_matching.with_task
@@ -135,7 +138,36 @@ def _patch(where: Any, name: str, instead: Any) -> Callable[[], AbstractContextM
     return lambda: mock.patch.object(where, name, instead)
 
 
+@contextlib.contextmanager
+def _answers_forgotten() -> Iterator[None]:
+    """Take answers without logprobs for observations, as before they were in branches."""
+    sound = answer_remarks.answers_of
+
+    def faulty(branch: Branch) -> Any:
+        return {} if branch.sampled is None else sound(branch.sampled)
+
+    with mock.patch.object(answer_remarks, "answers_of", faulty):
+        yield
+
+
+@contextlib.contextmanager
+def _last_word_unheard() -> Iterator[None]:
+    """Train no correction: the first word about an answer stays."""
+    sound = admission.pending_updates_of
+
+    def faulty(experience: Experience, entry: Any, *rest: Any) -> Any:
+        return () if entry is not None and entry.trained else sound(experience, entry, *rest)
+
+    with mock.patch.object(state, "pending_updates_of", faulty):
+        yield
+
+
+def _every_version(experience: Experience, _rules: CorrectionRules) -> list[str]:
+    return [] if experience.branch is None else [span.version for span in experience.branch.spans]
+
+
 FAULTS = (
+    Fault("answers without logprobs have no feedback", _answers_forgotten),
     Fault("clocks order what was said", _patch(feedback_matching, "feedback_for", _by_the_clock)),
     Fault("ids order what was said", _patch(feedback_matching, "feedback_for", _by_id)),
     Fault("a task goes before its session", _patch(feedback_matching, "with_task", _task_last)),
@@ -151,3 +183,14 @@ FAULTS = (
     Fault("a metric counts as its source", _metric_forgotten),
     Fault("the second answer is taken for the first", _choice_forgotten),
 )
+
+TRAINING_FAULTS = (
+    Fault(
+        "a trainer leaves out answers without logprobs",
+        _patch(CorrectionRules, "trained_branch", lambda _rules, branch: branch.sampled),
+    ),
+    Fault("another server's answer is of no known version", _patch(admission, "versions_of", _every_version)),
+    Fault("a revised word is not trained", _last_word_unheard),
+    Fault("feedback without effect is not named", _patch(unused_feedback, "unused_reason", lambda *_: None)),
+)
+"""Faults that only the comparison with what was trained can notice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from headrace_scorer.settings import ScorerSettings
 from tests.feedback.comparing import WEIGHTS, differences, weight
 from tests.feedback.oracle import Oracle
 from tests.feedback.sayings import LABELS, Saying, Scene, Talk
+from tests.feedback.training import training_differences
 from tests.feedback.world import Tick, events, partition_of, scenes, trajectory, world
 
 PER_SCENE = 25
@@ -31,8 +33,9 @@ async def differing(
     count: int,
     combine: Literal["mean", "sum"] = "mean",
     tick: Tick | None = None,
+    algorithms: Collection[str] = (),
 ) -> list[str]:
-    """Return the differences from the oracle, in sentences."""
+    """Return the differences from the oracle, in sentences: of the experiences, and of what `algorithms` train."""
     played_scenes, sayings = talk(seed, count)
     async with world(url, data_dir, weights=WEIGHTS, combine=combine) as running_world:
         await running_world.play(sayings, played_scenes, seed, tick)
@@ -40,7 +43,11 @@ async def differing(
             newest = running_world.newest()
         except AssertionError as error:
             return [str(error)]
-        return differences(sayings, played_scenes, newest, Oracle(weight, combine))
+        oracle, sent = Oracle(weight, combine), list(running_world.stream.sent(Experience))
+    problems = differences(sayings, played_scenes, newest, oracle)
+    for algorithm in algorithms:
+        problems += training_differences(algorithm, sent, sayings, played_scenes, oracle, data_dir)
+    return problems
 
 
 async def replayed(seed: int, count: int) -> list[str]:

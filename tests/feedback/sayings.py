@@ -13,6 +13,7 @@ from typing import Any, Literal
 Answer = tuple[str, int]
 """A turn's id and one of its choices."""
 Form = Literal["number", "thumb", "rating", "label", "parts", "edit", "preference", "facts"]
+Sampled = Literal["free", "temperature 0", "top_p", "foreign"]
 Where = Literal["session", "all turns", "some turns", "turns", "answer", "task", "pair"]
 
 LABELS: Mapping[str, float] = {"good": 1.0, "meh": 0.4, "bad": 0.0}
@@ -34,6 +35,8 @@ class Scene:
     task_id: str | None
     turns: Mapping[str, int]
     """Turn to how many answers it has."""
+    sampled: Mapping[str, Sampled] = field(default_factory=dict)
+    """Turn to how its answers were sampled; `free` where it has no entry."""
 
     @property
     def answers(self) -> list[Answer]:

@@ -15,8 +15,10 @@ from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.stream.processor import Step, Unfinished
-from headrace_schemas import Branch, Event, Experience, Feedback, Span, Trajectory
+from headrace_schemas import Branch, Event, Experience, Feedback, Sampling, Span, Trajectory
 from headrace_schemas.events.envelope import Envelope
+from headrace_schemas.events.trajectory import NoLogprobs
+from headrace_schemas.rules.training import no_logprobs_reason
 from headrace_schemas.values import ids
 from headrace_scorer import schema, upkeep
 from headrace_scorer.functions.pool import FunctionPool
@@ -25,14 +27,22 @@ from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
-from tests.feedback.sayings import LABELS, Answer, Saying, Scene
+from tests.feedback.sayings import LABELS, Answer, Sampled, Saying, Scene
 from tests.support.streams import START, Bench, ManualClock, Service, bench
-from tests.support.turns import VERSION
+from tests.support.turns import VERSION, ask, user
 
 PARTITIONS = 2
 _WAIT_S = 600.0
 _CALLER = Caller("k", "k", "default", ALL_SCOPES, None, LimitSettings())
 _BATCH_MAX = 40
+OTHER_SERVER = "elsewhere@0123456789ab"
+_SAMPLED: tuple[Sampled, ...] = ("free", "free", "temperature 0", "top_p", "foreign")
+_REASONS: dict[Sampled, NoLogprobs | None] = {
+    "free": no_logprobs_reason(ask([user("q")])),
+    "temperature 0": no_logprobs_reason(ask([user("q")], sampling=Sampling(temperature=0.0))),
+    "top_p": no_logprobs_reason(ask([user("q")], sampling=Sampling(top_p=0.9))),
+    "foreign": "foreign",
+}
 _TWICE = 0.05
 Tick = Callable[[int], None]
 
@@ -45,7 +55,8 @@ def scenes(count: int, seed: int) -> list[Scene]:
     for number in range(count):
         key = ids.session_key("default", f"s{number}")
         turns = {ids.response_id(key): draw.choice([1, 1, 2]) for _ in range(draw.randint(1, 3))}
-        all_scenes.append(Scene(f"s{number}", f"t{number % tasks}" if draw.random() < 0.6 else None, turns))
+        sampled: dict[str, Sampled] = {turn: draw.choice(_SAMPLED) for turn in turns}
+        all_scenes.append(Scene(f"s{number}", f"t{number % tasks}" if draw.random() < 0.6 else None, turns, sampled))
     return all_scenes
 
 
@@ -59,7 +70,7 @@ def trajectory(scene: Scene) -> Trajectory:
     token_branches = []
     for number, answers in enumerate(branches(scene)):
         spans = [
-            Span(start=3 + 4 * at, logprobs=(-0.5, -0.25), turn_id=turn, choice=choice, version=VERSION)
+            Span.model_validate({"start": 3 + 4 * at, "turn_id": turn, "choice": choice, **_sampling(scene, turn)})
             for at, (turn, choice) in enumerate(answers)
         ]
         token_branches.append(
@@ -78,6 +89,13 @@ def trajectory(scene: Scene) -> Trajectory:
         started_at=START,
         turns_from=0,
     )
+
+
+def _sampling(scene: Scene, turn: str) -> dict[str, Any]:
+    """Return the fields of a span that depend on how the answer was sampled, by the rule of the collector."""
+    reason = _REASONS[scene.sampled.get(turn, "free")]
+    version = OTHER_SERVER if reason == "foreign" else VERSION
+    return {"logprobs": (0.0, 0.0) if reason else (-0.5, -0.25), "no_logprobs": reason, "version": version}
 
 
 def events(saying: Saying) -> list[Feedback]:

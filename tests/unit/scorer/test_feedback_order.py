@@ -7,8 +7,9 @@ from typing import Literal
 
 import pytest
 
-from tests.feedback.planted import FAULTS, Fault
+from tests.feedback.planted import FAULTS, TRAINING_FAULTS, Fault
 from tests.feedback.playing import differing, replayed, talk
+from tests.feedback.training import TRAINED
 from tests.support.marks import postgres_is_long
 
 COUNT = 200
@@ -27,6 +28,17 @@ async def test_any_order_ends_as_the_order_of_the_log(
 async def test_a_planted_fault_is_noticed(data_dir: Path, fault: Fault) -> None:
     with fault.planted():
         assert await differing("sqlite", data_dir, 1, COUNT)
+
+
+async def test_algorithms_train_the_last_word_however_answers_were_sampled(data_dir: Path) -> None:
+    assert await differing("sqlite", data_dir, 4, COUNT, algorithms=TRAINED) == []
+
+
+@pytest.mark.parametrize("fault", TRAINING_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.long
+async def test_a_planted_fault_of_training_is_noticed(data_dir: Path, fault: Fault) -> None:
+    with fault.planted():
+        assert await differing("sqlite", data_dir, 4, COUNT, algorithms=TRAINED)
 
 
 async def test_p9_a_replay_ends_the_same() -> None:
