@@ -19,7 +19,7 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage import isolation
-from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.isolation import each, process_batch
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream import faust_host
 from headrace_runtime.stream.processor import StepFailed
@@ -105,7 +105,8 @@ PLANTS: dict[str, Plant] = {
 class Steps:
     """A step over the rows of `items`: each becomes an effect and a reward. The row `poisoned` meets `plant`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_batches: bool = False) -> None:
+        self.in_batches = in_batches
         self.plant: Plant | None = None
         self.plant_fail: Plant | None = None
         self.poisoned = 3
@@ -128,12 +129,17 @@ class Steps:
             await tx.execute(delete(items).where(items.c.n == number))
             return [dead_letter("test", Record("items", 0, number, None, b"{}"), "poisoned", reason)]
 
+        async def work_together(batch: Sequence[int]) -> Sequence[Event]:
+            return [event for number in batch for event in await work(number)]
+
+        if self.in_batches:
+            return await process_batch(tx, "test", numbers, work_together, fail)
         return await each(tx, "test", numbers, work, fail)
 
 
-@pytest.fixture
-def steps() -> Steps:
-    return Steps()
+@pytest.fixture(params=[False, True], ids=["each", "process_batch"])
+def steps(request: pytest.FixtureRequest) -> Steps:
+    return Steps(in_batches=request.param)
 
 
 @pytest.fixture
@@ -204,6 +210,21 @@ async def test_what_is_away_is_waited_for_and_no_item_is_blamed(stream: Bench, s
     steps.plant = away
     await stream.step(steps.step)
     assert stream.sent(DeadLetter) == []
+    assert len(stream.sent(Reward)) == 6
+
+
+async def test_process_batch_runs_once_for_all_items(stream: Bench) -> None:
+    batches: list[list[int]] = []
+
+    async def step(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        async def work(batch: Sequence[int]) -> Sequence[Event]:
+            batches.append([*batch])
+            return [reward(number) for number in batch]
+
+        return [*await process_batch(tx, "test", range(6), work), *await process_batch(tx, "test", [], work)]
+
+    await stream.step(step)
+    assert batches == [[0, 1, 2, 3, 4, 5]]
     assert len(stream.sent(Reward)) == 6
 
 

@@ -47,7 +47,7 @@ async def lease(stream: Bench, limit: int = 9) -> list[Job]:
 
 async def finish(stream: Bench, job: Job) -> bool:
     async with stream.processor.database.transaction() as tx:
-        return await jobs.finish(tx, job)
+        return await jobs.finish(tx, job) == {job.job_id}
 
 
 async def test_a_job_is_leased_to_one_worker_oldest_first(stream: Bench) -> None:
@@ -70,6 +70,17 @@ async def test_who_renews_leases_waits_for_no_job_that_is_being_finished(stream:
             await jobs.renew(renewing, ["a", "b"], stream.clock.now() + 2 * LEASE)
         assert await jobs.finish(finishing, first)
     assert await stream.count("jobs") == 0
+
+
+async def test_jobs_finish_together_except_those_that_another_worker_has_leased(stream: Bench) -> None:
+    await enqueue(stream, "a", "b", "c")
+    leased = await lease(stream)
+    stream.clock.advance(LEASE.total_seconds() + 1)
+    (again,) = await lease(stream, 1)
+    async with stream.processor.database.transaction() as tx:
+        assert await jobs.finish(tx, *leased) == {"b", "c"}
+        assert await jobs.finish(tx, *leased) == set()
+    assert await finish(stream, again)
 
 
 async def test_what_is_being_finished_is_not_renewed_and_the_rest_is(stream: Bench) -> None:

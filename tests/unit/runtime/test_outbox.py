@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
-from sqlalchemy import MetaData, text
+from sqlalchemy import MetaData, event, text
 
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.wire import Outgoing
@@ -61,6 +61,29 @@ async def test_what_is_owed_is_sent_in_order_and_then_forgotten(stream: Bench, o
     await outbox.flush()
     assert sent(stream) == [*map(str, range(30)), "last"]
     assert await stream.count("outbox") == 1, "acknowledged rows go with the next transaction"
+
+
+async def test_the_ids_of_rows_follow_the_order_of_their_records(stream: Bench, outbox: Outbox) -> None:
+    """A process that starts sends what a crash left in the order of the ids."""
+    names = [str(number) for number in range(300)]
+    await owe(stream, outbox, *names)
+    await owe(stream, outbox, "last")
+    restarted = another(stream)
+    assert await restarted.adopt(at_start=True) == 301
+    assert sent(stream) == [*names, "last"]
+
+
+async def test_rows_are_inserted_in_few_statements(stream: Bench, outbox: Outbox) -> None:
+    inserts: list[str] = []
+
+    def note(_connection: object, _cursor: object, sql: str, *_rest: object) -> None:
+        inserts.extend([sql] if "INSERT INTO outbox" in sql else [])
+
+    engine = stream.processor.database.engine.sync_engine
+    event.listen(engine, "before_cursor_execute", note)
+    await owe(stream, outbox, *map(str, range(50)))
+    event.remove(engine, "before_cursor_execute", note)
+    assert len(inserts) == 1
 
 
 async def test_a_transaction_that_failed_owes_nothing(stream: Bench, outbox: Outbox) -> None:

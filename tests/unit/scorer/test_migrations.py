@@ -34,7 +34,7 @@ async def test_the_ledger_of_before_has_its_rewards(
                 await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), parameters)
         await migrations.upgrade(database, "headrace_scorer")
         async with database.transaction() as tx:
-            entries = await ledger.read(tx, "t", "default")
+            entries = (await ledger.read(tx, {"t": "default"}))["t"]
             assert await tx.scalar(text("SELECT count(*) FROM ledger")) == 3
         current_values = {(reward.source, reward.turn_id, reward.choice): reward.value for reward in entries.current()}
         assert current_values == {("feedback", None, None): 0.5, ("feedback", "a", None): 1.0}

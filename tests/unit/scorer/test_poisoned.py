@@ -50,7 +50,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, victim: Traje
     real = getattr(where, name)
 
     def is_victim(arguments: Sequence[object]) -> bool:
-        ids = [getattr(getattr(argument, "trajectory", argument), "trajectory_id", argument) for argument in arguments]
+        items = [
+            item for argument in arguments for item in (argument if isinstance(argument, list | dict) else [argument])
+        ]
+        ids = [getattr(getattr(item, "trajectory", item), "trajectory_id", item) for item in items]
         return victim.trajectory_id in [argument for argument in ids if isinstance(argument, str)]
 
     if asyncio.iscoroutinefunction(real):
@@ -292,7 +295,7 @@ async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> N
 async def test_no_tenant_waits_for_the_backlog_of_another(open_scorer: Open) -> None:
     """The flooder has a queue full of jobs and many more in the database; the other one's are among the next calls."""
     async with open_scorer(half) as rig:
-        flood = [_of("flooder", n) for n in range(150)]
+        flood = [_of("flooder", n) for n in range(300)]
         await rig.stream.deliver(*flood)
         quiet = [_of(name, 0) for name in ("quiet", "calm")]
         await rig.stream.deliver(*quiet)
@@ -307,7 +310,7 @@ async def test_jobs_in_the_database_are_leased_for_each_tenant_in_turn(open_scor
         await rig.scoring.take_over(rig.stream.processor)
         tenants = [rig.scoring._waiting.get_nowait().tenant for _ in range(rig.scoring._waiting.qsize())]
         assert {f"t{name}" for name in range(5)} <= set(tenants)
-        assert len(tenants) <= 64
+        assert len(tenants) <= 128
 
 
 def _of(tenant: str, number: int) -> Trajectory:
@@ -318,13 +321,13 @@ def _of(tenant: str, number: int) -> Trajectory:
 async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> None:
     """A lease reports that more jobs wait, so the worker does not sleep between two leases."""
     async with open_scorer(half) as rig:
-        await in_database(rig, several(100))
+        await in_database(rig, several(200))
         looks = 0
         while await rig.scoring.take_over(rig.stream.processor):
             await rig.run_functions()
             looks += 1
         await rig.run_functions()
-        assert (len(rewarded_runs(rig)), looks) == (100, 3)
+        assert (len(rewarded_runs(rig)), looks) == (200, 3)
 
 
 def test_an_exception_whose_text_cannot_be_encoded_is_a_failed_call() -> None:

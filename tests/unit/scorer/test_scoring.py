@@ -106,11 +106,11 @@ async def test_a_database_that_is_away_for_a_moment_is_asked_again(
             raise Unavailable("the database is away")
 
         monkeypatch.setattr(rig.scoring, "take_over", away)
-        await rig.stream.deliver(*several(100))
+        await rig.stream.deliver(*several(200))
         async with at_work(rig) as work:
-            await work.until(lambda: len(rig.experiences()) == 64)
+            await work.until(lambda: len(rig.experiences()) == 128)
             work.clock.wake()
-            await work.until(lambda: len(rig.experiences()) == 100)
+            await work.until(lambda: len(rig.experiences()) == 200)
 
 
 @pytest.mark.parametrize(("lease_s", "interval_s"), [(15.0, 1.0), (1.5, 0.5)])
@@ -135,9 +135,9 @@ async def test_a_job_is_leased_as_it_is_added(open_scorer: Open) -> None:
 async def test_memory_is_bounded_and_half_of_it_is_left_for_what_arrives(open_scorer: Open) -> None:
     async with open_scorer(half) as rig:
         waiting = rig.scoring._waiting
-        await rig.stream.deliver(*several(100))
-        assert waiting.qsize() == 64
-        for left, after in ((33, 33), (32, 32), (31, 32), (0, 32)):
+        await rig.stream.deliver(*several(200))
+        assert waiting.qsize() == 128
+        for left, after in ((65, 65), (64, 64), (63, 64), (0, 64)):
             while waiting.qsize() > left:
                 waiting.get_nowait()
             await look_for_jobs(rig)

@@ -49,14 +49,12 @@ async def test_a_trajectory_is_kept_once_and_waits_for_its_reward(tx: AsyncConne
     await keep(tx, other)
     assert row is not None
     assert row["settle_ms"] == epoch_ms(NOW) + 60_000
-    await store.change(tx, trajectory.trajectory_id, run_id="7")
+    await store.change(tx, {trajectory.trajectory_id: {"run_id": "7"}})
     assert await keep(tx, trajectory) is None
-    locked, untouched = [await store.lock(tx, item.trajectory_id) for item in (trajectory, other)]
-    assert locked is not None
-    assert untouched is not None
-    assert {**row, "run_id": "7", "trajectory_id": trajectory.trajectory_id} == dict(locked)
-    assert untouched["run_id"] is None
-    assert await store.lock(tx, "nobody") is None
+    locked = await store.lock(tx, [other.trajectory_id, "nobody", trajectory.trajectory_id])
+    assert locked.keys() == {other.trajectory_id, trajectory.trajectory_id}
+    assert {**row, "run_id": "7", "trajectory_id": trajectory.trajectory_id} == dict(locked[trajectory.trajectory_id])
+    assert locked[other.trajectory_id]["run_id"] is None
 
 
 @pytest.mark.parametrize(
@@ -86,8 +84,10 @@ async def test_trajectories_are_found_by_session_and_tenant(tx: AsyncConnection)
     await keep(tx, mine, offset=9)
     await keep(tx, closed(session="x"))
     await keep(tx, closed(trajectory_id="theirs", tenant="b"))
-    trajectories = await store.closed_in_session(tx, mine.session_key, "default")
-    assert trajectories == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
+    sessions = [(mine.session_key, "default"), ("nobody's", "default")]
+    trajectories = await store.closed_in_sessions(tx, sessions)
+    assert trajectories[sessions[0]] == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
+    assert trajectories[sessions[1]] == []
 
 
 async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: AsyncConnection) -> None:
@@ -98,12 +98,40 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
         item.model_copy(update={"feedback_id": f"b{item.feedback_id}", "tenant": "b"}) for item in (listing, general)
     ]
     await hear(tx, listing, general, listing, general, *forged)
-    await hear(tx, feedback("x", elsewhere), feedback("x"), feedback("x", first))
-    for turns, expected in (([first, elsewhere], [listing]), ([second], [])):
-        ids = [turn.turn_id for turn in turns]
-        lists, about = await store.feedback_about(tx, first.session_key, "default", ids)
-        assert [item.event for item in lists] == expected
-        assert about == [PlacedFeedback(general, 7, 3, 4)]
+    in_x = feedback("x", elsewhere), feedback("x"), feedback("x", first)
+    await hear(tx, *in_x)
+    runs = [
+        closed(first, trajectory_id="first"),
+        closed(second, trajectory_id="second"),
+        closed(elsewhere, session="x", trajectory_id="elsewhere"),
+        closed(trajectory_id="theirs", tenant="b"),
+    ]
+    for run in runs:
+        await keep(tx, run)
+    about = await store.feedback_about(tx, runs)
+    events = {name: [[record.event for record in records] for records in pair] for name, pair in about.items()}
+    assert events == {
+        "first": [[listing], [general]],
+        "second": [[], [general]],
+        "elsewhere": [[in_x[0]], [in_x[1]]],
+        "theirs": [[], [forged[1]]],
+    }
+    assert about["second"][1] == [PlacedFeedback(general, 7, 3, 4)]
+    assert await store.feedback_about(tx, runs[1:2]) == {"second": about["second"]}
+
+
+async def test_feedback_about_a_task_is_read_in_the_partition_of_the_trajectory(tx: AsyncConnection) -> None:
+    runs = {name: closed(session=name, trajectory_id=name, task_id="t") for name in ("a", "b")}
+    for partition, run in enumerate(runs.values()):
+        await store.add_trajectory(tx, NOW, run, 0, partition, 60.0)
+    for partition in (0, 1):
+        copy = feedback("any", level="task", task_id="t", partition=partition)
+        named = copy.model_copy(update={"feedback_id": f"copy {partition}"})
+        await store.add_feedback(tx, NOW, named.feedback_id, PlacedFeedback(named, 10 + partition), partition)
+    records = await store.feedback_about_tasks(tx, {"a": ("default", "t"), "b": ("default", "t")})
+    assert {name: [record.offset for record in of_run] for name, of_run in records.items()} == {"a": [10], "b": [11]}
+    assert (await store.feedback_about_tasks(tx, {"a": ("other tenant", "t")})).get("a", []) == []
+    assert (await store.feedback_about_tasks(tx, {"a": ("default", "another")})).get("a", []) == []
 
 
 async def test_trajectories_are_matched_again_once_for_each_mark(tx: AsyncConnection) -> None:
@@ -121,13 +149,18 @@ async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnectio
     await keep(tx, stored)
     library = store.TrajectoryCache()
     library.keep(stored.model_copy(update={"task_id": "remembered"}))
+
+    async def get(name: str) -> Trajectory | None:
+        return (await library.get(tx, [name])).get(name)
+
     for number in range(256):
-        cached = await library.get(tx, stored.trajectory_id)
+        cached = await get(stored.trajectory_id)
         assert cached is not None
         assert cached.task_id == "remembered", f"{number} others are newer"
         library.keep(template.model_copy(update={"trajectory_id": str(number)}))
-    assert await library.get(tx, stored.trajectory_id) == stored, "the database has it still"
-    assert await library.get(tx, "0") is None, "the oldest went when it came back"
-    assert await library.get(tx, "1") is not None
+    assert await get(stored.trajectory_id) == stored, "the database has it still"
+    assert await get("0") is None, "the oldest went when it came back"
+    assert await get("1") is not None
     library.keep(template.model_copy(update={"trajectory_id": stored.trajectory_id}))
-    assert await library.get(tx, "1") is not None, "it is here already"
+    assert await get("1") is not None, "it is here already"
+    assert (await library.get(tx, ["1", stored.trajectory_id, "nobody"])).keys() == {"1", stored.trajectory_id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -19,17 +20,32 @@ log = get_logger(__name__)
 _NAMED_MAX = 10
 
 
-async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[FeedbackSet, Sequence[str]]:
-    """Return all feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
-    key, tenant = trajectory.session_key, trajectory.tenant
-    listing, general = await store.feedback_about(tx, key, tenant, trajectory.turn_ids)
-    peers = await store.closed_in_session(tx, key, tenant) if general else []
-    feedback_set = feedback_matching.feedback_for(trajectory.trajectory_id, peers, listing, general)
-    task_id = feedback_set.named("task_id", trajectory.task_id)
-    if task_id is not None:
-        of_task = await store.feedback_about_task(tx, tenant, task_id, trajectory.trajectory_id)
-        feedback_set = feedback_matching.with_task(feedback_set, of_task)
-    return feedback_set, feedback_matching.displaced(trajectory.trajectory_id, peers, general)
+@dataclass(frozen=True, slots=True)
+class MatchedFeedback:
+    """All feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
+
+    feedback_set: FeedbackSet
+    displaced: Sequence[str]
+
+
+async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) -> dict[str, MatchedFeedback]:
+    """Match stored trajectories with all feedback about them. The result has the trajectory ids as keys."""
+    about = await store.feedback_about(tx, trajectories)
+    general = {store.session_of(item) for item in trajectories if about[item.trajectory_id][1]}
+    peers = await store.closed_in_sessions(tx, general)
+    matched: dict[str, MatchedFeedback] = {}
+    tasks: dict[str, store.Task] = {}
+    for trajectory in trajectories:
+        name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), [])
+        feedback_set = feedback_matching.feedback_for(name, in_session, *about[name])
+        matched[name] = MatchedFeedback(feedback_set, feedback_matching.displaced(name, in_session, about[name][1]))
+        task_id = feedback_set.named("task_id", trajectory.task_id)
+        if task_id is not None:
+            tasks[name] = trajectory.tenant, task_id
+    for name, of_task in (await store.feedback_about_tasks(tx, tasks)).items():
+        feedback_set = feedback_matching.with_task(matched[name].feedback_set, of_task)
+        matched[name] = replace(matched[name], feedback_set=feedback_set)
+    return matched
 
 
 async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
@@ -37,19 +53,19 @@ async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[st
     feedback = placed.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
-    peers = await store.closed_in_session(tx, feedback.session_key, feedback.tenant)
+    session = feedback.session_key, feedback.tenant
+    peers = (await store.closed_in_sessions(tx, [session]))[session]
     return sorted(feedback_matching.target_trajectories(placed, peers))
 
 
-async def revise(
-    tx: AsyncConnection,
+def revise(
     now: datetime,
     trajectory: Trajectory,
     feedback_set: FeedbackSet,
     entries: ledger.LedgerEntries,
     settings: ScorerSettings,
 ) -> list[Reward]:
-    """Enter in the ledger the entries that the feedback changes.
+    """Add to the ledger entries those that the feedback changes.
 
     Returns:
         New revisions of rewards, to be published. Edits and preferences are only in the ledger.
@@ -74,7 +90,7 @@ async def revise(
     if left_out:
         names = [printable(name, 64) for name in sorted(left_out)[:_NAMED_MAX]]
         log.warning("sources_left_out", trajectory=trajectory.trajectory_id, count=len(left_out), sources=names)
-    return await ledger.enter_feedback(tx, now, trajectory, changes, entries)
+    return ledger.enter_feedback(now, trajectory, changes, entries)
 
 
 def _differs(row: ledger.Row, entry: FeedbackEntry) -> bool:

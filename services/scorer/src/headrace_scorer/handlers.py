@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +11,7 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.isolation import process_batch
 from headrace_runtime.stream.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_schemas.events.opinion import values_of
@@ -50,14 +51,14 @@ class Scorer:
         if row is None:
             return []
         self.cache.keep(trajectory)
-        score = TrajectoryScore(trajectory, row, await ledger.read(tx, trajectory.trajectory_id, trajectory.tenant))
-        feedback_set, displaced = await feedback_rewards.feedback_for(tx, trajectory)
-        events = await self._match(tx, now, score, feedback_set)
-        await self.scoring.add(tx, now, trajectory, feedback_set, first=True)
-        events += await self.scores.emit_if_ready(tx, now, score, self.scoring.policy)
-        for other in displaced:
-            events += await self._feedback_changed(tx, now, other)
-        return events
+        name = trajectory.trajectory_id
+        entries = await ledger.read(tx, {name: trajectory.tenant})
+        score = TrajectoryScore(trajectory, row, entries[name])
+        matched = (await feedback_rewards.feedback_for(tx, [trajectory]))[name]
+        events = await self._match(tx, now, score, matched.feedback_set)
+        await self.scoring.add(tx, now, trajectory, matched.feedback_set, first=True)
+        events += await self.scores.emit_if_ready(tx, now, [score], self.scoring.policy)
+        return [*events, *await self._feedback_changed(tx, now, matched.displaced)]
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
         """Store feedback for later trajectories, and match it with the stored ones.
@@ -75,16 +76,13 @@ class Scorer:
             assert feedback.task_id is not None
             await store.mark_for_rematch(tx, feedback.tenant, feedback.task_id, partition)
             return []
-        events: list[Event] = []
-        for trajectory_id in await feedback_rewards.targets_of(tx, placed):
-            events += await self._feedback_changed(tx, now, trajectory_id)
-        return events
+        return await self._feedback_changed(tx, now, await feedback_rewards.targets_of(tx, placed))
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         """Match marked trajectories with their feedback again, a limited number in one transaction."""
         marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
         change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
-        events = await each(tx, "scorer.rematch", marked, change, fail)
+        events = await process_batch(tx, "scorer.rematch", marked, change, fail)
         return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
@@ -98,7 +96,7 @@ class Scorer:
         if not await ledger.receive(handling.tx, handling.now, reward):
             return []
         self._check_range(reward.source, reward.value)
-        score = await self.scores.open(handling.tx, reward.trajectory_id)
+        score = (await self.scores.open(handling.tx, [reward.trajectory_id])).get(reward.trajectory_id)
         if score is None or score.trajectory.tenant != reward.tenant:
             return []
         if owner_of(reward.source) is None and len(score.entries.open_sources) > self.settings.sources_max:
@@ -108,23 +106,27 @@ class Scorer:
                 f"source = {reward.source!r}: the trajectory already has rewards of {limit} sources "
                 "(scorer.sources_max)",
             )
-        return await self.scores.emit_if_ready(handling.tx, handling.now, score, self.scoring.policy)
+        return await self.scores.emit_if_ready(handling.tx, handling.now, [score], self.scoring.policy)
 
     def _check_range(self, source: str, value: float | None) -> None:
         violation = self.settings.violation(source, value)
         if violation is not None:
             raise InvalidEvent("out_of_range", violation)
 
-    async def _feedback_changed(self, tx: AsyncConnection, now: datetime, trajectory_id: str) -> list[Event]:
-        score = await self.scores.open(tx, trajectory_id)
-        if score is None:
+    async def _feedback_changed(self, tx: AsyncConnection, now: datetime, trajectory_ids: Sequence[str]) -> list[Event]:
+        """Match stored trajectories with their feedback again."""
+        scores = await self.scores.open(tx, trajectory_ids)
+        if not scores:
             return []
-        feedback_set, _ = await feedback_rewards.feedback_for(tx, score.trajectory)
-        before = score.row["inputs"]
-        events = await self._match(tx, now, score, feedback_set)
-        if score.row["inputs"] != before:
-            await self.scoring.add(tx, now, score.trajectory, feedback_set, first=False)
-        return [*events, *await self.scores.emit_if_ready(tx, now, score, self.scoring.policy)]
+        events: list[Event] = []
+        matched = await feedback_rewards.feedback_for(tx, [score.trajectory for score in scores.values()])
+        for name, score in scores.items():
+            before, feedback_set = score.row["inputs"], matched[name].feedback_set
+            events += await self._match(tx, now, score, feedback_set)
+            if score.row["inputs"] != before:
+                await self.scoring.add(tx, now, score.trajectory, feedback_set, first=False)
+            await asyncio.sleep(0)  # one feedback may be about many trajectories
+        return [*events, *await self.scores.emit_if_ready(tx, now, scores.values(), self.scoring.policy)]
 
     async def _match(
         self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, feedback_set: FeedbackSet
@@ -141,4 +143,4 @@ class Scorer:
             answers = store.branch_answers(trajectory)
             values = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
             await store_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, values)
-        return [*await feedback_rewards.revise(tx, now, trajectory, feedback_set, score.entries, self.settings)]
+        return [*feedback_rewards.revise(now, trajectory, feedback_set, score.entries, self.settings)]

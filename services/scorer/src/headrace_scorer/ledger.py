@@ -14,7 +14,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.storage.tables import upsert
+from headrace_runtime.storage.tables import is_one_of, upsert
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.sources import owner_of
 from headrace_scorer import metrics
@@ -32,11 +32,17 @@ class LedgerEntries:
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._latest: dict[EntryKey, Row] = {}
         self._from_feedback: dict[EntryKey, Row] = {}
+        self.unsaved: list[Row] = []
+        """New rows that `save` inserts into the table."""
         for row in sorted(rows, key=lambda row: int(row["revision"])):
-            self.add(row)
+            self._set(row)
 
     def add(self, row: Row) -> None:
-        """Add a row, whose revision must be higher than those of the earlier rows with its key."""
+        """Add a new row, whose revision must be higher than those of the earlier rows with its key."""
+        self._set(row)
+        self.unsaved.append(row)
+
+    def _set(self, row: Row) -> None:
         key = key_of(row)
         self._latest[key] = row
         if row["feedback_id"] is not None:
@@ -79,10 +85,13 @@ class LedgerEntries:
         return {key: row["detail"] for key, row in self._latest.items() if row["outcome"] == "given"}
 
 
-async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> LedgerEntries:
-    """Read all rows of the tenant about a trajectory."""
-    query = select(ledger).where(ledger.c.trajectory_id == trajectory_id, ledger.c.tenant == tenant)
-    return LedgerEntries([dict(row) for row in (await tx.execute(query)).mappings()])
+async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, LedgerEntries]:
+    """Read all rows about trajectories that belong to their tenants. `tenants` has the tenant of each trajectory."""
+    query = select(ledger).where(is_one_of(ledger.c.trajectory_id, ledger.c.tenant, tenants.items()))
+    rows: dict[str, list[Row]] = {trajectory_id: [] for trajectory_id in tenants}
+    for row in (await tx.execute(query)).mappings():
+        rows[row["trajectory_id"]].append(dict(row))
+    return {trajectory_id: LedgerEntries(of_trajectory) for trajectory_id, of_trajectory in rows.items()}
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
@@ -93,39 +102,41 @@ async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
-async def enter(tx: AsyncConnection, now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
-    """Insert new revisions of rewards that the scorer computed itself, and add their rows to `entries`."""
-    await _insert(tx, [_row(reward, now) for reward in rewards], entries)
+def enter(now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
+    """Add new revisions of rewards that the scorer computed itself to `entries`."""
+    for reward in rewards:
+        entries.add(_row(reward, now))
 
 
-async def enter_feedback(
-    tx: AsyncConnection,
+def enter_feedback(
     now: datetime,
     trajectory: Trajectory,
     changes: Iterable[tuple[EntryKey, FeedbackEntry]],
     entries: LedgerEntries,
 ) -> list[Reward]:
-    """Insert new revisions of the entries that feedback changes, and add their rows to `entries`.
+    """Add new revisions of the entries that feedback changes to `entries`.
 
     Returns:
         The rewards among the new revisions.
     """
-    rows = []
     rewards = []
     for key, entry in changes:
         row = _feedback_row(trajectory, key, entry, entries.next_revision(key), now)
-        rows.append(row)
+        entries.add(row)
         if key.kind == "reward":
             rewards.append(_reward(trajectory, row, now))
-    await _insert(tx, rows, entries)
     return rewards
 
 
-async def _insert(tx: AsyncConnection, rows: list[dict[str, Any]], entries: LedgerEntries) -> None:
+async def save(tx: AsyncConnection, ledgers: Iterable[LedgerEntries]) -> None:
+    """Insert the unsaved rows of the entries of several trajectories."""
+    rows = []
+    for entries in ledgers:
+        rows += entries.unsaved
+        entries.unsaved = []
     if rows:
         await tx.execute(insert(ledger), rows)
     for row in rows:
-        entries.add(row)
         _count(row)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
@@ -25,7 +26,10 @@ _NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": Fa
 
 @dataclass(slots=True)
 class TrajectoryScore:
-    """Rewards and state of one trajectory. `row` is its row in `trajectories`, locked until the transaction ends."""
+    """Rewards and state of one trajectory. `row` is its row in `trajectories`, locked until the transaction ends.
+
+    `ScoreStore.emit_if_ready` writes the changes of the row and the new ledger entries.
+    """
 
     trajectory: Trajectory
     row: dict[str, Any]
@@ -33,7 +37,7 @@ class TrajectoryScore:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def change(self, **values: object) -> None:
-        """Set columns of the row. `ScoreStore.emit_if_ready` writes them."""
+        """Set columns of the row."""
         for name, value in values.items():
             if self.row[name] != value:
                 self.row[name] = self.changes[name] = value
@@ -57,24 +61,41 @@ class ScoreStore:
         self._learned = learned
         self._judge_monitor = judge_monitor
 
-    async def open(self, tx: AsyncConnection, trajectory_id: str) -> TrajectoryScore | None:
-        """Lock and return the score of a trajectory. None if the trajectory is not stored."""
-        row = await store.lock(tx, trajectory_id)
-        if row is None:
-            return None
-        trajectory = await self._cache.get(tx, trajectory_id)
-        assert trajectory is not None  # its row is locked
-        return TrajectoryScore(trajectory, dict(row), await ledger.read(tx, trajectory_id, trajectory.tenant))
+    async def open(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, TrajectoryScore]:
+        """Lock and return the scores of the stored trajectories among `trajectory_ids`, in their order."""
+        names = list(trajectory_ids)
+        rows = await store.lock(tx, names) if names else {}
+        if not rows:
+            return {}
+        trajectories = await self._cache.get(tx, rows)
+        entries = await ledger.read(tx, {name: row["tenant"] for name, row in rows.items()})
+        return {
+            name: TrajectoryScore(trajectories[name], dict(rows[name]), entries[name]) for name in names if name in rows
+        }
 
     async def emit_if_ready(
+        self, tx: AsyncConnection, now: datetime, scores: Iterable[TrajectoryScore], policy: RewardPolicy
+    ) -> list[Event]:
+        """Save the changes of scores, and return the events to publish.
+
+        These are, for each score, new rewards of the reward model, then a new revision of each experience that has
+        changed. The first revision waits until each expected source has answered, or until the wait is over. Later
+        revisions follow at each change, but not while reward functions are being called again.
+        """
+        events: list[Event] = []
+        ready = list(scores)
+        for score in ready:
+            events += await self._emit(tx, now, score, policy)
+            await asyncio.sleep(0)  # so that large trajectories do not block the event loop together
+        await ledger.save(tx, [score.entries for score in ready])
+        await store.change(tx, {score.trajectory.trajectory_id: score.changes for score in ready if score.changes})
+        for score in ready:
+            score.changes = {}
+        return events
+
+    async def _emit(
         self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, policy: RewardPolicy
     ) -> list[Event]:
-        """Save the changes of the score, and return the events to publish.
-
-        These are new rewards of the reward model, then a new revision of each experience that has changed. The first
-        revision waits until each expected source has answered, or until the wait is over. Later revisions follow at
-        each change, but not while reward functions are being called again.
-        """
         settle_ms = score.row["settle_ms"]
         over = settle_ms is not None and settle_ms <= epoch_ms(now)
         learned = self._learned.name if self._learned is not None else ""
@@ -86,9 +107,6 @@ class ScoreStore:
             score.change(settle_ms=None)
             if over:
                 score.change(scored_inputs=score.row["inputs"])
-        if score.changes:
-            await store.change(tx, score.trajectory.trajectory_id, **score.changes)
-            score.changes.clear()
         return events
 
     async def _add_learned_reward(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
@@ -99,7 +117,7 @@ class ScoreStore:
             return []
         arrived_ms = score.row["arrived_ms"]
         rewards = await self._learned.new_rewards(tx, now, score.trajectory, arrived_ms, score.entries)
-        await ledger.enter(tx, now, rewards, score.entries)
+        ledger.enter(now, rewards, score.entries)
         return [*rewards]
 
 

@@ -12,8 +12,9 @@ import contextlib
 import json
 import math
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from hashlib import sha256
 
 from pydantic import BaseModel, JsonValue
@@ -22,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.http.sources import Sources
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.isolation import each, reason_of
+from headrace_runtime.storage.isolation import process_batch, reason_of
 from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
 from headrace_runtime.stream.processor import Processor, Step, StepFailed
 from headrace_schemas import Event, Reward, Trajectory
@@ -42,16 +43,16 @@ from headrace_scorer.settings import ScorerSettings
 log = get_logger(__name__)
 _KIND = "score"
 _POLL_S = 1.0
-_QUEUE_MAX = 64
-_LEASED_MAX = 32
+_QUEUE_MAX = 128
+_LEASED_MAX = 64
 """Jobs in the queue up to which further jobs are leased; the remaining slots are for trajectories that arrive."""
-_REFILL_AT = 16
+_REFILL_AT = 32
 """Queue length below which the next jobs are leased, if the database has more."""
 _RESERVE = 4
 """Jobs of a tenant that fit into a queue that is full of other tenants' jobs."""
 _TENANTS_MAX = 32
 """Tenants whose jobs one lease covers; the other tenants follow at the next lease."""
-_COMPLETED_MAX = 50
+_COMPLETED_MAX = 64
 _LEASES_MAX = 10
 """Processes that may end while they run the same job; after that the job fails."""
 
@@ -76,8 +77,13 @@ class LoadedJob:
     context: dict[str, JsonValue]
 
 
-CompletedJob = tuple[LoadedJob, dict[str, Outcome]]
-"""A job and the outcome of each of its functions."""
+@dataclass(frozen=True, slots=True)
+class CompletedJob:
+    """A job with the outcome of each of its functions."""
+
+    job: Job
+    order: ScoringJob
+    outcomes: dict[str, Outcome]
 
 
 class Scoring:
@@ -154,7 +160,7 @@ class Scoring:
                 call = CallRequest(function=name, feedback=work.feedback, context=work.context)
                 outcomes[name] = outcome = await self._call(call, work.trajectory)
                 self.sources.note(f"function:{name}", outcome.outcome, outcome.reason)
-        return work, outcomes
+        return CompletedJob(work.job, work.order, outcomes)
 
     async def _call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         try:
@@ -218,16 +224,17 @@ class Scoring:
                 await self._jobs.count(tx, _KIND)
             leased, more = await self._take(tx, now)
 
-            async def load(job: Job) -> Sequence[Event]:
-                loaded.append(await self._read(tx, job))
+            async def load(jobs: Sequence[Job]) -> Sequence[Event]:
+                loaded.extend(await self._read(tx, jobs))
                 return ()
 
             async def fail(job: Job, reason: str) -> Sequence[Event]:
                 order = ScoringJob.model_validate_json(job.payload)
                 failed = dict.fromkeys(order.functions, Outcome.failed(reason))
-                return await self._enter_job(tx, now, job, order, failed)
+                return await self._enter_jobs(tx, now, [CompletedJob(job, order, failed)])
 
-            return await each(tx, "scorer.load", leased, load, fail, lambda job, reason: self._drop(tx, job, reason))
+            drop = partial(self._drop, tx)
+            return await process_batch(tx, "scorer.load", leased, load, fail, drop)
 
         await processor.step(step)
         now = processor.clock.now()
@@ -253,15 +260,21 @@ class Scoring:
                 leased += jobs
         return leased, more
 
-    async def _read(self, tx: AsyncConnection, job: Job) -> LoadedJob:
-        if job.attempts >= _LEASES_MAX:
+    async def _read(self, tx: AsyncConnection, jobs: Sequence[Job]) -> list[LoadedJob]:
+        if any(job.attempts >= _LEASES_MAX for job in jobs):
             raise RuntimeError(f"{_LEASES_MAX} processes ended while they ran its job")
-        order = ScoringJob.model_validate_json(job.payload)
-        trajectory = await self._cache.get(tx, order.trajectory_id)
-        if trajectory is None:  # it was deleted in the meantime, so the job ends without a call
-            return LoadedJob(job, order.model_copy(update={"functions": ()}), "", b"", (), {})
-        feedback_set, _ = await feedback_for(tx, trajectory)
-        return _loaded_job(job, order, trajectory, feedback_set)
+        orders = [ScoringJob.model_validate_json(job.payload) for job in jobs]
+        trajectories = await self._cache.get(tx, [order.trajectory_id for order in orders])
+        matched = await feedback_for(tx, list(trajectories.values()))
+        loaded = []
+        for job, order in zip(jobs, orders, strict=True):
+            trajectory = trajectories.get(order.trajectory_id)
+            if trajectory is None:  # it was deleted in the meantime, so the job ends without a call
+                loaded.append(LoadedJob(job, order.model_copy(update={"functions": ()}), "", b"", (), {}))
+            else:
+                loaded.append(_loaded_job(job, order, trajectory, matched[order.trajectory_id].feedback_set))
+                await asyncio.sleep(0)  # so that large trajectories do not block the event loop together
+        return loaded
 
     async def _enter_results(self, processor: Processor) -> None:
         while True:
@@ -281,21 +294,20 @@ class Scoring:
         """
 
         async def step(tx: AsyncConnection, now: datetime) -> list[Event]:
-            for work, _ in completed:
-                self._leased.pop(work.job.job_id, None)
+            for item in completed:
+                self._leased.pop(item.job.job_id, None)
 
-            async def enter(item: CompletedJob) -> Sequence[Event]:
-                work, outcomes = item
-                return await self._enter_job(tx, now, work.job, work.order, outcomes)
+            async def enter(jobs: Sequence[CompletedJob]) -> Sequence[Event]:
+                return await self._enter_jobs(tx, now, jobs)
 
             async def fail(item: CompletedJob, reason: str) -> Sequence[Event]:
-                work, outcomes = item
-                failed = dict.fromkeys(outcomes, Outcome.failed(reason))
-                return await self._enter_job(tx, now, work.job, work.order, failed)
+                failed = dict.fromkeys(item.outcomes, Outcome.failed(reason))
+                return await self._enter_jobs(tx, now, [replace(item, outcomes=failed)])
 
-            return await each(
-                tx, "scorer.enter", completed, enter, fail, lambda item, reason: self._drop(tx, item[0].job, reason)
-            )
+            async def drop(item: CompletedJob, reason: str) -> Sequence[Event]:
+                return await self._drop(tx, item.job, reason)
+
+            return await process_batch(tx, "scorer.enter", completed, enter, fail, drop)
 
         return step
 
@@ -305,22 +317,20 @@ class Scoring:
             return ()
         return await store.fail_scoring(tx, job.job_id.rpartition("/")[0], reason)
 
-    async def _enter_job(
-        self, tx: AsyncConnection, now: datetime, job: Job, order: ScoringJob, outcomes: dict[str, Outcome]
-    ) -> list[Event]:
-        if not await self._jobs.finish(tx, job):
-            return []
-        score = await self._scores.open(tx, order.trajectory_id)
-        return [] if score is None else await self._enter_outcomes(tx, now, score, order, outcomes)
+    async def _enter_jobs(self, tx: AsyncConnection, now: datetime, completed: Sequence[CompletedJob]) -> list[Event]:
+        finished = await self._jobs.finish(tx, *(item.job for item in completed))
+        entered = [item for item in completed if item.job.job_id in finished]
+        scores = await self._scores.open(tx, dict.fromkeys(item.order.trajectory_id for item in entered))
+        rewards: list[Event] = []
+        for item in entered:
+            score = scores.get(item.order.trajectory_id)
+            if score is not None:
+                rewards += self._enter_outcomes(now, score, item.order, item.outcomes)
+        return [*rewards, *await self._scores.emit_if_ready(tx, now, scores.values(), self.policy)]
 
-    async def _enter_outcomes(
-        self,
-        tx: AsyncConnection,
-        now: datetime,
-        score: TrajectoryScore,
-        order: ScoringJob,
-        outcomes: dict[str, Outcome],
-    ) -> list[Event]:
+    def _enter_outcomes(
+        self, now: datetime, score: TrajectoryScore, order: ScoringJob, outcomes: dict[str, Outcome]
+    ) -> list[Reward]:
         current = score.row["inputs"] == order.inputs
         outdated = set() if current else {function.name for function in self.functions if function.looks_at_feedback}
         rewards = [
@@ -329,10 +339,10 @@ class Scoring:
             if name not in outdated
             for reward in _rewards(score, now, f"function:{name}", outcome)
         ]
-        await ledger.enter(tx, now, rewards, score.entries)
+        ledger.enter(now, rewards, score.entries)
         if current:
             score.change(scored_inputs=order.inputs)
-        return [*rewards, *await self._scores.emit_if_ready(tx, now, score, self.policy)]
+        return rewards
 
 
 def _loaded_job(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_set: FeedbackSet) -> LoadedJob:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import RowMapping, insert, or_, select, update
+from sqlalchemy import Row, RowMapping, bindparam, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -17,7 +17,7 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.worker_threads import run_off_loop
-from headrace_runtime.storage.tables import insert_new, upsert
+from headrace_runtime.storage.tables import insert_new, is_one_of, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
@@ -29,6 +29,10 @@ _CACHED_MAX = 256
 _TURNS_AT_ONCE = 500
 """Largest number of turns in one SQL statement."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
+Session = tuple[str, str]
+"""Key and tenant of a session."""
+Task = tuple[str, str]
+"""Tenant and id of a task."""
 
 
 class TrajectoryCache:
@@ -42,17 +46,19 @@ class TrajectoryCache:
         while len(self._recent) > _CACHED_MAX:
             self._recent.popitem(last=False)
 
-    async def get(self, tx: AsyncConnection, trajectory_id: str) -> Trajectory | None:
-        """Return the trajectory from memory or from the database. None when the database does not have it."""
-        trajectory = self._recent.get(trajectory_id)
-        if trajectory is None:
-            query = select(trajectories.c.payload).where(trajectories.c.trajectory_id == trajectory_id)
-            payload = await tx.scalar(query)
-            if payload is None:
-                return None
-            trajectory = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
-            self.keep(trajectory)
-        return trajectory
+    async def get(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, Trajectory]:
+        """Return the trajectories from memory or from the database, except those that the database does not have."""
+        ids = set(trajectory_ids)
+        cached = {name: self._recent[name] for name in ids & self._recent.keys()}
+        missing = ids - cached.keys()
+        if not missing:
+            return cached
+        query = select(trajectories.c.trajectory_id, trajectories.c.payload)
+        loaded = {}
+        for name, payload in await tx.execute(query.where(trajectories.c.trajectory_id.in_(missing))):
+            loaded[name] = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
+            self.keep(loaded[name])
+        return cached | loaded
 
 
 async def add_trajectory(
@@ -142,18 +148,26 @@ def branch_answers(trajectory: Trajectory) -> frozenset[Answer]:
     return frozenset((span.turn_id, span.choice) for branch in trajectory.branches for span in branch.spans)
 
 
-async def lock(tx: AsyncConnection, trajectory_id: str) -> RowMapping | None:
-    """Return the row of a trajectory without its payload, locked until the transaction ends.
+async def lock(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, RowMapping]:
+    """Return the rows of the stored trajectories without their payloads, locked until the transaction ends.
 
-    None if there is no row.
+    They are locked in the order of their ids, so that two replicas that lock the same rows cannot deadlock.
     """
-    query = select(*_STATE).where(trajectories.c.trajectory_id == trajectory_id).with_for_update()
-    return (await tx.execute(query)).mappings().one_or_none()
+    column = trajectories.c.trajectory_id
+    query = select(*_STATE).where(column.in_(set(trajectory_ids))).order_by(column).with_for_update()
+    return {row["trajectory_id"]: row for row in (await tx.execute(query)).mappings()}
 
 
-async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> None:
-    """Set columns in the row of a trajectory."""
-    await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
+async def change(tx: AsyncConnection, changes: Mapping[str, Mapping[str, object]]) -> None:
+    """Set columns in the rows of trajectories. `changes` has the new values of each trajectory."""
+    rows_by_columns: dict[tuple[str, ...], list[dict[str, object]]] = {}
+    for trajectory_id, values in changes.items():
+        row = {f"new_{name}": value for name, value in sorted(values.items())}
+        rows_by_columns.setdefault(tuple(sorted(values)), []).append({**row, "changed_id": trajectory_id})
+    for names, rows in rows_by_columns.items():
+        values = {name: bindparam(f"new_{name}") for name in names}
+        changed = trajectories.c.trajectory_id == bindparam("changed_id")
+        await tx.execute(update(trajectories).where(changed).values(values), rows)
 
 
 async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: PlacedFeedback, partition: int) -> None:
@@ -177,45 +191,77 @@ async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: Pl
         await tx.execute(insert(listed), rows)
 
 
+def session_of(trajectory: Trajectory) -> Session:
+    return trajectory.session_key, trajectory.tenant
+
+
 async def feedback_about(
-    tx: AsyncConnection, session_key: str, tenant: str, turn_ids: Collection[str]
-) -> tuple[list[PlacedFeedback], list[PlacedFeedback]]:
-    """Return the tenant's feedback that lists any of `turn_ids`, and its feedback about the session as a whole.
+    tx: AsyncConnection, stored: Sequence[Trajectory]
+) -> dict[str, tuple[list[PlacedFeedback], list[PlacedFeedback]]]:
+    """Return, for each stored trajectory, the feedback that lists its turns, and that about its session as a whole.
 
-    A run with several sessions has a copy of its feedback in each session. Only the copies in this session count.
+    Both are of its tenant. A run with several sessions has a copy of its feedback in each session. Only the copies in
+    the session of the trajectory count.
     """
-    lists = select(listed.c.event_id).where(listed.c.turn_id.in_(turn_ids))
-    columns = feedback.c.payload, feedback.c.place, feedback.c.turns_until, feedback.c.trajectories_until
-    query = select(*columns).where(
-        feedback.c.session_key == session_key,
-        feedback.c.tenant == tenant,
-        or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
+    own_turns = turns.c.trajectory_id.in_([trajectory.trajectory_id for trajectory in stored])
+    lists = select(listed.c.event_id).join(turns, turns.c.turn_id == listed.c.turn_id).where(own_turns)
+    table = feedback.c
+    query = select(
+        table.session_key, table.tenant, table.payload, table.place, table.turns_until, table.trajectories_until
+    ).where(
+        is_one_of(table.session_key, table.tenant, {session_of(trajectory) for trajectory in stored}),
+        or_(table.lists_turns.is_(False), table.event_id.in_(lists)),
     )
-    stored = [_feedback_record(*row) for row in await tx.execute(query)]
-    records = [record for record in stored if record is not None]
-    return (
-        [record for record in records if record.event.msg_ids],
-        [record for record in records if not record.event.msg_ids],
-    )
+    records: dict[Session, list[PlacedFeedback]] = {}
+    for session_key, tenant, *row in await tx.execute(query):
+        record = _feedback_record(*row)
+        if record is not None:
+            records.setdefault((session_key, tenant), []).append(record)
+    return {
+        trajectory.trajectory_id: _split_by_turns(records.get(session_of(trajectory), []), trajectory)
+        for trajectory in stored
+    }
 
 
-async def feedback_about_task(
-    tx: AsyncConnection, tenant: str, task_id: str, trajectory_id: str
-) -> list[PlacedFeedback]:
-    """Return the feedback about all runs of a task.
+def _split_by_turns(
+    records: Iterable[PlacedFeedback], trajectory: Trajectory
+) -> tuple[list[PlacedFeedback], list[PlacedFeedback]]:
+    """Return the feedback that lists turns of the trajectory, and that which lists none at all."""
+    listing, general = [], []
+    turn_ids = set(trajectory.turn_ids)
+    for record in records:
+        if not record.event.msg_ids:
+            general.append(record)
+        elif not turn_ids.isdisjoint(record.event.msg_ids):
+            listing.append(record)
+    return listing, general
+
+
+async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -> dict[str, list[PlacedFeedback]]:
+    """Return, for each trajectory with a task in `tasks`, the feedback about all runs of this task.
 
     Each partition has a copy of it. The copies in the partition of the trajectory are returned, because their offsets
     have one order.
     """
-    own_partition = (
-        select(trajectories.c.partition).where(trajectories.c.trajectory_id == trajectory_id).scalar_subquery()
-    )
     table = feedback.c
-    query = select(table.payload, table.place).where(
-        table.tenant == tenant, table.task_id == task_id, table.partition == own_partition, table.task_id.is_not(None)
-    )
-    stored = [_feedback_record(*row) for row in await tx.execute(query)]
-    return [record for record in stored if record is not None]
+    query = select(table.tenant, table.task_id, table.partition, table.payload, table.place)
+    rows: list[Row[Any]] = []
+    for name in {tenant for tenant, _ in tasks.values()}:  # SQLite searches the index by one tenant and several tasks
+        ids = {task_id for tenant, task_id in tasks.values() if tenant == name}
+        of_tenant = query.where(table.tenant == name, table.task_id.in_(ids), table.task_id.is_not(None))
+        rows += (await tx.execute(of_tenant)).all()
+    if not rows:
+        return {}
+    column = trajectories.c.trajectory_id
+    partitions = dict((await tx.execute(select(column, trajectories.c.partition).where(column.in_(tasks)))).all())
+    records: dict[str, list[PlacedFeedback]] = {}
+    for trajectory_id, task in tasks.items():
+        copies = [
+            row for row in rows if (row.tenant, row.task_id) == task and row.partition == partitions[trajectory_id]
+        ]
+        parsed = [_feedback_record(row.payload, row.place) for row in copies]
+        records[trajectory_id] = [record for record in parsed if record is not None]
+    return records
 
 
 def _feedback_record(
@@ -245,13 +291,20 @@ async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
     return names
 
 
-async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[ClosedTrajectory]:
-    """Return the stored trajectories of a session."""
+async def closed_in_sessions(
+    tx: AsyncConnection, sessions: Collection[Session]
+) -> dict[Session, list[ClosedTrajectory]]:
+    """Return the stored trajectories of each session."""
+    closed: dict[Session, list[ClosedTrajectory]] = {session: [] for session in sessions}
+    if not closed:
+        return closed
     table = trajectories.c
-    query = select(table.trajectory_id, table.time_ms, table.place, table.began).where(
-        table.session_key == session_key, table.tenant == tenant
+    query = select(table.session_key, table.tenant, table.trajectory_id, table.time_ms, table.place, table.began).where(
+        is_one_of(table.session_key, table.tenant, closed.keys())
     )
-    return [ClosedTrajectory(*row) for row in await tx.execute(query)]
+    for session_key, tenant, *row in await tx.execute(query):
+        closed[session_key, tenant].append(ClosedTrajectory(*row))
+    return closed
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:
@@ -273,7 +326,7 @@ async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> l
     row = (await tx.execute(query.where(table.trajectory_id == trajectory_id))).one_or_none()
     if row is None:
         return []
-    await change(tx, trajectory_id, settle_ms=None, rematch=False)
+    await change(tx, {trajectory_id: {"settle_ms": None, "rematch": False}})
     partition = -1 if row.partition is None else row.partition
     headers = (("ce_id", trajectory_id.encode("utf-8", "replace")),)
     record = Record("trajectories", partition, row.place, row.session_key.encode(), row.payload, headers)

@@ -10,7 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.storage.isolation import each
+from headrace_runtime.storage.isolation import process_batch
 from headrace_runtime.storage.tables import COUNTED_MAX, count_rows
 from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event
@@ -39,11 +39,11 @@ async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, po
     oldest = overdue.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX)
     trajectory_ids = (await tx.execute(oldest)).scalars().all()
 
-    async def end(trajectory_id: str) -> Sequence[Event]:
-        score = await scores.open(tx, trajectory_id)
-        return [] if score is None else await scores.emit_if_ready(tx, now, score, policy)
+    async def end(ended_ids: Sequence[str]) -> Sequence[Event]:
+        return await scores.emit_if_ready(tx, now, (await scores.open(tx, ended_ids)).values(), policy)
 
-    experiences = await each(tx, "scorer.end_waiting", trajectory_ids, end, partial(store.fail_scoring, tx))
+    fail = partial(store.fail_scoring, tx)
+    experiences = await process_batch(tx, "scorer.end_waiting", trajectory_ids, end, fail)
     return Unfinished(experiences) if len(trajectory_ids) == _ENDED_AT_ONCE_MAX else experiences
 
 

@@ -1,9 +1,9 @@
 """Isolation of the items of a step: an item that fails is tried three times and then reported, and all others continue.
 
 A step first processes all its items in one transaction. If that raises, `Processor` rolls it back and runs the step
-again on a connection that is marked as isolating. Then `each` processes every item in a savepoint of its own. The three
-tries and the report are one transaction, so a crash in between changes nothing, and no failing item remains that would
-fail again after the restart.
+again on a connection that is marked as isolating. Then `each` and `process_batch` process every item in a savepoint of
+its own. The three tries and the report are one transaction, so a crash in between changes nothing, and no failing item
+remains that would fail again after the restart.
 """
 
 from __future__ import annotations
@@ -136,6 +136,22 @@ async def each(
     return events
 
 
+async def process_batch(
+    tx: AsyncConnection,
+    name: str,
+    items: Sequence[T],
+    work: Callable[[Sequence[T]], Awaitable[Sequence[Event]]],
+    *fails: Fail[T],
+) -> list[Event]:
+    """Run `work` once for all items, so that it can read and write the rows of all of them in a few statements.
+
+    If `tx` is isolating, `work` runs for each item alone, as in `each`. The arguments are those of `each`, too.
+    """
+    if _encoder(tx) is not None:
+        return await each(tx, name, items, lambda item: work([item]), *fails)
+    return [*await work(items)] if items else []
+
+
 def _encoder(tx: AsyncConnection) -> Encode | None:
     encode: Encode | None = tx.sync_connection.get_execution_options().get(_ENCODE) if tx.sync_connection else None
     return encode
@@ -181,4 +197,4 @@ async def _in_savepoint(
         return events
 
 
-__all__ = ["TRIES", "ItemIsolation", "each", "is_fatal", "isolate", "reason_of"]
+__all__ = ["TRIES", "ItemIsolation", "each", "is_fatal", "isolate", "process_batch", "reason_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from sqlalchemy import (
     delete,
     func,
     select,
+    tuple_,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -106,6 +107,14 @@ async def upsert(
 def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
     """Return the statement that inserts rows, also in bulk, and skips those whose `key` exists."""
     return _statement(tx.dialect.name, table, key, ())
+
+
+def is_one_of(first: ColumnElement[Any], second: ColumnElement[Any], pairs: Collection[tuple[Any, Any]]) -> Any:
+    """Return the condition that (`first`, `second`) is one of `pairs`.
+
+    `first` must have an index. SQLite uses it for the values of one column, but not for pairs.
+    """
+    return first.in_({value for value, _ in pairs}) & tuple_(first, second).in_(list(pairs))
 
 
 @lru_cache(maxsize=256)

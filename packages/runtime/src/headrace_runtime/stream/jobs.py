@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.metrics import JOBS
-from headrace_runtime.storage.tables import COUNTED_MAX, StreamTables, count_rows, upsert
+from headrace_runtime.storage.tables import COUNTED_MAX, StreamTables, count_rows, is_one_of, upsert
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Jobs:
     async def start(self, tx: AsyncConnection, job_id: str, kind: str, payload: bytes, until: datetime) -> Job | None:
         """Add a job with a lease of the caller, which saves a round trip; None if the queue has a job with this id.
 
-        The caller may begin the work at once. `finish` returns False if `tx` was not committed.
+        The caller may begin the work at once. `finish` does not return the job if `tx` was not committed.
         """
         values = {"kind": kind, "payload": payload, "attempts": 1, "due_ms": epoch_ms(until)}
         added = await upsert(tx, self._table, {"job_id": job_id}, values, update=False)
@@ -113,9 +113,16 @@ class Jobs:
         if free_ids:
             await tx.execute(update(table).where(table.c.job_id.in_(free_ids)).values(due_ms=epoch_ms(until)))
 
-    async def finish(self, tx: AsyncConnection, job: Job) -> bool:
-        """Remove a leased job. False if another worker has leased it or it was never committed: discard the result."""
-        return bool((await tx.execute(delete(self._table).where(self._is_leased_as(job)))).rowcount)
+    async def finish(self, tx: AsyncConnection, *jobs: Job) -> set[str]:
+        """Remove leased jobs.
+
+        Returns:
+            Ids of the removed jobs. Another worker has leased the other jobs, or they were never committed: discard
+            their results.
+        """
+        table = self._table
+        leases = is_one_of(table.c.job_id, table.c.attempts, [(job.job_id, job.attempts + 1) for job in jobs])
+        return set((await tx.execute(delete(table).where(leases).returning(table.c.job_id))).scalars())
 
     async def postpone(self, tx: AsyncConnection, job: Job, due_at: datetime) -> None:
         """Make a leased job due again at `due_at`, unless another worker has leased it."""

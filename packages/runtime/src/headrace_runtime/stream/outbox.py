@@ -50,9 +50,11 @@ class Outbox:
             await tx.execute(delete(self._table).where(self._table.c.id.in_(self._acknowledged)))
         if records:
             now = epoch_ms(self._clock.now())
-            ids = insert(self._table).returning(self._table.c.id, sort_by_parameter_order=True)
-            rows = await tx.execute(ids, [{**_row(record), "at_ms": now} for record in records])
-            self._added = list(zip(rows.scalars(), records, strict=True))
+            # SQLite numbers the rows of a statement in their order; SQLAlchemy would insert them one by one to be sure
+            by_parameter = tx.dialect.name != "sqlite"
+            inserting = insert(self._table).returning(self._table.c.id, sort_by_parameter_order=by_parameter)
+            rows = await tx.execute(inserting, [{**_row(record), "at_ms": now} for record in records])
+            self._added = list(zip(sorted(rows.scalars()), records, strict=True))
 
     def committed(self) -> None:
         """Accept the records of the last `add`, whose transaction has committed."""
