@@ -77,9 +77,13 @@ class LocalGate:
         """Start no server."""
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[LocalPlaySession]:
+    async def session(self, *, use_spare: bool = False) -> AsyncIterator[LocalPlaySession]:
+        del use_spare
         await asyncio.sleep(world().bus.draw.expovariate(2))
         yield LocalPlaySession()
+
+    def prepare(self) -> None:
+        """Do nothing, because a session has no process."""
 
 
 class LocalPlaySession:

@@ -54,6 +54,17 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         await rig.until(lambda: rig.champion("life") == first, "the rollback on the bus")
 
 
+async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(own_bus: str, tmp_path: Path) -> None:
+    rig = RegistryRig(own_bus, tmp_path)
+    rig.set({"HEADRACE_REGISTRY__POLL_S": "3600"})
+    async with rig.open():
+        rig.registry()
+        first = await rig.publish("prompt", 0)
+        await rig.until(lambda: "evaluated" in rig.decisions_about(first), "the first version's audit")
+        second = await rig.publish("prompt", 1, {"t": 0.75})
+        await rig.until(lambda: rig.champion("prompt") == second, "the second champion")
+
+
 @pytest.mark.postgres
 async def test_a_standby_takes_over_from_a_killed_leader(
     own_bus: str, tmp_path: Path, postgres: postgres_node.PostgresNode

@@ -106,7 +106,8 @@ class FakeGate:
         return set().union(*self.runs)
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[FakeSession]:
+    async def session(self, *, use_spare: bool = False) -> AsyncIterator[FakeSession]:
+        del use_spare
         session = FakeSession(self)
         self.runs.append(session.players)
         try:
@@ -114,6 +115,9 @@ class FakeGate:
         except asyncio.CancelledError:
             self.cancelled.append(session.players)
             raise
+
+    def prepare(self) -> None:
+        """Do nothing, because a session takes no time to start."""
 
 
 class FakeSession:

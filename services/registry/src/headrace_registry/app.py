@@ -90,9 +90,9 @@ class _Registry:
             clock=clock,
             limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
-        self._reader = CheckpointReader(self._processor, database, common.bus)
+        self._reader = CheckpointReader(self._processor, database, common.bus, self._wake)
         self._traffic_reader = TrafficReader(
-            self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._model_controller.wake.set()
+            self._processor, self._lease, common.bus, settings.rollout.read_s, self._wake
         )
         answers = None
         if settings.rollout.shadow.tenants:
@@ -148,6 +148,9 @@ class _Registry:
             group.create_task(self._reconcile())
             group.create_task(self._prune())
             group.create_task(self._keep_storage_limit())
+
+    def _wake(self) -> None:
+        self._model_controller.wake.set()
 
     def _follow_traffic(self, enabled: bool) -> bool:
         if enabled:

@@ -27,8 +27,8 @@ from headrace_schemas.programs.replay import Measure, Measured
 
 T = TypeVar("T")
 _SEEDS = 2**31
-_SHARE_BESIDE_TRIAL = 8
-"""During a trial, an audit gets 1 / 8 of the concurrent plays."""
+_SHARE_BESIDE_TRIAL = 16
+"""During a trial, an audit gets 1 / 16 of the concurrent plays."""
 _AHEAD = 2
 """Plays that may be requested ahead, as a multiple of `concurrency`, so that a slow task does not delay the others."""
 
@@ -108,7 +108,7 @@ async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> N
 class AuditLimiter:
     """Limits how many plays of audits run at once. Use `async with` around each play.
 
-    At most `concurrency` plays run while no trial does, and an eighth of that during a trial, because only trials
+    At most `concurrency` plays run while no trial does, and a sixteenth of that during a trial, because only trials
     decide which version serves. A play that has begun is finished, so none is lost or counted twice.
     """
 

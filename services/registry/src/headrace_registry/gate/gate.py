@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -17,15 +18,19 @@ from pydantic import ValidationError
 
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, SettingError
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas.programs.gate import Play, Played, Tasks
 
+log = get_logger(__name__)
 T = TypeVar("T")
 _CHUNK = 65_536
 _LINE_BYTES_MAX = 16_777_216
 """Longest line that the program may print. The first line names every task, so the bound is high."""
 _ERROR_TAIL = 500
+_SPARE_S = 300.0
+"""Seconds for which a program that was started ahead waits for a trial."""
 _SHAPES = {
     Tasks: '{"gate": [names of tasks], "audit": [other names]}',
     Played: '{"version": ..., "task": ..., "seed": ..., "score": 0..1}',
@@ -51,6 +56,7 @@ class Gate:
         if settings.ray.workers and find_spec("ray") is None:
             raise SettingError("registry.gate.ray.workers", settings.ray.workers, "install headrace-registry[ray]")
         self._settings = settings
+        self._spare: SpareProgram | None = None
         self.configured = bool(settings.command)
         self.sha256 = program_digest(settings.command)
         """Digest of the gate's command and code, computed when a session starts the program.
@@ -58,14 +64,49 @@ class Gate:
         Scores of different gates are never compared.
         """
 
+    def prepare(self) -> None:
+        """Start a copy of the program that waits for the next session with a spare.
+
+        On a busy machine an interpreter takes seconds to start, and for so long a published version would wait. Copies
+        on a Ray cluster are not started ahead, because each takes CPUs of the cluster.
+        """
+        if not self._settings.ray.workers and (self._spare is None or self._spare.ended):
+            self._spare = SpareProgram(self._start)
+
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[GateSession]:
+    async def session(self, *, use_spare: bool = False) -> AsyncIterator[GateSession]:
         """Start the program and yield the session once the program has named its tasks. Raises `GateFailed`.
 
         When the body ends, the program and its children are killed.
+
+        Args:
+            use_spare: whether the program that `prepare` started is used. If its files have changed since, or it has
+                ended, the program is started again.
         """
+        async with contextlib.AsyncExitStack() as stack:
+            session = await self._take_spare(stack) if use_spare else None
+            if session is None:
+                session = await stack.enter_async_context(self._start())
+            self.sha256 = session.sha256
+            yield session
+
+    async def _take_spare(self, stack: contextlib.AsyncExitStack) -> GateSession | None:
+        """Return the session of the spare program if it can be used. It is killed when the stack is closed."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        stack.push_async_callback(spare.release)
+        session = await spare.take()
+        present = await asyncio.to_thread(program_digest, self._settings.command)
+        if session is not None and session.problem is None and session.sha256 == present:
+            return session
+        await spare.release()
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _start(self) -> AsyncIterator[GateSession]:
         command = self._command()
-        self.sha256 = await asyncio.to_thread(program_digest, self._settings.command)
+        sha256 = await asyncio.to_thread(program_digest, self._settings.command)
         process = await asyncio.create_subprocess_exec(
             *bound_to_parent(command),
             stdin=PIPE,
@@ -75,7 +116,7 @@ class Gate:
             limit=_LINE_BYTES_MAX,
             env=self._environment(),
         )
-        session = GateSession(process, command[0], self._settings)
+        session = GateSession(process, command[0], self._settings, sha256)
         reading = asyncio.create_task(session.read())
         try:
             await session.wait_for_tasks()
@@ -102,7 +143,7 @@ class Gate:
 class GateSession:
     """A running program. `play` may be called concurrently; the caller limits how many plays run."""
 
-    def __init__(self, process: Process, name: str, settings: GateSettings) -> None:
+    def __init__(self, process: Process, name: str, settings: GateSettings, sha256: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -113,7 +154,10 @@ class GateSession:
         self._tasks: asyncio.Future[Tasks] = asyncio.get_running_loop().create_future()
         self._waiting: dict[Play, asyncio.Future[float]] = {}
         self._last_output_s = asyncio.get_running_loop().time()
-        self._problem: GateFailed | None = None
+        self.sha256 = sha256
+        """Digest of the command and code with which the program was started."""
+        self.problem: GateFailed | None = None
+        """Why the program plays no more; None while it runs."""
 
     @property
     def tasks(self) -> Tasks:
@@ -125,8 +169,8 @@ class GateSession:
 
     async def play(self, version: str, task: str, seed: int) -> float:
         """Return the score of one play. Raises `GateFailed`, as do all other plays that are running then."""
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise self.problem
         play = Play(version=version, task=task, seed=seed)
         if play in self._waiting:
             return await self._wait_for(self._waiting[play], f"{len(self._waiting)} plays")
@@ -171,7 +215,7 @@ class GateSession:
         finally:
             errors.cancel()
             await asyncio.gather(errors, return_exceptions=True)
-            self._problem = problem
+            self.problem = problem
             for answer in self._waiting.values():
                 _fail(answer, problem)
             _fail(self._tasks, problem)
@@ -214,6 +258,45 @@ class GateSession:
             )
         if not answer.done():
             answer.set_result(message.score)
+
+
+class SpareProgram:
+    """A copy of the program that was started ahead of its trial. A task of its own holds it."""
+
+    def __init__(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
+        self._ready: asyncio.Future[GateSession | None] = asyncio.get_running_loop().create_future()
+        self._taken = asyncio.Event()
+        self._released = asyncio.Event()
+        self.ended = False
+        """Whether the program can not be taken any more, because it failed or no trial came in `_SPARE_S`."""
+        self._task = asyncio.create_task(self._hold(start))
+
+    async def take(self) -> GateSession | None:
+        """Return the session once the program has named its tasks, or None if the program has ended."""
+        self._taken.set()
+        return None if self.ended else await asyncio.shield(self._ready)
+
+    async def release(self) -> None:
+        """Kill the program."""
+        self._released.set()
+        self._taken.set()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _hold(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
+        try:
+            async with start() as session:
+                self._ready.set_result(session)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._taken.wait(), _SPARE_S)
+                if self._taken.is_set():
+                    await self._released.wait()
+                self.ended = True
+        except (GateFailed, OSError) as error:  # the trial starts the program itself, and reports why it fails
+            log.warning("spare_program_failed", error=str(error))
+        finally:
+            self.ended = True
+            if not self._ready.done():
+                self._ready.set_result(None)
 
 
 def _fail(waiting: asyncio.Future[T], problem: GateFailed) -> None:

@@ -37,7 +37,9 @@ class GateProgram(Protocol):
     configured: bool
     sha256: str
 
-    def session(self) -> AbstractAsyncContextManager[PlaySession]: ...
+    def session(self, *, use_spare: bool = False) -> AbstractAsyncContextManager[PlaySession]: ...
+
+    def prepare(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -175,6 +177,7 @@ class GateRunner:
             if outcome == "scored":
                 self._runs[key].played = True
                 await self._write(store_result)
+                self._program.prepare()
 
     def _note_failure(self, tries: Attempts, version: str, reason: str) -> None:
         log.warning("gate_failed", version=version, error=reason)
@@ -196,7 +199,10 @@ class GateRunner:
         trial = Trial(
             gate, number, action.version, action.champion, record.anchor_state if action.anchor else CHAMPION_IS_ANCHOR
         )
-        async with self._program.session() as session:
+        started_s = self._processor.clock.monotonic_s()
+        async with self._program.session(use_spare=True) as session:
+            ready_s = self._processor.clock.monotonic_s() - started_s
+            log.info("gate_ready", version=action.version, seconds=round(ready_s, 2))
             with self._audit_limiter.trial():
                 trial_result = await evaluation.run_trial(
                     session, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s

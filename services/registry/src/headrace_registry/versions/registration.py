@@ -6,7 +6,7 @@ There is no consumer group: the position is stored in the database with the effe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
@@ -72,7 +72,11 @@ class CheckpointReader:
     """Passes every checkpoint to the processor, at least once and in order. `following` is set while it is
     connected."""
 
-    def __init__(self, processor: Processor, database: Database, bus: BusSettings) -> None:
+    def __init__(
+        self, processor: Processor, database: Database, bus: BusSettings, registered: Callable[[], None]
+    ) -> None:
+        """Create a reader. It calls `registered` after each batch of checkpoints."""
+        self._registered = registered
         self._processor = processor
         self._database = database
         self._bus = bus
@@ -86,6 +90,7 @@ class CheckpointReader:
                 await self._connect(reader)
                 while True:
                     await self._processor.process(await _poll(reader))
+                    self._registered()
             except (KafkaError, OSError, _BusAway) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:
