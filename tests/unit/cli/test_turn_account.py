@@ -317,3 +317,18 @@ def test_a_random_history_is_accounted_as_it_was_made(seed: int) -> None:
     account = turn_account_of(events)
     assert account.consistent
     assert {**account.waiting, **account.dropped, "trained": account.trained} == expected
+
+
+def test_the_rarest_of_many_reasons_count_together() -> None:
+    """Each failed experience has the text of its own error."""
+    names = [f"t{number}" for number in range(200)]
+    events: list[Event] = [event for name in names for event in (turn(name), trajectory(f"T-{name}", (name,)))]
+    events += [experience(f"E-{name}", name, of=f"T-{name}") for name in names]
+    details = ["examples", "examples", *(f"ValueError: row {number}" for number in range(198))]
+    verdicts = [
+        verdict(f"E-{name}", name, dropped="invalid", detail=detail)
+        for name, detail in zip(names, details, strict=True)
+    ]
+    captured, trained, waiting, dropped = summary(turn_account_of([*events, report(*verdicts)]))
+    assert (captured, trained, waiting) == (200, 0, {})
+    assert (len(dropped), dropped["examples"], dropped["other"]) == (64, 2, 136)

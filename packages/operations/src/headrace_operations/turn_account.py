@@ -45,6 +45,10 @@ _TURN_ENDING_SOURCES = frozenset({("collector", "turns"), ("scorer", "trajectori
 """Service and source topic of dead letters that end a turn. A judge that refuses a trajectory only abstains."""
 
 
+_REASONS_MAX = 64
+"""Reasons that are listed. Reasons of failed experiences are texts of errors, of which there can be any number."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnAccount:
     """Number of captured turns by state. `captured` is the sum of `trained`, `waiting` and `dropped`.
@@ -57,7 +61,7 @@ class TurnAccount:
     waiting: Mapping[str, int]
     """Turns by the event that they wait for: the end of their `session`, a `reward`, `training`."""
     dropped: Mapping[str, int]
-    """Turns by the reason why they were dropped."""
+    """Turns by the reason why they were dropped. The rarest reasons of many count together as `other`."""
     problems: tuple[str, ...]
     problems_total: int
     lineages: Mapping[str, str]
@@ -259,7 +263,7 @@ class TurnAccountBuilder:
             self._turn_state(turn_id, turn, lineages) for (_, turn_id), turn in self._turns.items() if turn.captured
         )
         waiting = {name: count for (state, name), count in sorted(states.items()) if state == "waiting"}
-        dropped = {name: count for (state, name), count in sorted(states.items()) if state == "dropped"}
+        dropped = _bounded({name: count for (state, name), count in sorted(states.items()) if state == "dropped"})
         return TurnAccount(
             captured=states.total(),
             trained=states["trained", ""],
@@ -398,3 +402,12 @@ def turn_account_of(
     for event in events:
         builder.add(event)
     return builder.close(complete=complete)
+
+
+def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the most frequent reasons in the order of `counts`, and the number of all others as `other`."""
+    if len(counts) <= _REASONS_MAX:
+        return dict(counts)
+    frequent = set(sorted(counts, key=lambda reason: -counts[reason])[: _REASONS_MAX - 1])
+    rest = sum(count for reason, count in counts.items() if reason not in frequent)
+    return {**{reason: count for reason, count in counts.items() if reason in frequent}, "other": rest}

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from headrace_inference.grammar.trial import GrammarTrial, TrialFailed, TrialTim
 from headrace_inference.grammar.turns import Turns
 from headrace_inference.grammar.vocabulary import VocabularyUnreadable, read_vocabulary
 from headrace_runtime.errors import Refused
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class _Compilation:
     """One compilation. `begun_s` is 0 until the grammar has passed its trial."""
 
     grammar: _Grammar
+    tenant: str
     begun_s: float = field(default=0.0)
 
 
@@ -83,10 +85,11 @@ class GrammarCompiler:
         self._settings = settings
         self._text_pool = ThreadPoolExecutor(1, "grammar-text")
         self._pool = ThreadPoolExecutor(settings.threads, "grammar")
-        self._turns: Turns[Hashable] = Turns(settings.threads, settings.waiting_max)
+        self._turns: Turns[str] = Turns(settings.threads, settings.waiting_max)
         self._trials = threading.local()
         self._lock = threading.Lock()
-        self._guides: OrderedDict[tuple[bytes, int, str], GrammarGuide] = OrderedDict()
+        self._guides: TenantMemory[tuple[bytes, int, str], GrammarGuide] = TenantMemory(settings.cached)
+        """Each tenant has its own, so that none displaces those of others, or learns from the time what they use."""
         self._tokenizers: OrderedDict[tuple[bytes, int], LLTokenizer] = OrderedDict()
 
     def close(self) -> None:
@@ -102,7 +105,7 @@ class GrammarCompiler:
         resumed: Sequence[Sequence[int]],
         *,
         opened: bool,
-        tenant: Hashable = None,
+        tenant: str = "",
     ) -> CompiledGrammar:
         """Compile the grammar of an answer form, or take it from the cache. Does not block the event loop.
 
@@ -118,15 +121,15 @@ class GrammarCompiler:
         """
         loop = asyncio.get_running_loop()
         grammar = await loop.run_in_executor(self._text_pool, self._write, form, tokenizer, vocabulary, opened)
-        guide = self._recall(grammar.key)
+        guide = self._recall(tenant, grammar.key)
         metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
         if guide is None:
             guide = await self._compile_in_turn(grammar, tenant)
         return CompiledGrammar(grammar.text, tuple(_resumed(guide, tokens) for tokens in resumed))
 
-    async def _compile_in_turn(self, grammar: _Grammar, tenant: Hashable) -> GrammarGuide:
+    async def _compile_in_turn(self, grammar: _Grammar, tenant: str) -> GrammarGuide:
         await self._turns.take(tenant)
-        work = _Compilation(grammar)
+        work = _Compilation(grammar, tenant)
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, work)
         future.add_done_callback(self._done)
         while not future.done():
@@ -187,12 +190,13 @@ class GrammarCompiler:
 
     def _compile(self, work: _Compilation) -> GrammarGuide:
         """Compile a grammar after a trial, unless another request has compiled it meanwhile. Raises `Refused`."""
-        guide = self._recall(work.grammar.key)
+        guide = self._recall(work.tenant, work.grammar.key)
         if guide is None:
             self._try(work.grammar)
             work.begun_s = time.monotonic()
             guide = self._guide(work.grammar)
-            self._remember(work.grammar.key, guide)
+            with self._lock:
+                self._guides.set(work.tenant, work.grammar.key, guide)
         return guide
 
     def _try(self, grammar: _Grammar) -> None:
@@ -240,18 +244,9 @@ class GrammarCompiler:
                     self._tokenizers.popitem(last=False)
         return words
 
-    def _recall(self, key: tuple[bytes, int, str]) -> GrammarGuide | None:
+    def _recall(self, tenant: str, key: tuple[bytes, int, str]) -> GrammarGuide | None:
         with self._lock:
-            guide = self._guides.get(key)
-            if guide is not None:
-                self._guides.move_to_end(key)
-            return guide
-
-    def _remember(self, key: tuple[bytes, int, str], guide: GrammarGuide) -> None:
-        with self._lock:
-            self._guides[key] = guide
-            while len(self._guides) > self._settings.cached:
-                self._guides.popitem(last=False)
+            return self._guides.get(tenant, key)
 
 
 def _no_tokens(_text: str) -> None:

@@ -27,4 +27,5 @@ class GrammarSettings(Section):
     """Grammars that may wait for a thread, shared equally by the tenants that wait; further requests get the error
     `overloaded`."""
     cached: Annotated[int, Field(ge=0, le=10_000)] = 256
-    """Compiled grammars in the cache. The least recently used is removed first."""
+    """Compiled grammars in the cache. Beyond it the tenant with the most loses the one that it has not used for
+    longest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,7 +94,7 @@ class Completions:
         started = time.monotonic()
         prepared = await self._worker_threads.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
         if prepared.form is not None:
-            tenant = replace(share, salt=request.cache_salt or "").tenant
+            tenant = str(replace(share, salt=request.cache_salt or "").tenant)
             prepared = await self._add_grammar(prepared, prepared.form, version, tokenizer, tenant)
         generation = None
         if prepared.starts:
@@ -128,7 +128,7 @@ class Completions:
         return await engine.score(version, answers)
 
     async def _add_grammar(
-        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer, tenant: Hashable
+        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer, tenant: str
     ) -> _Prepared:
         """Compile the grammar of the form, and return the request with the grammar and a guide for each choice."""
         if not self._engine.grammars:
