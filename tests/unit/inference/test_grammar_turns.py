@@ -57,14 +57,14 @@ SLOW_FACTORS: list[Json] = [{"type": "integer", "multipleOf": factor} for factor
 
 
 async def test_a_schema_that_takes_too_long_holds_no_thread(tokenizer: ChatTokenizer) -> None:
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=1.0))
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=3.0))
     slow = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"allOf": SLOW_FACTORS}), tenant="greedy"))
     await asyncio.sleep(0.05)
     others = [
         asyncio.create_task(compile_form(grammars, tokenizer, json_form({"const": number}), tenant=tenant))
         for number, tenant in enumerate(("greedy", "greedy", "modest"))
     ]
-    with pytest.raises(Refused, match="takes longer than 1 s to compile"):
+    with pytest.raises(Refused, match="takes longer than 3 s to compile"):
         await slow
     assert all([(await task).text for task in others])
     grammars.close()
