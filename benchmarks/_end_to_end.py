@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.kafka.consumer import assign_all, consumer, record_of

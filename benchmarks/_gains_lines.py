@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import _gains_arms as arms
 from benchmarks._gains_results import Gain
 from benchmarks._learning_lines import Line
-from benchmarks._ranks import auroc
+from benchmarks._run_processes import auroc
 from headrace_statistics import student_t
 from headrace_statistics.clustered_means import Score
 

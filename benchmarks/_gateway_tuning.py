@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from tests.support.gateway_process import GatewayProcess
 
 CONCURRENT = 16

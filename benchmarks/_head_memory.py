@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from benchmarks._memory import peak_bytes
+from benchmarks._run_processes import peak_bytes
 from headrace_trainer.torch_learner.model import head
 from headrace_trainer.torch_learner.model.head import Head
 

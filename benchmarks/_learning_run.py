@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks._engine_world import EngineWorld
-from benchmarks._learning_results import Arm, Plan, RunResult
+from benchmarks._learning_lines import Arm, Plan, RunResult
 from benchmarks._learning_world import MODEL, SETTINGS, World
 from headrace_registry.gate.evaluation import run_trial
 from headrace_registry.gate.trial import Trial

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from benchmarks._shapes import Sequences, Shape
 
 PACK_TOKENS = 4096

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, decode

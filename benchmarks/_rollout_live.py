@@ -20,8 +20,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks import _rollout_models
-from benchmarks._live_lines import Line, print_now, report
-from benchmarks._live_stack import live_stack
+from benchmarks._live_stack import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import status_line

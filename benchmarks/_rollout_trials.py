@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks._rollout_worlds import LOOKS, Floats, Sessions, World, draw_sessions
 from headrace_registry.rollouts.plan import ReadingAge, RolloutPlan
 from headrace_statistics import spending
-from headrace_statistics.mixture_e_process import PARTS
+from headrace_statistics.e_process import PARTS
 
 Indices = NDArray[np.int64]
 NEVER = 2**40

@@ -1,16 +1,29 @@
 """Run the jobs of a benchmark in separate processes. Results are stored in a folder, one file each, and are not
-computed again."""
+computed again.
+
+Peak memory of this process. The module does not import Headrace, so that the compared programs can use it.
+
+Rank statistics of scores.
+
+Summaries of rates and latencies for reports.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
+import resource
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from headrace_cli.progress import ProgressDisplay
 from tests.support import reaper
@@ -83,3 +96,45 @@ def play(
                 result_file.write_text(json.dumps(ended_run.report()), encoding="utf-8")
                 progress.advance()
                 yield ended_run
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process in bytes.
+
+    On Linux it is read from `/proc`, because `getrusage` starts with the peak of the parent process.
+    """
+    if _STATUS.exists():
+        (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def auroc(score: np.ndarray, good: np.ndarray) -> float:
+    """Return the probability that a good item has a higher score than another item; ties count half."""
+    up, down = score[good], score[~good]
+    return float((up[:, None] > down).mean() + 0.5 * (up[:, None] == down).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Sorted values, at least one."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        return cls(tuple(sorted(values)))
+
+    def rate(self) -> dict[str, float]:
+        """Return the best round, which is the least disturbed, and the median."""
+        return {"best": round(self.values[-1]), "median": round(statistics.median(self.values))}
+
+    def latency(self) -> dict[str, float]:
+        return {name: round(self.quantile(share), 2) for name, share in {"p50": 0.5, "p95": 0.95, "p99": 0.99}.items()}
+
+    def quantile(self, share: float) -> float:
+        """Return the smallest value that `share` of all values do not exceed."""
+        return self.values[max(0, math.ceil(share * len(self.values) - 1e-9) - 1)]

@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import masking_utils
 
-from benchmarks._memory import peak_bytes
+from benchmarks._run_processes import peak_bytes
 from headrace_trainer.torch_learner.model import attention
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks._memory import peak_bytes
+from benchmarks._run_processes import peak_bytes
 from benchmarks._shapes import PROMPT
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row

@@ -23,8 +23,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import _rollout_models
-from benchmarks._live_lines import Line, print_now, report
-from benchmarks._live_stack import live_stack
+from benchmarks._live_stack import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.blobs import BlobStore

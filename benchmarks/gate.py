@@ -21,9 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks._gate_histories import OLD_TASKS, Models, OldModels, audited
-from benchmarks._gate_trials import Outcomes, Trials, fresh, play
-from benchmarks._gate_worlds import SHARED, Floats
+from benchmarks._gate_trials import OLD_TASKS, SHARED, Floats, Models, OldModels, Outcomes, Trials, audited, fresh, play
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.settings import GateSettings
 

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks import _gateway_tuning
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import Replica
 from tests.support import presence

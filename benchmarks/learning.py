@@ -28,9 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, "examples")  # examples are not installed
 
-from benchmarks import _learning_plot
-from benchmarks._learning_lines import Table, lines, markdown
-from benchmarks._learning_results import Arm, Plan, RunResult
+from benchmarks import _learning_lines
+from benchmarks._learning_lines import Arm, Plan, RunResult, Table, lines, markdown
 from benchmarks._run_processes import play, quietly
 from headrace_operations.controls import kinds
 
@@ -122,7 +121,7 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    _learning_plot.draw(table, options.out.with_name("learning.png"))
+    _learning_lines.draw(table, options.out.with_name("learning.png"))
     print(markdown(rows, table.score_of_base()))
     for line in acceptance_lines:
         print(

@@ -41,7 +41,7 @@ import numpy as np
 from benchmarks import _judge_drift
 from benchmarks._gains_arms import ARMS
 from benchmarks._gains_jobs import play
-from benchmarks._ranks import auroc
+from benchmarks._run_processes import auroc
 from benchmarks._thumbs_world import KnownRun, People, runs, thumbed, without_width_limit
 from headrace_cli.progress import ProgressDisplay
 from headrace_scorer import agreement_test

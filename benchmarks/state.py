@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks._numbers import Summary
+from benchmarks._run_processes import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector

@@ -10,9 +10,17 @@ from typing import NamedTuple, TypeVar
 
 from headrace_broker.batch import parse
 from headrace_broker.dispatch import APIS
-from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
-from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
-from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.protocol.fetch import (
+    FetchPartition,
+    FetchRequest,
+    FetchResponse,
+    FetchTopic,
+    ProducePartition,
+    ProduceRequest,
+    ProduceResponse,
+    ProduceTopic,
+)
+from headrace_broker.protocol.metadata import RequestHeader
 from headrace_broker.wire import PLAIN, WireReader, decode, encode, skip_tagged
 
 M = TypeVar("M", bound=NamedTuple)

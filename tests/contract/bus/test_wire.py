@@ -8,6 +8,8 @@ import pytest
 
 from headrace_broker.errors import Code
 from headrace_broker.protocol.fetch import (
+    InitProducerIdRequest,
+    InitProducerIdResponse,
     ListOffsetsPartition,
     ListOffsetsRequest,
     ListOffsetsResponse,
@@ -39,7 +41,6 @@ from headrace_broker.protocol.offsets import (
     OffsetFetchRequest,
     OffsetFetchResponse,
 )
-from headrace_broker.protocol.produce import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.transactions import (
     AddedTopic,
     AddPartitionsToTxnRequest,

@@ -1,14 +1,24 @@
-"""Runs of a benchmark in processes of their own, which end with it."""
+"""Runs of a benchmark in processes of their own, which end with it.
+
+Quantiles of reports, against their definition.
+
+The program that measures a data folder: its bounds hold with a small model, and a bound that is passed is seen.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from benchmarks._disk_use import OVERHEAD_BYTES, Bounds, measure
+from benchmarks._run_processes import Summary
+from headrace_operations.jobs.check_report import CheckReport
 from tests.support.processes import alive, naming, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,3 +63,42 @@ def test_who_kills_a_benchmark_leaves_no_run_behind(tmp_path: Path) -> None:
         wait_until(lambda: not [pid for pid in naming(name) if alive(pid)], 30, "nothing remains")
     finally:
         started.kill()
+
+
+def test_quantile_is_the_smallest_value_that_the_share_does_not_exceed() -> None:
+    seed = 3
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for count in range(1, 203):
+        summary = Summary.of([chance.random() for _ in range(count)])
+        for percent in (0, 1, 50, 95, 99, 100):
+            enough = [
+                value
+                for value in summary.values
+                if sum(other <= value for other in summary.values) >= Fraction(percent, 100) * count
+            ]
+            assert summary.quantile(percent / 100) == min(enough), (count, percent)
+
+
+def test_token_quantiles_lie_within_the_lengths() -> None:
+    assert CheckReport(lengths=[]).spread() == {}
+    assert CheckReport(lengths=[7]).spread() == {"least": 7, "median": 7, "95 of 100": 7, "most": 7}
+    assert CheckReport(lengths=[100, 200]).spread() == {"least": 100, "median": 150, "95 of 100": 195, "most": 200}
+    for count in range(1, 60):
+        shown = list(CheckReport(lengths=[number * number for number in range(count)]).spread().values())
+        assert shown == sorted(shown), f"{count} lengths"
+
+
+SHAPE = {"hidden": 64, "layers": 1}
+
+
+async def test_data_folder_keeps_to_its_bounds_restarts_and_rolls_back(tmp_path: Path) -> None:
+    small = 1_000_000
+    found = await measure(tmp_path, 0.0, SHAPE, Bounds(versions_bytes=small, points_bytes=small), versions_min=20)
+    assert found["held"]
+    assert found["bound_mb"] - OVERHEAD_BYTES / 1e6 < 6
+    assert found["peak_mb"] >= found["end_mb"] > found["version_mb"]
+    assert found["end_mb"] < 6, "without the room for databases, too"
+    assert found["written_mb"] > 2 * found["end_mb"], "far more was written than is kept"
+    assert found["restarted_at_step"] == found["versions"] - 1
+    assert len(set(found["rolled_back_to"])) == 2

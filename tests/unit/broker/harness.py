@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from headrace_broker import compaction, reads, retention
-from headrace_broker.batch import RecordBatch, parse, parse_produced
+from headrace_broker import cleanup, reads
+from headrace_broker.batch import RecordBatch, parse, parse_produced, records
 from headrace_broker.log import AppendResult, Log
 from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.reads import ReadRequest, ReadResult
-from headrace_broker.records import records
 from headrace_broker.store import Store
 from headrace_broker.topic_config import TopicConfig
 from headrace_broker.topics import TopicStore
@@ -101,23 +100,23 @@ class Harness:
         got = self.fetch(partition_id, offset, committed=committed)
         return [row for row in client_view(got, committed=committed) if row.offset >= offset]
 
-    def compact(self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6) -> compaction.Pass:
+    def compact(self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6) -> cleanup.Pass:
         """A whole pass."""
         partition = self.log.partition(partition_id)
-        last = retention.last_batch(self.reader, partition_id)
-        work = compaction.Pass(
+        last = cleanup.last_batch(self.reader, partition_id)
+        work = cleanup.Pass(
             partition_id=partition_id,
             start=partition.start,
             limit=min(partition.stable, partition.end if last is None else last),
-            at=max(compaction.progress(self.reader, partition_id)[0], partition.start),
+            at=max(cleanup.progress(self.reader, partition_id)[0], partition.start),
             tombstones_before_ms=tombstones_before_ms,
             keys_max=keys_max,
         )
-        compaction.begin(self.reader, work)
-        while compaction.index(self.reader, work):
+        cleanup.begin(self.reader, work)
+        while cleanup.index(self.reader, work):
             pass
         work.at = work.start
-        while (changes := compaction.rewrite(self.reader, work)) is not None:
+        while (changes := cleanup.rewrite(self.reader, work)) is not None:
             self.run(lambda changes=changes: self.upkeep.replace(partition_id, changes))  # type: ignore[misc]
         self.run(lambda: self.upkeep.note_cleaned(partition_id, work.limit, work.kept_bytes))
         return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_broker import compaction, retention
+from headrace_broker import cleanup
 from headrace_broker.topic_config import TopicConfig
 from tests.support.record_batches import Entry, batch
 from tests.unit.broker.harness import Harness, split
@@ -88,8 +88,8 @@ def test_what_a_pass_left_is_counted(broker: Harness, partition: int) -> None:
     broker.put(partition, (b"z", b"1"))
     limit = broker.compact(partition).limit
     left = sum(len(stored.raw) for stored in split(broker.fetch(partition).records) if stored.base_offset < limit)
-    assert compaction.progress(broker.reader, partition) == (6, left)
-    assert compaction.progress(broker.reader, partition + 1) == (0, 0), "of one that was deleted meanwhile"
+    assert cleanup.progress(broker.reader, partition) == (6, left)
+    assert cleanup.progress(broker.reader, partition + 1) == (0, 0), "of one that was deleted meanwhile"
 
 
 def test_a_tombstone_outlives_its_key_until_it_is_old(broker: Harness, partition: int) -> None:
@@ -141,7 +141,7 @@ def test_more_keys_than_fit_take_more_passes(broker: Harness, partition: int) ->
         passes += 1
     assert passes > 1
     broker.put(partition, (b"end", b""))
-    while broker.compact(partition, keys_max=7).limit < retention.last_batch(broker.reader, partition):  # type: ignore[operator]
+    while broker.compact(partition, keys_max=7).limit < cleanup.last_batch(broker.reader, partition):  # type: ignore[operator]
         pass
     assert {value for _, key, value in _seen(broker, partition) if key != b"end"} == {b"1"}
 
@@ -163,14 +163,14 @@ def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: in
     entries: list[Entry] = [(b"k", bytes(100_000))]
     for _ in range(20):
         broker.put(partition, *entries)
-    work = compaction.Pass(partition, 0, 19, 0, -1, 1000)
-    compaction.begin(broker.reader, work)
+    work = cleanup.Pass(partition, 0, 19, 0, -1, 1000)
+    cleanup.begin(broker.reader, work)
     steps = 0
-    while compaction.index(broker.reader, work):
+    while cleanup.index(broker.reader, work):
         steps += 1
     assert steps >= 6
     work.at = 0
-    first = compaction.rewrite(broker.reader, work)
+    first = cleanup.rewrite(broker.reader, work)
     assert first is not None
     assert len(first) <= 3
 
@@ -181,11 +181,11 @@ def test_small_batches_are_read_many_at_a_time(broker: Harness, partition: int) 
     _transaction(broker, partition, (b"a", b""), commit=True)
     broker.put(partition, (b"behind the marker", b""))
     broker.put(partition, (b"z", b""))
-    work = compaction.Pass(partition, 0, 23, 0, -1, 1000)
-    compaction.begin(broker.reader, work)
-    assert compaction.index(broker.reader, work)
+    work = cleanup.Pass(partition, 0, 23, 0, -1, 1000)
+    cleanup.begin(broker.reader, work)
+    assert cleanup.index(broker.reader, work)
     assert len(work.newest) == 22
-    assert not compaction.index(broker.reader, work)
+    assert not cleanup.index(broker.reader, work)
 
 
 def test_no_batch_is_left_out_between_two_steps(broker: Harness, partition: int) -> None:
@@ -202,11 +202,11 @@ def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> No
     for number in range(4):
         broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
     broker.put(partition, (b"z", b""))
-    work = compaction.Pass(partition, 0, 8, 0, -1, 1000)
-    while compaction.index(broker.reader, work):
+    work = cleanup.Pass(partition, 0, 8, 0, -1, 1000)
+    while cleanup.index(broker.reader, work):
         pass
     work.at = 0
-    changes = compaction.rewrite(broker.reader, work)
+    changes = cleanup.rewrite(broker.reader, work)
     assert changes
     broker.run(lambda: broker.upkeep.cut(partition, 4))
     before = broker.log.partition(partition).bytes

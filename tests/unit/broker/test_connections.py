@@ -17,10 +17,17 @@ import pytest
 
 from headrace_broker.budget import MemoryBudget
 from headrace_broker.errors import Code
-from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
-from headrace_broker.protocol.metadata import MetadataRequest, MetadataResponse
-from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
-from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.protocol.fetch import (
+    FetchPartition,
+    FetchRequest,
+    FetchResponse,
+    FetchTopic,
+    ProducePartition,
+    ProduceRequest,
+    ProduceResponse,
+    ProduceTopic,
+)
+from headrace_broker.protocol.metadata import MetadataRequest, MetadataResponse, RequestHeader
 from headrace_broker.server import listening_socket
 from headrace_broker.wire import encode
 from tests.support.record_batches import batch

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker import compression, log
-from headrace_broker.batch import RecordBatch, marker, parse, parse_produced
+from headrace_broker.batch import RecordBatch, marker, parse, parse_produced, records
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.records import records
 from headrace_broker.store_format import OFFSET_MAX
 from tests.support.record_batches import Entry, batch, corrupted, patched
 from tests.unit.broker.harness import Harness

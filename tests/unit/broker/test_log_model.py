@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace_broker import reads, retention
+from headrace_broker import cleanup, reads
 from headrace_broker.batch import parse_produced
+from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.retention import Bounds
 from headrace_broker.topic_config import TopicConfig
 from tests.support.record_batches import Entry, batch
 from tests.unit.broker.harness import Harness, Row, split
@@ -157,7 +157,7 @@ class LogMachine(RuleBasedStateMachine):
     def expire(self, oldest: int) -> None:
         stable = self.broker.log.partition(self.partition).stable
         bounds = Bounds(self.partition, self.start, stable, 0)
-        cut = retention.expired(self.broker.reader, bounds, TopicConfig(retention_ms=0), oldest)
+        cut = cleanup.expired(self.broker.reader, bounds, TopicConfig(retention_ms=0), oldest)
         if cut > self.start:
             self.broker.run(lambda: self.broker.upkeep.cut(self.partition, cut))
             assert all(r.row.timestamp < oldest for r in self.model if r.row.offset < cut)

@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace_broker import compaction
+from headrace_broker import cleanup
+from headrace_broker.batch import records
 from headrace_broker.broker import Broker
 from headrace_broker.errors import Code
 from headrace_broker.maintenance import Maintenance
-from headrace_broker.protocol.produce import InitProducerIdRequest, InitProducerIdResponse
+from headrace_broker.protocol.fetch import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.topics import DeleteTopicsRequest, DeleteTopicsResponse
 from headrace_broker.protocol.transactions import (
     AddedTopic,
@@ -24,7 +25,6 @@ from headrace_broker.protocol.transactions import (
     EndTxnResponse,
 )
 from headrace_broker.readers import Readers
-from headrace_broker.records import records
 from tests.support.record_batches import Entry, batch, now_ms
 from tests.unit.broker.conftest import Live
 from tests.unit.broker.harness import split
@@ -73,14 +73,14 @@ async def test_a_clean_table_is_not_worked_on_again(live: Live, monkeypatch: pyt
         for number in range(30):
             await client.produce("table", batch([(b"%d" % number, b"x")]))
         await maintenance.round()
-        passes: list[compaction.Pass] = []
-        begin = compaction.begin
+        passes: list[cleanup.Pass] = []
+        begin = cleanup.begin
 
-        def noted(db: sqlite3.Connection, work: compaction.Pass) -> None:
+        def noted(db: sqlite3.Connection, work: cleanup.Pass) -> None:
             passes.append(work)
             begin(db, work)
 
-        monkeypatch.setattr(compaction, "begin", noted)
+        monkeypatch.setattr(cleanup, "begin", noted)
         await client.produce("table", batch([(b"0", b"y")]))
         await maintenance.round()
         assert not passes, "less than half of it is new"

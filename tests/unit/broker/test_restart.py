@@ -11,6 +11,7 @@ import pytest
 from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.offsets import CommittedOffsets
+from headrace_broker.protocol.fetch import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.groups import (
     Assignment,
     HeartbeatRequest,
@@ -33,7 +34,6 @@ from headrace_broker.protocol.offsets import (
     OffsetFetchRequest,
     OffsetFetchResponse,
 )
-from headrace_broker.protocol.produce import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.topics import ConfigResource, DescribeConfigsRequest, DescribeConfigsResponse
 from headrace_broker.store import Store
 from headrace_runtime.errors import SettingError

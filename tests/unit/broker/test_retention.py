@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_broker import retention
+from headrace_broker import cleanup
+from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.offsets import (
     CommitPartition,
@@ -21,7 +22,6 @@ from headrace_broker.protocol.offsets import (
     OffsetCommitRequest,
     OffsetCommitResponse,
 )
-from headrace_broker.retention import Bounds
 from headrace_broker.topic_config import TopicConfig, parse
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk
@@ -36,7 +36,7 @@ def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int
     while True:
         partition = broker.log.partition(partition_id)
         bounds = Bounds(partition_id, partition.start, partition.stable, partition.bytes)
-        cut = retention.expired(broker.reader, bounds, config, now_ms)
+        cut = cleanup.expired(broker.reader, bounds, config, now_ms)
         if cut <= bounds.start:
             return times
         broker.run(lambda cut=cut: broker.upkeep.cut(partition_id, cut))  # type: ignore[misc]
@@ -117,7 +117,7 @@ def test_batches_of_deleted_topics_are_purged(broker: Harness) -> None:
     with pytest.raises(Rejected):
         broker.put(deleted[0], (b"a", b"late"))
     purged = []
-    while (partition_id := retention.deleted_partition(broker.reader)) is not None:
+    while (partition_id := cleanup.deleted_partition(broker.reader)) is not None:
         purged.append(partition_id)
         while broker.run(lambda: broker.upkeep.purge(partition_id)):
             pass

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from headrace_broker import wire
 from headrace_broker.dispatch import APIS, ApiSpec, announced, parse
 from headrace_broker.errors import Code, Malformed
+from headrace_broker.protocol.metadata import RequestHeader
 from headrace_broker.protocol.offsets import OffsetFetchRequest, OffsetFetchTopic
-from headrace_broker.protocol.versions import RequestHeader
 from headrace_broker.wire import Form, WireReader, decode, encode
 from tests.support.record_batches import batch, corrupted, patched
 from tests.support.seeds import draw_seed

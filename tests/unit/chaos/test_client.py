@@ -1,12 +1,21 @@
-"""What counts as a failed request, against a gateway that does what it is told."""
+"""What counts as a failed request, against a gateway that does what it is told.
+
+The schedule of strikes is a function of the seed, and spares nobody.
+
+A wrong clock is the wall clock of a process, and nothing else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,6 +23,10 @@ from aiohttp import web
 
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, digest
+from tests.chaos.nemeses import NEMESES
+from tests.chaos.schedule import plan
+from tests.chaos.victims import BUS, PAIRS, services_on, victims_on
+from tests.support import wrong_clock
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 WANDERS, KEEPS = "roams", "keeps"
@@ -144,3 +157,78 @@ async def test_an_old_kill_excuses_nothing() -> None:
                 await asyncio.sleep(0.01)
         checking.cancel()
         assert made.balancer.was_down(killed, before), "who asked before it was back may have met its death"
+
+
+ALL = [("kill", name) for name in victims_on("embedded")]
+
+
+def pairs(bus: str) -> list[tuple[str, str]]:
+    return [(name, victim) for name, nemesis in NEMESES.items() for victim in nemesis.victims(bus)]
+
+
+def test_equal_seeds_give_equal_schedules() -> None:
+    assert plan(7, 50, ALL, 3.0) == plan(7, 50, ALL, 3.0)
+    assert plan(7, 50, ALL, 3.0) != plan(8, 50, ALL, 3.0)
+
+
+def test_a_shorter_run_is_the_beginning_of_a_longer_one() -> None:
+    assert plan(7, 50, ALL, 3.0)[:9] == plan(7, 9, ALL, 3.0)
+
+
+@pytest.mark.parametrize("bus", BUS)
+def test_every_service_and_the_bus_are_hit_alike(bus: str) -> None:
+    hit = Counter((strike.nemesis, strike.victim) for strike in plan(7, 200, pairs(bus), 3.0))
+    assert set(hit) == set(pairs(bus))
+    assert max(hit.values()) - min(hit.values()) <= 1
+    installed = {"gateway", "inference", "collector", "scorer", "judge", "trainer", "registry"}
+    assert installed <= set(services_on(bus))
+    assert set(victims_on(bus)) - set(services_on(bus)) == {"broker" if bus == "embedded" else "kafka"}
+
+
+def test_a_second_of_each_stream_service_runs_where_the_database_is_a_server() -> None:
+    assert {"collector-2", "scorer-2", "judge-2"} <= set(services_on("kafka"))
+    assert not {"collector-2", "scorer-2", "judge-2"} & set(services_on("embedded"))
+
+
+def test_pauses_are_bounded_and_often_shorter_than_a_restart() -> None:
+    pauses = [strike.pause_s for strike in plan(7, 400, ALL, 3.0)]
+    assert max(pauses) <= 12.0
+    assert 2.5 < sum(pauses) / len(pauses) < 3.3
+    assert sum(pause < 1.0 for pause in pauses) > 80, "several are down together"
+
+
+def test_pairs_stand_in_for_each_other() -> None:
+    assert all(PAIRS[PAIRS[name]] == name != PAIRS[name] for name in PAIRS)
+
+
+PROGRAM = """
+import asyncio, datetime, sys, threading, time
+for line in sys.stdin:
+    began = time.monotonic()
+    time.sleep(0.01)
+    threading.Event().wait(0.01)
+    asyncio.run(asyncio.sleep(0.01))
+    assert 0.03 <= time.monotonic() - began < 60
+    print(time.time(), time.time_ns() / 1e9, datetime.datetime.now(datetime.UTC).timestamp(), flush=True)
+"""
+
+
+@pytest.mark.skipif(wrong_clock.missing() is not None, reason="needs a C compiler")
+def test_steps_in_both_directions(tmp_path: Path) -> None:
+    file = tmp_path / "clock"
+    environ = wrong_clock.environ(tmp_path, file)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        for by_s in (0.0, 1000.0, -1000.0, 0.0):
+            wrong_clock.step(file, by_s)
+            assert process.stdin
+            assert process.stdout
+            process.stdin.write("\n")
+            process.stdin.flush()
+            true = time.time()
+            assert [float(said) - true for said in process.stdout.readline().split()] == pytest.approx(
+                [by_s] * 3, abs=60
+            )
+        assert process.stdin
+        process.stdin.close()

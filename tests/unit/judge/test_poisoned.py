@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import update
 
-from headrace_judge import verdict_cache
+from headrace_judge import tables
 from headrace_judge.breaker import TenantBreakers
 from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.cases import Subject
@@ -83,14 +83,14 @@ async def test_a_poisoned_run_fails_alone(
 
         monkeypatch.setattr(ModelJudge, "single", judged)
     elif stage == "store":
-        keep = verdict_cache.store
+        keep = tables.store
 
         async def failing_store(tx: Any, now: Any, question: str, verdict: Any) -> None:
             if verdict.reason == "poison":
                 raise ERRORS[kind]()
             await keep(tx, now, question, verdict)
 
-        monkeypatch.setattr(verdict_cache, "store", failing_store)
+        monkeypatch.setattr(tables, "store", failing_store)
     else:
         reward = Subject.reward
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks._gate_trials import Trials, fresh, play
-from benchmarks._gate_worlds import Floats
+from benchmarks._gate_trials import Floats, Trials, fresh, play
 from headrace_registry.gate.trial import SuccessionEvidence, Trial
 from headrace_registry.settings import GateSettings
 from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, AnchorState

@@ -14,7 +14,7 @@ from fractions import Fraction
 import pytest
 
 from headrace_statistics.clustered_means import Score, difference, mean
-from headrace_statistics.confidence_sequence import ConfidenceSequence
+from headrace_statistics.intervals import ConfidenceSequence
 
 VALUES = [((7 * index * index + 3 * index) % 11) / 10 for index in range(200)]
 AFTER = (1, 5, 20, 50, 100, 200)

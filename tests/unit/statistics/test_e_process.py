@@ -17,9 +17,7 @@ from fractions import Fraction
 import pytest
 
 from headrace_statistics.contrast import Contrast
-from headrace_statistics.e_process import EProcess
-from headrace_statistics.mixture_e_process import PARTS, MixtureEProcess
-from headrace_statistics.sample_ratio import SampleRatio
+from headrace_statistics.e_process import PARTS, EProcess, MixtureEProcess, SampleRatio
 from headrace_statistics.spending import harm, promotion, refusal, success, succession
 
 

@@ -1,4 +1,6 @@
-"""E-process against the null hypothesis "the mean is at most `null`". It may be stopped at any time.
+"""E-processes, tests that may be stopped at any time.
+
+`EProcess`: against the null hypothesis "the mean is at most `null`".
 
 Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting" (JRSS-B 2023, arXiv 2010.09686),
 section 4: before each x in [-1, 1] is observed, a gambler with one unit of money stakes λ ≥ 0 on "x is larger than
@@ -9,6 +11,20 @@ null". The wealth, their capital process,
 is a non-negative supermartingale as long as E[x_i | past] ≤ null, for every distribution. Hence P(sup_t K_t ≥ 1/α) ≤ α
 (Ville's inequality, their section 2). The error bound needs nothing else: the choice of λ decides only how soon the
 evidence suffices.
+
+`MixtureEProcess`: several gamblers share one unit of money, each expects another effect, and one is about right.
+
+The sum of their wealth is again a non-negative supermartingale that begins with 1, so the bound of `EProcess` holds for
+it (diversified bets: Waudby-Smith & Ramdas 2023, section 5). A gambler who expects a small effect bets too little on a
+disaster; one who expects a disaster loses on a small effect.
+
+`SampleRatio` tests whether the arms have the planned sizes. If not, units were lost or counted twice, and no difference
+means much.
+
+Lindon & Malek, "Anytime-valid inference for multinomial count data" (NeurIPS 2022, arXiv 2011.03567): the Bayes factor
+of a multinomial with a Dirichlet prior against the planned probabilities. With each unit it grows by the factor q(arm)
+/ p(arm), where p is planned and q = (κ p + units of that arm so far) / (κ + units so far). Σ p · q/p = 1, so it is a
+martingale from 1 when p is right, and P(it ever reaches 1/α) ≤ α. p may change with every unit.
 """
 
 from __future__ import annotations
@@ -72,3 +88,57 @@ class EProcess:
     def standard_error(self) -> float | None:
         """Standard error of the mean, or None for fewer than two values."""
         return math.sqrt(self.squares / (self.count - 1) / self.count) if self.count > 1 else None
+
+
+PARTS = ((1.0, 2.0 / 3.0), (2.0, 1.0 / 3.0))
+"""The effect that each gambler expects, in gaps, and its part of the money."""
+
+
+class MixtureEProcess:
+    """E-processes, tests that may be stopped at any time.
+
+    `EProcess`: against "the mean is at most `null`", for values of [-1, 1]. `gap` is the effect that must not be
+        missed."""
+
+    def __init__(self, null: float, gap: float) -> None:
+        self._gamblers = [(EProcess(null=null, gap=times * gap), math.log(part)) for times, part in PARTS]
+
+    def update(self, value: float) -> None:
+        for gambler, _ in self._gamblers:
+            gambler.update(value)
+
+    @property
+    def log_wealth(self) -> float:
+        logs = [log_part + gambler.log_wealth for gambler, log_part in self._gamblers]
+        largest = max(logs)
+        return largest + math.log(math.fsum(math.exp(log_wealth_part - largest) for log_wealth_part in logs))
+
+    def null_rejected(self, error: float) -> bool:
+        return self.log_wealth >= -math.log(error)
+
+
+_STRENGTH = 100.0
+"""κ: the number of units that the plan is worth. A larger κ detects small faults sooner, a smaller κ large ones."""
+
+
+@dataclass(slots=True)
+class SampleRatio:
+    """Counts of two arms, and the evidence against the planned ratio."""
+
+    candidates: int = 0
+    controls: int = 0
+    log_evidence: float = 0.0
+
+    def update(self, *, candidate: bool, planned: float = 0.5) -> None:
+        """Add one unit, for which the candidate's arm was planned to have the probability `planned`."""
+        arm, probability = (self.candidates, planned) if candidate else (self.controls, 1.0 - planned)
+        expected = (_STRENGTH * probability + arm) / (_STRENGTH + self.candidates + self.controls)
+        self.log_evidence += math.log(expected / probability)
+        if candidate:
+            self.candidates += 1
+        else:
+            self.controls += 1
+
+    def broken(self, error: float) -> bool:
+        """Return whether the planned shares are refuted, wrongly with probability `error` at most, over all time."""
+        return self.log_evidence >= -math.log(error)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from importlib import import_module
 
-from headrace_broker import crc
+from headrace_broker import batch
 from headrace_broker.broker import Broker
 from headrace_broker.budget import MemoryBudget
 from headrace_broker.catalog import TopicCatalog
@@ -180,7 +180,7 @@ async def _maintain(store: Store, broker: Broker) -> None:
 
 async def _serve_http(common: Common, broker: Broker, server: Server) -> None:
     """Serve HTTP and metrics. Their slow imports run in a thread."""
-    await asyncio.to_thread(crc.prepare)
+    await asyncio.to_thread(batch.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.http.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
     metrics.register(broker, server)

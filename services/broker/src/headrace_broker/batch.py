@@ -1,16 +1,35 @@
-"""Record batches (magic 2), of which the broker reads only the header.
+"""Record batches (magic 2), their checksum, and the fields of their records that the broker needs.
 
-https://kafka.apache.org/documentation/#recordbatch
+The broker reads only the header of most batches; of a record it reads key, time and whether there is a value. The
+checksum is CRC-32C (Castagnoli) from aiokafka's C extension. Importing aiokafka takes longer than the rest of the
+broker, so `prepare` imports it after the port is open. https://kafka.apache.org/documentation/#recordbatch
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
-from headrace_broker.compression import NONE, OPENED_BYTES_MAX
-from headrace_broker.crc import crc32c
-from headrace_broker.errors import Code, Rejected
+from headrace_broker.compression import NONE, OPENED_BYTES_MAX, decompress
+from headrace_broker.errors import Code, Malformed, Rejected
+
+
+def crc32c(data: bytes | memoryview) -> int:
+    """Return the CRC-32C of `data`."""
+    return prepare()(data)
+
+
+@cache
+def prepare() -> Callable[[bytes | memoryview], int]:
+    """Import and return the implementation. The first call blocks for about 0.2 s."""
+    from aiokafka.record.util import calc_crc32c
+
+    implementation: Callable[[bytes | memoryview], int] = calc_crc32c
+    return implementation
+
 
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _BASE = struct.Struct(">qii")
@@ -163,3 +182,59 @@ def _pack(batch: RecordBatch, attributes: int, count: int, body: bytes) -> bytes
     )
     length = _CHECKED_FROM + len(checked) - _LENGTH_FROM
     return _BASE.pack(batch.base_offset, length, 0) + struct.pack(">bI", 2, crc32c(checked)) + checked
+
+
+class RawRecord(NamedTuple):
+    """One record. Its fields are views into the batch, and are valid only as long as the batch."""
+
+    offset: int
+    timestamp: int
+    key: memoryview | None
+    tombstone: bool
+    raw: memoryview
+    """The record with its length, as in the batch. It is only valid in the same batch."""
+
+
+def records(batch: RecordBatch) -> Iterator[RawRecord]:
+    """Yield the batch's records in order. Raises `Malformed`, possibly after some records."""
+    body = decompress(batch.codec, batch.body)
+    at = 0
+    for _ in range(batch.count):
+        start = at
+        size, at = _varint(body, at)
+        end = at + size
+        if size < 0 or end > len(body):
+            raise Malformed(f"a record has {size} bytes, but only {len(body) - at} are left")
+        time_delta, at = _varint(body, at + 1)  # skips the attributes, which are unused
+        offset_delta, at = _varint(body, at)
+        key_size, at = _varint(body, at)
+        key = None if key_size < 0 else body[at : at + key_size]
+        at += max(key_size, 0)
+        value_size, at = _varint(body, at)
+        if at + max(value_size, 0) > end:
+            raise Malformed("a record's key or value is longer than the record")
+        yield RawRecord(
+            batch.base_offset + offset_delta, batch.base_timestamp + time_delta, key, value_size < 0, body[start:end]
+        )
+        at = end
+    if at != len(body):
+        raise Malformed(f"there are {len(body) - at} bytes after the last record")
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a zigzag varint and the position after it."""
+    try:
+        byte = data[at]
+        if byte < 0x80:  # nearly always
+            return (byte >> 1) ^ -(byte & 1), at + 1
+        value, shift = byte & 0x7F, 7
+        while byte >= 0x80:
+            at += 1
+            byte = data[at]
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if shift > 70:
+                raise Malformed("a varint has more than ten bytes")
+    except IndexError:
+        raise Malformed("a record is truncated") from None
+    return (value >> 1) ^ -(value & 1), at + 1

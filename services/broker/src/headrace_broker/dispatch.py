@@ -14,28 +14,19 @@ from typing import Any, NamedTuple
 
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.handlers import (
-    admin,
-    authentication,
-    fetch,
-    groups,
-    list_offsets,
-    metadata,
-    offsets,
-    produce,
-    topics,
-    transaction_admin,
-    transactions,
-)
-from headrace_broker.protocol import authentication as authentication_messages
+from headrace_broker.handlers import admin, fetch, groups, metadata, offsets, produce, topics, transactions
+from headrace_broker.handlers import fetch as list_offsets
+from headrace_broker.handlers import metadata as authentication
+from headrace_broker.handlers import transactions as transaction_admin
 from headrace_broker.protocol import fetch as fetch_messages
+from headrace_broker.protocol import fetch as produce_messages
 from headrace_broker.protocol import groups as group_messages
+from headrace_broker.protocol import metadata as authentication_messages
 from headrace_broker.protocol import metadata as metadata_messages
 from headrace_broker.protocol import offsets as offset_messages
-from headrace_broker.protocol import produce as produce_messages
 from headrace_broker.protocol import topics as topic_messages
 from headrace_broker.protocol import transactions as transaction_messages
-from headrace_broker.protocol.versions import (
+from headrace_broker.protocol.metadata import (
     ApiVersion,
     ApiVersionsRequest,
     ApiVersionsResponse,

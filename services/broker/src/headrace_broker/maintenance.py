@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
-from headrace_broker import compaction, retention
+from headrace_broker import cleanup
 from headrace_broker.broker import Broker
 from headrace_broker.catalog import PartitionView
+from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.readers import Readers
-from headrace_broker.retention import Bounds
 from headrace_broker.topic_config import TopicConfig
 from headrace_runtime.process.logs import get_logger
 
@@ -73,23 +73,23 @@ class Maintenance:
     async def _expire(self, view: PartitionView, config: TopicConfig) -> None:
         while True:
             bounds = Bounds(view.id, view.start, view.stable, view.bytes)
-            cut = await self._read(retention.expired, bounds, config, self._broker.now_ms())
+            cut = await self._read(cleanup.expired, bounds, config, self._broker.now_ms())
             if cut <= bounds.start:
                 return
             freed = await self._broker.writer.submit(partial(self._broker.upkeep.cut, view.id, cut))
             self._broker.stats.expired_bytes += freed
 
     async def _compact(self, view: PartitionView, config: TopicConfig) -> None:
-        cleaned_to, clean_bytes = await self._read(compaction.progress, view.id)
+        cleaned_to, clean_bytes = await self._read(cleanup.progress, view.id)
         dirty_bytes = view.bytes - clean_bytes
-        last = await self._read(retention.last_batch, view.id)
+        last = await self._read(cleanup.last_batch, view.id)
         limit = min(view.stable, view.end if last is None else last)
         if config.min_compaction_lag_ms:
             young_ms = self._broker.now_ms() - config.min_compaction_lag_ms
-            limit = await self._read(retention.first_younger, view.id, cleaned_to, limit, young_ms)
+            limit = await self._read(cleanup.first_younger, view.id, cleaned_to, limit, young_ms)
         if dirty_bytes < max(clean_bytes, 1) or cleaned_to >= limit:
             return
-        work = compaction.Pass(
+        work = cleanup.Pass(
             partition_id=view.id,
             start=view.start,
             limit=limit,
@@ -97,18 +97,18 @@ class Maintenance:
             tombstones_before_ms=self._broker.now_ms() - config.delete_retention_ms,
             keys_max=self._settings.compaction_keys_max,
         )
-        await self._read(compaction.begin, work)
-        while await self._read(compaction.index, work):
+        await self._read(cleanup.begin, work)
+        while await self._read(cleanup.index, work):
             pass
         work.at = work.start
-        while (changes := await self._read(compaction.rewrite, work)) is not None:
+        while (changes := await self._read(cleanup.rewrite, work)) is not None:
             saved = await self._broker.writer.submit(partial(self._broker.upkeep.replace, view.id, changes))
             self._broker.stats.compacted_bytes += saved
         note_cleaned = partial(self._broker.upkeep.note_cleaned, view.id, work.limit, work.kept_bytes)
         await self._broker.writer.submit(note_cleaned)
 
     async def _purge_deleted(self) -> None:
-        while (partition_id := await self._read(retention.deleted_partition)) is not None:
+        while (partition_id := await self._read(cleanup.deleted_partition)) is not None:
             while await self._broker.writer.submit(partial(self._broker.upkeep.purge, partition_id)):
                 pass
 

@@ -10,13 +10,12 @@ import sqlite3
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
-from headrace_broker.batch import parse
+from headrace_broker.batch import parse, records
 from headrace_broker.errors import Damaged, Malformed
 from headrace_broker.idempotence import ProducerState
 from headrace_broker.inspection import batch_problem
 from headrace_broker.protocol.fetch import AbortedTransaction
 from headrace_broker.protocol.transactions import ActiveProducer
-from headrace_broker.records import records
 from headrace_broker.store_format import offset_of, position
 
 

@@ -1,14 +1,158 @@
-"""Server on the Kafka port, with a bounded number of connections."""
+"""Server on the Kafka port, with a bounded number of connections.
+
+Requests of a connection start in the order of arrival, run concurrently, and are answered in order.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
 
-from headrace_broker.broker import Broker
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.budget import MemoryBudget
-from headrace_broker.connection import Connection
+from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
+from headrace_broker.errors import Malformed
+from headrace_broker.login import Login
 from headrace_runtime.process.logs import get_logger
+
+_SIZE = struct.Struct(">i")
+_RESPONSE_START = struct.Struct(">ii")
+_BEFORE_LOGIN_BYTES_MAX = 65_536
+"""Maximum size of a request before authentication, which is sufficient for a password."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request in progress. It holds memory until its response is sent."""
+
+    call: RequestContext
+    request: DecodedRequest
+    held_bytes: int
+    task: asyncio.Task[Any]
+
+
+class Connection:
+    """Connection of one client.
+
+    A submitted write is completed even if the client disconnects, because the writer already has it.
+    """
+
+    def __init__(
+        self, broker: Broker, memory: MemoryBudget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._broker = broker
+        self._memory = memory
+        self._reader = reader
+        self._writer = writer
+        self._settings = broker.settings
+        self._pending: asyncio.Queue[_Pending] = asyncio.Queue(broker.settings.connection_requests_max)
+        self._started: set[_Pending] = set()
+        self._login = Login(broker.credentials)
+        self._host = f"/{writer.get_extra_info('peername')[0]}"
+
+    async def run(self) -> None:
+        """Serve the client until it disconnects, sends malformed data, or is too slow. Raises only cancellation."""
+        receive = asyncio.create_task(self._receive())
+        answer = asyncio.create_task(self._answer())
+        try:
+            done, _ = await asyncio.wait((receive, answer), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except (OSError, EOFError, TimeoutError):
+            pass  # the client has disconnected or is too slow
+        except Malformed as error:
+            self._broker.stats.malformed += 1
+            log.warning("connection_closed", client=self._host, error=str(error))
+        except Exception:
+            # A bug in a handler closes only this connection, because operations on the log are atomic: they run in the
+            # writer, and a bug there ends the process.
+            self._broker.stats.handler_failures += 1
+            log.exception("handler_failed", client=self._host)
+        finally:
+            for task in (receive, answer, *(pending.task for pending in self._started)):
+                task.cancel()
+            await asyncio.gather(receive, answer, return_exceptions=True)
+            for pending in list(self._started):
+                await asyncio.gather(pending.task, return_exceptions=True)
+                self._release(pending)
+            self._writer.transport.abort()
+
+    async def _receive(self) -> None:
+        while True:
+            frame, held_bytes = await self._frame()
+            try:
+                request = parse(frame)
+                if not self._login.done and request.api is not None and request.api.key not in BEFORE_LOGIN:
+                    raise Malformed(f"{request.api.name} before authentication; clients need bus.password")
+            except BaseException:
+                self._memory.give(held_bytes)
+                raise
+            call = RequestContext(request.client_id, self._host, request.form.version, self._login)
+            task = asyncio.create_task(self._handle(call, request))
+            pending = _Pending(call, request, held_bytes, task)
+            self._started.add(pending)
+            await self._pending.put(pending)
+
+    async def _frame(self) -> tuple[bytes, int]:
+        """Return the next request and the memory that it holds. Raises `EOFError` at the end, or `Malformed`."""
+        (size,) = _SIZE.unpack(await self._start_of_frame())
+        bytes_max = self._settings.request_bytes_max if self._login.done else _BEFORE_LOGIN_BYTES_MAX
+        if not 8 <= size <= bytes_max:
+            raise Malformed(
+                f"request of {size} bytes: must be between 8 and {bytes_max} bytes (broker.request_bytes_max)"
+            )
+        held_bytes = await self._memory.take(size)
+        try:
+            async with asyncio.timeout(self._settings.transfer_timeout_s):
+                return await self._reader.readexactly(size), held_bytes
+        except BaseException:
+            self._memory.give(held_bytes)
+            raise
+
+    async def _start_of_frame(self) -> bytes:
+        """Wait for the size of the next request, without a timeout while the client waits for responses."""
+        while True:
+            try:
+                idle_s = self._settings.connection_idle_s if self._login.done else self._settings.transfer_timeout_s
+                async with asyncio.timeout(idle_s):
+                    return await self._reader.readexactly(_SIZE.size)
+            except TimeoutError:
+                if not self._started:
+                    raise
+
+    async def _handle(self, call: RequestContext, request: DecodedRequest) -> Any:
+        started = time.perf_counter()
+        response = await respond(self._broker, call, request)
+        name = request.api.name if request.api else "ApiVersions"
+        self._broker.stats.requests[name] += 1
+        self._broker.stats.request_seconds[name] += time.perf_counter() - started
+        return response
+
+    async def _answer(self) -> None:
+        while True:
+            pending = await self._pending.get()
+            response = await pending.task
+            if response is not None:
+                sink = bytearray(_RESPONSE_START.size)
+                encode_response(pending.request, response, sink)
+                _RESPONSE_START.pack_into(sink, 0, len(sink) - _SIZE.size, pending.request.correlation_id)
+                self._writer.write(sink)
+                async with asyncio.timeout(self._settings.transfer_timeout_s):
+                    await self._writer.drain()
+            self._release(pending)
+            if self._login.refused:
+                return
+
+    def _release(self, pending: _Pending) -> None:
+        self._started.discard(pending)
+        self._memory.give(pending.held_bytes)
+        self._broker.fetch_memory.give(pending.call.response_bytes)
+        pending.call.response_bytes = 0
+
 
 log = get_logger(__name__)
 

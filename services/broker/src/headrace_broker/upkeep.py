@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 
-from headrace_broker.compaction import Replacement
+from headrace_broker.cleanup import Replacement
 from headrace_broker.log import Log
 from headrace_broker.store_format import position
 

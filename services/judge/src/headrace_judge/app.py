@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_judge import verdict_cache
+from headrace_judge import tables
 from headrace_judge.breaker import TenantBreakers
 from headrace_judge.call_budget import CallBudget
 from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
@@ -93,7 +93,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
     async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        more = await verdict_cache.prune(tx, now, timedelta(days=settings.cache_days))
+        more = await tables.prune(tx, now, timedelta(days=settings.cache_days))
         await budget.prune(tx, now)
         await jobs.count(tx, VERDICT_JOB)
         for setting, left in (await budget.left(tx, now)).items():

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
-from headrace_judge import scoring, verdict_cache
+from headrace_judge import scoring, tables
 from headrace_judge.breaker import TenantBreakers
 from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
@@ -16,7 +16,7 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import RunTranscript
 from headrace_judge.scoring import Judgement, Reading
 from headrace_judge.settings import JudgeSettings
-from headrace_judge.transactions import transact
+from headrace_judge.tables import transact
 from headrace_judge.verdict import Reader, Unreadable, Verdict, reader
 from headrace_runtime.errors import HeadraceError
 from headrace_runtime.stream.processor import Processor
@@ -69,17 +69,17 @@ class ModelJudge:
         return [await self._reading(messages, read, sample, tenant) for sample in range(self._settings.samples)]
 
     async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int, tenant: str) -> Reading:
-        question = verdict_cache.question_digest(self._endpoint.body(messages), sample)
+        question = tables.question_digest(self._endpoint.body(messages), sample)
         lock = self._question_locks.setdefault(question, asyncio.Lock())
         async with lock:  # equal runs often arrive together, and the second one finds the verdict in the cache
-            cached = await transact(self._processor, lambda tx, _now: verdict_cache.find(tx, question))
+            cached = await transact(self._processor, lambda tx, _now: tables.find(tx, question))
             if cached is not None:
                 CACHE_HITS.inc()
                 return cached
             reading = await self._request_verdict(messages, read, tenant)
             if isinstance(reading, Verdict):
                 verdict = reading
-                await transact(self._processor, lambda tx, now: verdict_cache.store(tx, now, question, verdict))
+                await transact(self._processor, lambda tx, now: tables.store(tx, now, question, verdict))
             return reading
 
     async def _request_verdict(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:

@@ -20,8 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_judge import app
 from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
 from headrace_judge.settings import JudgeSettings
-from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS, STREAM
-from headrace_judge.transactions import transact
+from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS, STREAM, transact
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, Record

@@ -1,10 +1,25 @@
-"""Tables of the judge: queue, spending, cached verdicts, and pairwise comparisons."""
+"""Tables of the judge (queue, spending, cached verdicts, pairwise comparisons), and small transactions beside the
+stream.
+
+Verdicts are cached by question, so that a question is not paid for twice.
+"""
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, Table, Text
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TypeVar
 
-from headrace_runtime.storage.tables import StreamTables
+from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, Table, Text, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge.verdict import Verdict
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.storage.tables import StreamTables, delete_batch, upsert
+from headrace_runtime.stream.processor import Processor
+from headrace_schemas import Event
 
 METADATA = MetaData()
 STREAM = StreamTables(METADATA)
@@ -56,3 +71,41 @@ PAIRS = Table(
     Column("made_ms", BigInteger, nullable=False),
     Column("judgement", LargeBinary),  # Judgement of the first run as JSON; NULL until there is one
 )
+
+
+T = TypeVar("T")
+
+
+async def transact(processor: Processor, work: Callable[[AsyncConnection, datetime], Awaitable[T]]) -> T:
+    """Run `work` in a transaction without events, and return its result after the commit. It may run more than once."""
+    results: list[T] = []
+
+    async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        results[:] = [await work(tx, now)]
+        return ()
+
+    await processor.step(step)
+    return results[0]
+
+
+def question_digest(body: Mapping[str, object], sample: int) -> str:
+    """Return the digest of a question: the request (model, rubric, template, run) and the number of the sample."""
+    text = json.dumps([body, sample], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def find(tx: AsyncConnection, question: str) -> Verdict | None:
+    """Return the cached verdict of a question; None if there is none."""
+    row = await tx.scalar(select(VERDICTS.c.verdict).where(VERDICTS.c.question == question))
+    return None if row is None else Verdict.model_validate_json(row)
+
+
+async def store(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
+    """Store the verdict of a question."""
+    values = {"verdict": verdict.model_dump_json().encode(), "at_ms": epoch_ms(now)}
+    await upsert(tx, VERDICTS, {"question": question}, values)
+
+
+async def prune(tx: AsyncConnection, now: datetime, retention: timedelta) -> bool:
+    """Delete some verdicts older than `retention`, and return whether there may be more."""
+    return await delete_batch(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - retention), order=VERDICTS.c.at_ms)

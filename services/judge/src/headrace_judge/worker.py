@@ -24,7 +24,7 @@ from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings, RetrySettings
-from headrace_judge.transactions import transact
+from headrace_judge.tables import transact
 from headrace_runtime.http.sources import RETRIED, Sources
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record

@@ -31,8 +31,7 @@ from headrace_registry.rollouts.estimate import (
 from headrace_registry.rollouts.findings import Expectations, expectations, prompt_kinds
 from headrace_schemas import FunctionDefinition, Message, Tool
 from headrace_statistics import student_t
-from headrace_statistics.contrast import Contrast
-from headrace_statistics.regression import Regression
+from headrace_statistics.contrast import Contrast, Regression
 from tests.support.turns import ask
 
 ANY = EstimateRequirements.model_construct(pairs_min=1, spoke_min=1, effective_min=1.0, effective_share_min=0.01)

@@ -1,10 +1,14 @@
-"""Handlers of Metadata and FindCoordinator. The module `dispatch` handles ApiVersions."""
+"""Handlers of Metadata, FindCoordinator and SASL. The module `dispatch` handles ApiVersions.
+
+A client chooses PLAIN, and then sends the user name and the password of the bus.
+"""
 
 from __future__ import annotations
 
 from headrace_broker.broker import NODE_ID, Broker, RequestContext
 from headrace_broker.catalog import TopicState
 from headrace_broker.errors import Code, Rejected
+from headrace_broker.login import MECHANISM
 from headrace_broker.protocol.metadata import (
     BrokerMetadata,
     FindCoordinatorRequest,
@@ -12,9 +16,14 @@ from headrace_broker.protocol.metadata import (
     MetadataRequest,
     MetadataResponse,
     PartitionMetadata,
+    SaslAuthenticateRequest,
+    SaslAuthenticateResponse,
+    SaslHandshakeRequest,
+    SaslHandshakeResponse,
     TopicMetadata,
 )
 from headrace_broker.topics import check_name
+from headrace_runtime.process.logs import get_logger
 
 _GROUP, _TRANSACTION = 0, 1
 
@@ -52,3 +61,28 @@ def _topic(name: str, topic: TopicState | None) -> TopicMetadata:
         PartitionMetadata(Code.NONE, view.number, NODE_ID, (NODE_ID,), (NODE_ID,)) for view in topic.partitions
     )
     return TopicMetadata(Code.NONE, name, False, tuple(partitions))
+
+
+log = get_logger(__name__)
+
+
+async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshakeRequest) -> SaslHandshakeResponse:
+    """Handle SaslHandshake."""
+    call.login.agreed = request.mechanism == MECHANISM
+    code = Code.NONE if call.login.agreed else Code.UNSUPPORTED_SASL_MECHANISM
+    return SaslHandshakeResponse(code, (MECHANISM,))
+
+
+async def authenticate(
+    broker: Broker, call: RequestContext, request: SaslAuthenticateRequest
+) -> SaslAuthenticateResponse:
+    """Handle SaslAuthenticate."""
+    if not call.login.agreed:
+        call.login.refused = True
+        return SaslAuthenticateResponse(Code.ILLEGAL_SASL_STATE, "send SaslHandshake with PLAIN first", b"", 0)
+    if call.login.authenticate(request.auth_bytes):
+        return SaslAuthenticateResponse(Code.NONE, None, b"", 0)
+    broker.stats.errors[Code.SASL_AUTHENTICATION_FAILED] += 1
+    log.warning("login_refused", client=call.client_host)
+    problem = "wrong user name or password; clients need bus.username and bus.password of the broker's settings"
+    return SaslAuthenticateResponse(Code.SASL_AUTHENTICATION_FAILED, problem, b"", 0)

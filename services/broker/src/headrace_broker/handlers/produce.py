@@ -6,11 +6,11 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from headrace_broker.batch import NO_PRODUCER, RecordBatch, parse_produced
+from headrace_broker.batch import NO_PRODUCER, RecordBatch, parse_produced, records
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.log import AppendResult
-from headrace_broker.protocol.produce import (
+from headrace_broker.protocol.fetch import (
     InitProducerIdRequest,
     InitProducerIdResponse,
     ProducedPartition,
@@ -19,7 +19,6 @@ from headrace_broker.protocol.produce import (
     ProduceRequest,
     ProduceResponse,
 )
-from headrace_broker.records import records
 from headrace_broker.transactions import Owner
 
 _WRITTEN_PER_BYTE = 2

@@ -1,9 +1,11 @@
-"""Handlers of transactions: AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit and EndTxn."""
+"""Handlers of transactions: AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit, EndTxn, and their inspection."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 
+from headrace_broker import reads
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.handlers.offsets import answers, check, valid
@@ -13,11 +15,23 @@ from headrace_broker.protocol.transactions import (
     AddOffsetsToTxnResponse,
     AddPartitionsToTxnRequest,
     AddPartitionsToTxnResponse,
+    DescribedPartition,
+    DescribedProducersTopic,
+    DescribedTransaction,
+    DescribeProducersRequest,
+    DescribeProducersResponse,
+    DescribeTransactionsRequest,
+    DescribeTransactionsResponse,
     EndTxnRequest,
     EndTxnResponse,
+    ListedTransaction,
+    ListTransactionsRequest,
+    ListTransactionsResponse,
+    TransactionTopic,
     TxnOffsetCommitRequest,
     TxnOffsetCommitResponse,
 )
+from headrace_broker.transactions import Transaction
 
 
 async def add_partitions(
@@ -105,3 +119,77 @@ async def end_txn(broker: Broker, call: RequestContext, request: EndTxnRequest) 
     )
     await broker.writer.submit(end)
     return EndTxnResponse(0, Code.NONE)
+
+
+_ONGOING, _EMPTY = "Ongoing", "Empty"
+_STATES = (_ONGOING, _EMPTY)
+
+
+async def list_transactions(
+    broker: Broker, call: RequestContext, request: ListTransactionsRequest
+) -> ListTransactionsResponse:
+    """Handle ListTransactions. Only two of Kafka's states occur, because a transaction ends in one step."""
+    now_ms = broker.now_ms()
+    listed = [
+        ListedTransaction(t.id, t.producer_id, _state(t))
+        for t in await broker.writer.submit(broker.transactions.all)
+        if (not request.states or _state(t) in request.states)
+        and (not request.producer_ids or t.producer_id in request.producer_ids)
+        and (request.duration_ms < 0 or (t.started_ms is not None and now_ms - t.started_ms >= request.duration_ms))
+    ]
+    unknown = tuple(state for state in request.states if state not in _STATES)
+    return ListTransactionsResponse(0, Code.NONE, unknown, tuple(listed))
+
+
+async def describe_transactions(
+    broker: Broker, call: RequestContext, request: DescribeTransactionsRequest
+) -> DescribeTransactionsResponse:
+    """Handle DescribeTransactions."""
+    by_id = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
+    missing = DescribedTransaction(Code.TRANSACTIONAL_ID_NOT_FOUND, "", "", 0, -1, -1, -1, ())
+    descriptions = [
+        _described(broker, by_id[name]) if name in by_id else missing._replace(transactional_id=name)
+        for name in request.transactional_ids
+    ]
+    return DescribeTransactionsResponse(0, tuple(descriptions))
+
+
+async def describe_producers(
+    broker: Broker, call: RequestContext, request: DescribeProducersRequest
+) -> DescribeProducersResponse:
+    """Handle DescribeProducers."""
+    topics = []
+    for topic in request.topics:
+        partitions = [await _partition(broker, topic.name, number) for number in topic.partitions]
+        topics.append(DescribedProducersTopic(topic.name, tuple(partitions)))
+    return DescribeProducersResponse(0, tuple(topics))
+
+
+async def _partition(broker: Broker, topic: str, number: int) -> DescribedPartition:
+    try:
+        producers = await broker.readers.run(reads.producers, broker.view(topic, number).id)
+    except Rejected as error:
+        broker.stats.errors[error.code] += 1
+        return DescribedPartition(number, error.code, str(error), ())
+    return DescribedPartition(number, Code.NONE, None, producers)
+
+
+def _state(transaction: Transaction) -> str:
+    return _EMPTY if transaction.started_ms is None else _ONGOING
+
+
+def _described(broker: Broker, transaction: Transaction) -> DescribedTransaction:
+    views = sorted((v.topic, v.number) for v in broker.catalog.views() if v.id in transaction.partitions)
+    topics = tuple(
+        TransactionTopic(name, tuple(number for _, number in keys)) for name, keys in groupby(views, lambda key: key[0])
+    )
+    return DescribedTransaction(
+        Code.NONE,
+        transaction.id,
+        _state(transaction),
+        transaction.timeout_ms,
+        -1 if transaction.started_ms is None else transaction.started_ms,
+        transaction.producer_id,
+        transaction.epoch,
+        topics,
+    )

@@ -1,10 +1,13 @@
-"""Metadata 4 and FindCoordinator 1."""
+"""First requests of a connection, and the header of all requests.
+
+ApiVersions 0, SaslHandshake 0 and 1, SaslAuthenticate 0 and 1, Metadata 4, FindCoordinator 1.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from headrace_broker.wire import Bool, Int8, Int16, Int32, NullableString, String
+from headrace_broker.wire import Bool, Bytes, Int8, Int16, Int32, Int64, NullableString, Since, String
 
 
 class MetadataRequest(NamedTuple):
@@ -68,3 +71,67 @@ class FindCoordinatorResponse(NamedTuple):
     node_id: Int32
     host: String
     port: Int32
+
+
+class RequestStart(NamedTuple):
+    """Part of the request header that is equal in all versions."""
+
+    api_key: Int16
+    api_version: Int16
+    correlation_id: Int32
+
+
+class RequestHeader(NamedTuple):
+    """Request header of version 1, for non-flexible versions of requests."""
+
+    api_key: Int16
+    api_version: Int16
+    correlation_id: Int32
+    client_id: NullableString
+
+
+class ApiVersionsRequest(NamedTuple):
+    """Request with API key 18."""
+
+
+class ApiVersion(NamedTuple):
+    """Range of supported versions of one API."""
+
+    api_key: Int16
+    min_version: Int16
+    max_version: Int16
+
+
+class ApiVersionsResponse(NamedTuple):
+    """Response for API key 18, also of unsupported versions."""
+
+    error_code: Int16
+    api_keys: tuple[ApiVersion, ...]
+
+
+class SaslHandshakeRequest(NamedTuple):
+    """Request with API key 17."""
+
+    mechanism: String
+
+
+class SaslHandshakeResponse(NamedTuple):
+    """Response for API key 17."""
+
+    error_code: Int16
+    mechanisms: tuple[String, ...]
+
+
+class SaslAuthenticateRequest(NamedTuple):
+    """Request with API key 36."""
+
+    auth_bytes: Bytes
+
+
+class SaslAuthenticateResponse(NamedTuple):
+    """Response for API key 36. With the lifetime 0 a session ends with its connection."""
+
+    error_code: Int16
+    error_message: NullableString
+    auth_bytes: Bytes
+    session_lifetime_ms: Annotated[Int64, Since(1, 0)]

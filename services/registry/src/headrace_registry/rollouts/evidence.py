@@ -17,11 +17,9 @@ from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success
 from headrace_statistics import spending
-from headrace_statistics.confidence_sequence import ConfidenceSequence, Interval
 from headrace_statistics.contrast import Contrast
-from headrace_statistics.e_process import EProcess
-from headrace_statistics.mixture_e_process import MixtureEProcess
-from headrace_statistics.sample_ratio import SampleRatio
+from headrace_statistics.e_process import EProcess, MixtureEProcess, SampleRatio
+from headrace_statistics.intervals import ConfidenceSequence, Interval
 
 ARMS = "arms of one size"
 """Name of the requirement, besides the plan's guardrails, that both arms have the same size."""
