@@ -32,6 +32,10 @@ class StreamedAnswer(Protocol):
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Return the bytes of zero, one or several events. The first chunk sets the `version` of the stream."""
 
+    @property
+    def ping(self) -> bytes:
+        """The bytes that keep a silent stream open; none where the API has no such event."""
+
     def end(self) -> bytes:
         """Return the bytes that end the stream. The turn is durable by then."""
 
@@ -94,6 +98,7 @@ class Chunks:
         self._usage = options is not None and options.include_usage
         self._head: bytes | None = None
         self.headers = answer_headers(call)
+        self.ping = sse.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Return the bytes of zero, one or two events. The first chunk sets the `version` of the stream."""

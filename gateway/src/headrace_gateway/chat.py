@@ -39,6 +39,8 @@ from headrace_schemas.values import ids
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ROUTING_POLL_S = 0.05
+PING_S = 10.0
+"""Silence of a stream after which something is sent, so that no proxy closes the connection."""
 _ANSWERED_BYTES = 100
 """Estimated bytes of one sampled token in an answer or an event."""
 
@@ -216,7 +218,10 @@ class Chat:
 
     async def _stream(self, call: ChatCall, streamed: StreamedAnswer, work: Work, client: ClientConnection) -> None:
         transcript = Transcript()
-        async with contextlib.aclosing(self.relay.stream(call, transcript)) as stream:
+        async with (
+            contextlib.aclosing(self.relay.stream(call, transcript)) as stream,
+            client.pinged(streamed.ping, PING_S),
+        ):
             async for chunk in stream:
                 events = streamed.events(chunk, transcript.version)
                 if events and not client.started:

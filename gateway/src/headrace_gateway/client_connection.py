@@ -19,6 +19,7 @@ class ClientConnection:
         """The client disconnected before the response ended. Later writes are dropped without an error."""
         self.started = False
         """The status was sent. Later errors can only be reported in the body."""
+        self._has_written = False
 
     @contextlib.asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
@@ -35,7 +36,25 @@ class ClientConnection:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def body(self, data: bytes, *, more: bool = False) -> None:
+        self._has_written = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @contextlib.asynccontextmanager
+    async def pinged(self, ping: bytes, interval_s: float) -> AsyncIterator[None]:
+        """Send `ping` while the body runs, whenever a stream that has begun was silent for `interval_s`."""
+        pings = asyncio.create_task(self._ping(ping, interval_s)) if ping else None
+        try:
+            yield
+        finally:
+            if pings is not None:
+                pings.cancel()
+
+    async def _ping(self, ping: bytes, interval_s: float) -> None:
+        while True:
+            self._has_written = False
+            await asyncio.sleep(interval_s)
+            if self.started and not self._has_written:
+                await self.body(ping, more=True)
 
     async def _until_gone(self, on_gone: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":

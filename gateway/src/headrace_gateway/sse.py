@@ -11,6 +11,8 @@ from typing import Any
 from pydantic_core import to_json
 
 DONE = b"[DONE]"
+COMMENT = b": keep-alive\n\n"
+"""Bytes between events that readers skip."""
 _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 """U+2028, U+2029 and U+0085 in UTF-8, and as JSON escapes them."""
 

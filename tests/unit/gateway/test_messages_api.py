@@ -342,3 +342,24 @@ async def test_arguments_that_are_no_object_come_as_one_in_a_stream_and_in_a_pla
     assert (thinking["thinking"], called["input"]) == ("hm", {"arguments": arguments})
     partial = "".join(event["delta"].get("partial_json", "") for event in events if "delta" in event)
     assert json.loads(partial) == called["input"]
+
+
+async def test_a_silent_stream_is_kept_open_by_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_gateway.chat.PING_S", 0.05)
+    replica = FakeReplica(script=["One two three."], token_delay_s=0.2)
+    async with served(tmp_path, replica) as (running, client):
+        body = {**ASKED, "stream": True}
+        kinds = []
+        async with running.client.stream("POST", "/v1/messages", json=body) as answer:
+            async for line in answer.aiter_lines():
+                kinds += [line.removeprefix("event: ")] if line.startswith("event: ") else []
+        message, _ = await streamed(client, **ASKED)
+        chat = await running.client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": [USER], "stream": True}
+        )
+    first, last = kinds.index("content_block_delta"), len(kinds) - 1 - kinds[::-1].index("content_block_delta")
+    assert kinds[first:last].count("ping") >= 2
+    assert kinds[-1] == "message_stop"
+    assert message.type == "message", "the package reads over pings"
+    assert ": keep-alive" in chat.text
+    assert chat.text.endswith("data: [DONE]\n\n")

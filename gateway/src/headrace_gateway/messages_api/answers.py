@@ -45,6 +45,7 @@ class _Events:
     def __init__(self, writer: MessageWriter, headers: Mapping[str, str]) -> None:
         self._writer = writer
         self.headers = headers
+        self.ping = sse.encode_typed([{"type": "ping"}])
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         return sse.encode_typed(self._writer.add(chunk, version, streamed=True))

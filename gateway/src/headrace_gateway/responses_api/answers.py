@@ -70,6 +70,7 @@ class _Events:
         self._shape = shape
         self._writer = writer
         self.headers = headers
+        self.ping = sse.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         return sse.encode_typed(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from headrace.errors import UsageError
+from headrace_cli.commands.agent_files import merge_json, merge_lines, merge_toml, read, write
 from headrace_cli.commands.shared import DataDir, command, echo, running
 from headrace_schemas.values.text import printable
 
@@ -29,8 +30,16 @@ class Connection:
 
 
 def _claude_code(connection: Connection) -> str:
+    return _environment(_claude_code_variables(connection))
+
+
+def _claude_code_settings(connection: Connection) -> str:
+    return json.dumps({"env": _claude_code_variables(connection)})
+
+
+def _claude_code_variables(connection: Connection) -> dict[str, str]:
     lines = {"ANTHROPIC_BASE_URL": connection.url, "ANTHROPIC_API_KEY": connection.key}
-    return _environment({**lines, "ANTHROPIC_MODEL": connection.model, "ANTHROPIC_SMALL_FAST_MODEL": connection.model})
+    return {**lines, "ANTHROPIC_MODEL": connection.model, "ANTHROPIC_SMALL_FAST_MODEL": connection.model}
 
 
 def _codex(connection: Connection) -> str:
@@ -64,6 +73,10 @@ def _qwen_code(connection: Connection) -> str:
     return _environment({**lines, "OPENAI_MODEL": connection.model})
 
 
+def _qwen_code_file(connection: Connection) -> str:
+    return _qwen_code(connection).replace("export ", "")
+
+
 def _aider(connection: Connection) -> str:
     lines = {"openai-api-base": f"{connection.url}/v1", "openai-api-key": connection.key}
     return "\n".join(f"{name}: {value}" for name, value in {**lines, "model": f"openai/{connection.model}"}.items())
@@ -73,14 +86,32 @@ def _environment(variables: dict[str, str]) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-AGENTS: dict[str, tuple[str, Callable[[Connection], str]]] = {
-    "claude-code": ("environment of the shell", _claude_code),
-    "codex": ("~/.codex/config.toml", _codex),
-    "opencode": ("opencode.json", _opencode),
-    "qwen-code": ("environment of the shell, or .qwen/.env", _qwen_code),
-    "aider": (".aider.conf.yml", _aider),
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The configuration of one agent."""
+
+    place: str
+    """Where the printed lines belong."""
+    lines: Callable[[Connection], str]
+    file: str
+    """The file that `--write` changes: in the home directory, or in the working directory."""
+    merge: Callable[[str, str], str]
+    """Returns the file's text with the agent's lines."""
+    file_lines: Callable[[Connection], str] | None = None
+    """The lines of the file, where they differ from the printed ones."""
+
+
+AGENTS: dict[str, Agent] = {
+    "claude-code": Agent(
+        "environment of the shell", _claude_code, ".claude/settings.json", merge_json, _claude_code_settings
+    ),
+    "codex": Agent("~/.codex/config.toml", _codex, "~/.codex/config.toml", merge_toml),
+    "opencode": Agent("opencode.json", _opencode, "opencode.json", merge_json),
+    "qwen-code": Agent(
+        "environment of the shell, or .qwen/.env", _qwen_code, ".qwen/.env", merge_lines, _qwen_code_file
+    ),
+    "aider": Agent(".aider.conf.yml", _aider, ".aider.conf.yml", merge_lines),
 }
-"""The agents, with the file that each configuration belongs to."""
 
 
 def connect(
@@ -90,15 +121,37 @@ def connect(
         str | None, typer.Option(help="URL of the gateway; default: the gateway that runs here.")
     ] = None,
     api_key: Annotated[str, typer.Option(help="API key of the gateway; any text while it has no keys.")] = "none",
+    write_file: Annotated[
+        bool, typer.Option("--write", help="Add the lines to the agent's file instead; other settings in it stay.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Print the lines of configuration that connect an agent with the gateway."""
+    """Print the lines of configuration that connect an agent with the gateway, or write them to its file."""
     if agent not in AGENTS:
         raise UsageError(f"agent {printable(repr(agent))}: is not known; the agents are {', '.join(AGENTS)}")
     url = (base_url or _running_url(data_dir)).rstrip("/").removesuffix("/v1")
-    file, lines = AGENTS[agent]
-    echo(f"for {file}:", error=True)
-    echo(lines(Connection(url, api_key, model or "headrace")))
+    chosen, connection = AGENTS[agent], Connection(url, api_key, model or "headrace")
+    if write_file:
+        _write(chosen, connection)
+        return
+    echo(f"for {chosen.place}:", error=True)
+    echo(chosen.lines(connection))
+
+
+def _write(agent: Agent, connection: Connection) -> None:
+    file = Path(agent.file).expanduser()
+    lines = (agent.file_lines or agent.lines)(connection)
+    try:
+        content = agent.merge(read(file), lines)
+    except ValueError as error:
+        problem = printable(str(error))
+        raise UsageError(
+            f"{file}: cannot be changed: {problem}; print the lines without --write, and add them"
+        ) from None
+    backup = write(file, content)
+    echo(f"written: {file}" + (f" (before: {backup})" if backup else ""))
+    if agent.lines is _codex:
+        echo(f"set in the shell: export HEADRACE_API_KEY={shlex.quote(connection.key)}")
 
 
 def _running_url(data_dir: Path | None) -> str:
@@ -117,5 +170,5 @@ def add_to(app: typer.Typer) -> None:
         app,
         connect,
         "headrace connect claude-code",
-        "headrace connect codex --model my-agent >> ~/.codex/config.toml",
+        "headrace connect codex --model my-agent --write",
     )

@@ -1,0 +1,225 @@
+"""300 drawn answers of each API: the vendor's types read them, and a stream adds up to the plain answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from headrace_gateway.answers import AnswerShape
+from headrace_gateway.chat import Read, read_chat
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
+from headrace_gateway.engine_wire import EngineAnswer
+from headrace_gateway.identity import CallIdentity
+from headrace_gateway.messages_api.answers import read_messages
+from headrace_gateway.model_catalog import Target
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.responses_api.answers import read_responses
+from headrace_schemas.values import ids
+from tests.support.fake_replica import VERSION
+from tests.support.requests import lenient
+from tests.support.seeds import draw_seed
+
+ANSWERS = 300
+KEY = ids.session_key("default", "s")
+IDENTITY = CallIdentity("default", "s", KEY, "header", None, None, "train")
+PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
+TEXTS = ("", "Hello.", "naïve \u2028 café", "line\nline", '{"a": 1}', "x" * 300, "🙂 STOP more")
+ARGUMENTS = ('{"query": "mail"}', "{}", "", '{"query": "é\\n"}', "[1]", '{"query": ')
+SEARCH = {"name": "search", "parameters": PARAMETERS}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [{"role": "user", "content": "q"}],
+        "tools": [{"type": "function", "function": SEARCH}],
+        "stop": ["STOP"],
+        "stream_options": {"include_usage": True},
+    },
+    "messages": {
+        "messages": [{"role": "user", "content": "q"}],
+        "max_tokens": 500,
+        "tools": [{"name": "search", "input_schema": PARAMETERS}],
+        "stop_sequences": ["STOP"],
+    },
+    "responses": {
+        "input": "q",
+        "tools": [{"type": "function", **SEARCH}, {"type": "custom", "name": "patch"}],
+        "include": ["reasoning.encrypted_content"],
+    },
+}
+READERS: dict[str, Read] = {"chat": read_chat, "messages": read_messages, "responses": read_responses}
+
+
+def call_of(api: str, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
+    body = {"model": "tiny", **BODIES[api], "stream": stream}
+    if not stream:
+        body.pop("stream_options", None)
+    request, shape = READERS[api](json.dumps(body).encode(), lenient())
+    messages = tuple(message.event() for message in request.messages)
+    asked_json = canonical_request(request, messages, request.sampling)
+    call = ChatCall(
+        request=request, messages=messages, sampling=request.sampling, identity=IDENTITY, target=Target("tiny"),
+        response_id=ids.response_id(KEY), digest=digest_of("tiny", asked_json), retry=0, started_at=datetime.now(UTC),
+        core=core_of(asked_json, request),
+    )  # fmt: skip
+    return call, shape
+
+
+def drawn_message(draw: random.Random) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": draw.choice(TEXTS)}
+    if draw.random() < 0.4:
+        message["reasoning_content"] = draw.choice(TEXTS[1:])
+    if draw.random() < 0.5:
+        names = draw.choices(("search", "patch", "invented"), k=draw.randint(1, 3))
+        message["tool_calls"] = [
+            {"id": f"call_{at}", "function": {"name": name, "arguments": draw.choice(ARGUMENTS)}}
+            for at, name in enumerate(names)
+        ]
+    return message
+
+
+def pieces(draw: random.Random, text: str) -> Iterator[str]:
+    while text:
+        size = draw.randint(1, len(text))
+        yield text[:size]
+        text = text[size:]
+
+
+def deltas(draw: random.Random, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a message in the deltas of an engine: reasoning, text, and one call after the other."""
+    yield {"role": "assistant", "content": ""}
+    for name in ("reasoning_content", "content"):
+        yield from ({name: piece} for piece in pieces(draw, message.get(name) or ""))
+    for at, call in enumerate(message.get("tool_calls", [])):
+        function = {"name": call["function"]["name"], "arguments": ""}
+        yield {"tool_calls": [{"index": at, "id": call["id"], "type": "function", "function": function}]}
+        for piece in pieces(draw, call["function"]["arguments"]):
+            yield {"tool_calls": [{"index": at, "function": {"arguments": piece}}]}
+
+
+def answers(draw: random.Random) -> tuple[EngineAnswer, list[EngineAnswer]]:
+    """Return an answer of an engine, whole and in chunks."""
+    message = drawn_message(draw)
+    finish = draw.choice(("length", "tool_calls" if message.get("tool_calls") else "stop"))
+    usage = {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": draw.choice((0, 3))},
+    }
+    whole = {
+        "model": VERSION,
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": usage,
+        "prompt_token_ids": [1] * 7,
+    }
+    chunks: list[dict[str, Any]] = [
+        {"model": VERSION, "choices": [{"index": 0, "delta": delta}]} for delta in deltas(draw, message)
+    ]
+    chunks[0]["prompt_token_ids"] = [1] * 7
+    chunks += [{"model": VERSION, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
+    chunks += [{"model": VERSION, "choices": [], "usage": usage}]
+    return EngineAnswer.model_validate(whole), [EngineAnswer.model_validate(chunk) for chunk in chunks]
+
+
+def served(api: str, draw: random.Random) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the plain answer and the events of the streamed one, for one drawn answer of an engine."""
+    whole, chunks = answers(draw)
+    plain_call, plain = call_of(api, stream=False)
+    stream_call, shape = call_of(api, stream=True)
+    stream_call = replace(stream_call, response_id=plain_call.response_id, started_at=plain_call.started_at)
+    body = json.loads(plain.plain_body(plain_call, whole))
+    streamed = shape.streamed(stream_call)
+    data = b"".join([*(streamed.events(chunk, VERSION) for chunk in chunks), streamed.ping, streamed.end()])
+    assert data.decode().count("\u2028") == 0, "some clients split events there"
+    lines = [line.removeprefix("data: ") for line in data.decode().split("\n") if line.startswith("data: ")]
+    return body, [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(draw_seed(request.node.name))
+
+
+def test_chat_completions_are_read_by_the_vendors_types(draw: random.Random) -> None:
+    for _ in range(ANSWERS):
+        body, events = served("chat", draw)
+        completion = ChatCompletion.model_validate(body)
+        state = ChatCompletionStreamState()
+        for event in events:
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+        snapshot: Any = state.current_completion_snapshot
+        message, whole = snapshot.choices[0].message, completion.choices[0].message
+        assert (message.content or "") == (whole.content or "")
+        assert [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()] == [
+            (call.id, call.function.name, call.function.arguments)  # type: ignore[union-attr]
+            for call in whole.tool_calls or ()
+        ]
+        assert (snapshot.id, snapshot.model, snapshot.choices[0].finish_reason, snapshot.usage) == (
+            completion.id, completion.model, completion.choices[0].finish_reason, completion.usage,
+        )  # fmt: skip
+
+
+def test_messages_are_read_by_the_vendors_types(draw: random.Random) -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    for _ in range(ANSWERS):
+        body, events = served("messages", draw)
+        message = AnthropicMessage.model_validate(body)
+        snapshot: Any = None
+        buffers: Any = {}
+        for event in (adapter.validate_python(event) for event in events if event["type"] != "ping"):
+            snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+        streamed, whole = (json.loads(entry.to_json()) for entry in (snapshot, message))
+        assert streamed == whole
+
+
+def test_responses_are_read_by_the_vendors_types(draw: random.Random) -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for _ in range(ANSWERS):
+        body, events = served("responses", draw)
+        response = Response.model_validate(body)
+        parsed = [adapter.validate_python(event) for event in events]
+        assert [event.sequence_number for event in parsed] == list(range(len(parsed)))
+        assert parsed[-1].type in ("response.completed", "response.incomplete")
+        assert parsed[-1].response == response
+        items = [event.item for event in parsed if event.type == "response.output_item.done"]
+        assert items == response.output
+        opened = [event.item.id for event in parsed if event.type == "response.output_item.added"]
+        assert opened == [item.id for item in response.output]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 429, 500, 502, 503, 504])
+def test_refusals_are_the_vendors_errors(status: int) -> None:
+    import httpx2
+
+    error = ApiError(status, "code", "a message", "field")
+    for client, code, body in (
+        (openai.OpenAI(api_key="none"), error.status, error.body),
+        (anthropic.Anthropic(api_key="none"), error.anthropic_status, error.anthropic_body("req_1")),
+    ):
+        response = httpx2.Response(code, content=body, request=httpx2.Request("POST", "http://h/"))
+        raised = client._make_status_error_from_response(response)
+        names = {
+            400: "BadRequestError",
+            401: "AuthenticationError",
+            403: "PermissionDeniedError",
+            404: "NotFoundError",
+            429: "RateLimitError",
+        }
+        if status in names:
+            assert type(raised).__name__ == names[status]
+        assert (raised.status_code, raised.body is not None) == (code, True)
+        assert "a message" in str(raised)
