@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Feedback, SessionEnd, Trajectory
+from headrace_schemas.rules.ingest import KnownModels, find_objection
 from headrace_schemas.values import ids
 from tests.support.fake_replica import VERSION
 from tests.support.gateway import PARTITIONS, Gateway, gateway, until
@@ -275,6 +276,32 @@ async def test_another_runtimes_trajectory_is_ingested(tmp_path: Path) -> None:
         assert answer.json() == {"event_ids": [event.event_id], "trajectory_id": "ours-7"}
         assert (event.session_key, event.tenant, event.end_reason) == (KEYS[0], "default", "ingest")
         assert event.branches[0].loss_mask == (0, 0, 0, 1, 1)
+
+
+def answer_of(version: str, **fields: Any) -> dict[str, Any]:
+    span = {"start": 3, "logprobs": [0, 0], "turn_id": "mine-1", "version": version, **fields}
+    return trajectory(branches=[{"token_ids": [1, 2, 3, 4, 5], "spans": [span]}])
+
+
+async def test_answers_without_logprobs_are_ingested(tmp_path: Path) -> None:
+    """The version of another server is not known; that of a model here must be."""
+    elsewhere = "elsewhere@0123456789ab"
+    models = KnownModels({"tiny": {VERSION}})
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        for fields in (
+            answer_of(elsewhere, no_logprobs="foreign"),
+            answer_of(VERSION, no_logprobs="truncated_sampling"),
+            answer_of(elsewhere, no_logprobs="truncated_sampling"),
+        ):
+            answer = await served.client.post("/v1/trajectories", json=fields)
+            assert answer.status_code == 202, answer.text
+        refused = await served.client.post(
+            "/v1/trajectories", json=answer_of(VERSION, no_logprobs="foreign", logprobs=[-0.5, 0])
+        )
+        assert (refused.status_code, "must be 0" in refused.text) == (422, True), refused.text
+        objections = [find_objection(event, models) for event in served.bus.events(Trajectory)]
+    assert [objection and objection.code for objection in objections] == [None, None, "unknown_version"]
 
 
 @pytest.mark.parametrize(
