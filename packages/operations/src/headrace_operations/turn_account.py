@@ -15,7 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from headrace_operations.turn_states import ExperienceState, SaveReport, TrajectoryFacts, TurnKey, TurnState
+from headrace_operations.turn_states import (
+    ExperienceState,
+    SaveReport,
+    TrajectoryFacts,
+    TurnKey,
+    TurnState,
+    count_tokens,
+)
 from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
     Checkpoint,
@@ -128,27 +135,11 @@ class TurnAccountBuilder:
     def _add_trajectory(self, event: Trajectory) -> None:
         if event.trajectory_id in self._published_trajectories:
             return
-        left_out = {item.turn_id: item.full_reason for item in event.left_out}
-        spans = [span for branch in event.branches for span in branch.spans]
-        lengths: dict[str, int] = collections.Counter()
-        for span in spans:
-            lengths[span.turn_id] += len(span.logprobs)
-        both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
+        facts = TrajectoryFacts.of(event)
+        both = sorted(facts.left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
         if both:
             self._add_problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
-        self._published_trajectories[event.trajectory_id] = TrajectoryFacts(
-            event.event_id,
-            event.tenant,
-            event.session_key,
-            event.model,
-            event.turn_ids,
-            left_out,
-            {span.turn_id: span.no_logprobs for span in spans if span.no_logprobs is not None},
-            {span.turn_id: (span.token_kind, lengths[span.turn_id]) for span in spans},
-            event.untrained,
-            eval=event.purpose == "eval",
-            ingested=event.end_reason == "ingest",
-        )
+        self._published_trajectories[event.trajectory_id] = facts
 
     def _claim_turns(self) -> None:
         """Assign each turn to the accepted trajectory that has it.
@@ -273,7 +264,7 @@ class TurnAccountBuilder:
             problems_total=self._problems_total,
             lineages=lineages,
             untaught=self._feedback.count(self._feedback_targets(lineages)),
-            tokens=self._count_tokens(),
+            tokens=count_tokens(self._turns.values()),
         )
 
     def _feedback_targets(self, lineages: Mapping[str, str]) -> dict[TurnKey, CapturedTurn]:
@@ -294,12 +285,6 @@ class TurnAccountBuilder:
             for name, turn in self._turns.items()
             if turn.captured
         }
-
-    def _count_tokens(self) -> dict[str, int]:
-        counts: collections.Counter[str] = collections.Counter()
-        for kind, tokens in (turn.tokens for turn in self._turns.values() if turn.captured):
-            counts[kind] += tokens
-        return {kind: count for kind, count in sorted(counts.items()) if count}
 
     def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> tuple[str, str]:
         """Return the state of a turn and its detail: the latest step that any event shows."""

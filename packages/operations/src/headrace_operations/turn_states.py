@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_schemas import Restored, TrainingOutcome, Undone
+from headrace_schemas import Restored, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.rules.training import TokenKind
 
 
@@ -50,6 +51,27 @@ class TrajectoryFacts:
     eval: bool
     ingested: bool
 
+    @classmethod
+    def of(cls, event: Trajectory) -> TrajectoryFacts:
+        """Return the facts of a trajectory."""
+        spans = [span for branch in event.branches for span in branch.spans]
+        lengths: Counter[str] = Counter()
+        for span in spans:
+            lengths[span.turn_id] += len(span.logprobs)
+        return cls(
+            event.event_id,
+            event.tenant,
+            event.session_key,
+            event.model,
+            event.turn_ids,
+            {item.turn_id: item.full_reason for item in event.left_out},
+            {span.turn_id: span.no_logprobs for span in spans if span.no_logprobs is not None},
+            {span.turn_id: (span.token_kind, lengths[span.turn_id]) for span in spans},
+            event.untrained,
+            eval=event.purpose == "eval",
+            ingested=event.end_reason == "ingest",
+        )
+
 
 @dataclass(slots=True)
 class ExperienceState:
@@ -72,3 +94,11 @@ class SaveReport:
     verdicts: tuple[TrainingOutcome, ...]
     undone: tuple[Undone, ...]
     restored: tuple[Restored, ...]
+
+
+def count_tokens(turns: Iterable[TurnState]) -> dict[str, int]:
+    """Return the number of tokens of captured turns by how they were sampled."""
+    counts: Counter[str] = Counter()
+    for kind, tokens in (turn.tokens for turn in turns if turn.captured):
+        counts[kind] += tokens
+    return {kind: count for kind, count in sorted(counts.items()) if count}
