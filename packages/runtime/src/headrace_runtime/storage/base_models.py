@@ -239,7 +239,7 @@ def _folder_of(repository: Repository, data_dir: Path) -> Path:
 def _read_branches(folder: Path) -> Mapping[str, str]:
     try:
         content = json.loads((folder / _BRANCHES).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return {
         branch: commit
