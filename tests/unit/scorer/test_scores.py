@@ -161,7 +161,12 @@ def test_experiences_are_counted_by_what_they_say() -> None:
 def test_the_stored_state_is_that_of_earlier_releases_and_changes_with_each_field() -> None:
     (first,) = _experiences(new_score(SourceReward("mine", None, "scored", 1.0)), START, MINE)
     assert _state(first) == "ac874d3975fb53be", "databases hold this digest of the reward, parts, weight, task and run"
-    changes = [{"reward": 0.5}, {"weight": 0.5}, {"task_id": "t"}, {"parts_left_out": ("metric:a",)}]
+    changes: list[dict[str, object]] = [
+        {"reward": 0.5},
+        {"weight": 0.5},
+        {"task_id": "t"},
+        {"parts_left_out": ("metric:a",)},
+    ]
     changes += [{"parts_left_out": ("metric:b",)}, {"parts": ()}]
     states = {_state(first.model_copy(update=change)) for change in ({}, *changes)}
     assert len(states) == 1 + len(changes), "a revision that differs in any of these is sent"
