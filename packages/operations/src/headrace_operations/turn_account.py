@@ -22,6 +22,7 @@ from headrace_operations.turn_states import (
     TurnKey,
     TurnState,
     count_tokens,
+    most_frequent,
 )
 from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
@@ -47,13 +48,8 @@ TOPICS = tuple(
 
 PROBLEMS_MAX = 100
 """Number of problems that are listed; all problems are counted."""
-
 _TURN_ENDING_SOURCES = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
 """Service and source topic of dead letters that end a turn. A judge that refuses a trajectory only abstains."""
-
-
-_REASONS_MAX = 64
-"""Reasons that are listed. Reasons of failed experiences are texts of errors, of which there can be any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +250,12 @@ class TurnAccountBuilder:
             self._turn_state(turn_id, turn, lineages) for (_, turn_id), turn in self._turns.items() if turn.captured
         )
         waiting = {name: count for (state, name), count in sorted(states.items()) if state == "waiting"}
-        dropped = _bounded({name: count for (state, name), count in sorted(states.items()) if state == "dropped"})
+        dropped = {name: count for (state, name), count in sorted(states.items()) if state == "dropped"}
         return TurnAccount(
             captured=states.total(),
             trained=states["trained", ""],
             waiting=waiting,
-            dropped=dropped,
+            dropped=most_frequent(dropped),
             problems=tuple(self._problems),
             problems_total=self._problems_total,
             lineages=lineages,
@@ -387,12 +383,3 @@ def turn_account_of(
     for event in events:
         builder.add(event)
     return builder.close(complete=complete)
-
-
-def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the most frequent reasons in the order of `counts`, and the number of all others as `other`."""
-    if len(counts) <= _REASONS_MAX:
-        return dict(counts)
-    frequent = set(sorted(counts, key=lambda reason: -counts[reason])[: _REASONS_MAX - 1])
-    rest = sum(count for reason, count in counts.items() if reason not in frequent)
-    return {**{reason: count for reason, count in counts.items() if reason in frequent}, "other": rest}

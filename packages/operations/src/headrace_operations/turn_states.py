@@ -29,6 +29,8 @@ class TurnState:
     experiences: list[str] = field(default_factory=list)
 
 
+_REASONS_MAX = 64
+"""Reasons that are listed. Reasons of failed experiences are texts of errors, of which there can be any number."""
 TurnKey = tuple[str, str]
 """Tenant and turn id: turn ids of different tenants are unrelated."""
 
@@ -102,3 +104,12 @@ def count_tokens(turns: Iterable[TurnState]) -> dict[str, int]:
     for kind, tokens in (turn.tokens for turn in turns if turn.captured):
         counts[kind] += tokens
     return {kind: count for kind, count in sorted(counts.items()) if count}
+
+
+def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the most frequent reasons in the order of `counts`, and the number of all others as `other`."""
+    if len(counts) <= _REASONS_MAX:
+        return dict(counts)
+    frequent = set(sorted(counts, key=lambda reason: -counts[reason])[: _REASONS_MAX - 1])
+    rest = sum(count for reason, count in counts.items() if reason not in frequent)
+    return {**{reason: count for reason, count in counts.items() if reason in frequent}, "other": rest}
