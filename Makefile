@@ -174,9 +174,12 @@ KILLS ?= 100
 check_chaos = $(PROGRAM) chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) \
   $(if $(KEEP),--keep $(KEEP)) $(SEED_OPTION) $(ARGS)
 
-#: NAME=clients        openai, anthropic, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
+#: NAME=clients        other projects' agents, pinned and in their newest releases, against a gateway (ARGS=--write: the table)
 needs_check_clients = .venv-clients/installed
-check_clients = REQUIRED_SERVERS=clients $(BIN)/pytest tests/integration/clients $(ARGS)
+define check_clients
+REQUIRED_SERVERS=clients $(BIN)/pytest tests/integration/clients
+$(PROGRAM) clients $(SEED_OPTION) $(ARGS)
+endef
 
 #: NAME=compose        every image, built, and the shortened demo through the containers (Docker or podman)
 check_compose = $(PROGRAM) compose --seed $(SEED) $(ARGS)

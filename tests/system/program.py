@@ -28,6 +28,7 @@ MODULES = {
     "architectures": "tests.architectures.program",
     "attack": "tests.attack.program",
     "chaos": "tests.chaos.program",
+    "clients": "tests.clients.program",
     "compose": "tests.compose.program",
     "feedback": "tests.feedback.program",
     "java-agent": "tests.java_agent.program",

@@ -120,7 +120,7 @@ def answers(draw: random.Random) -> tuple[EngineAnswer, list[EngineAnswer]]:
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": draw.choice((0, 3))},
     }
-    whole = {
+    answer = {
         "model": VERSION,
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": usage,
@@ -132,16 +132,16 @@ def answers(draw: random.Random) -> tuple[EngineAnswer, list[EngineAnswer]]:
     chunks[0]["prompt_token_ids"] = [1] * 7
     chunks += [{"model": VERSION, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
     chunks += [{"model": VERSION, "choices": [], "usage": usage}]
-    return EngineAnswer.model_validate(whole), [EngineAnswer.model_validate(chunk) for chunk in chunks]
+    return EngineAnswer.model_validate(answer), [EngineAnswer.model_validate(chunk) for chunk in chunks]
 
 
 def served(api: str, draw: random.Random) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the plain answer and the events of the streamed one, for one drawn answer of an engine."""
-    whole, chunks = answers(draw)
+    answer, chunks = answers(draw)
     plain_call, plain = call_of(api, stream=False)
     stream_call, shape = call_of(api, stream=True)
     stream_call = replace(stream_call, response_id=plain_call.response_id, started_at=plain_call.started_at)
-    body = json.loads(plain.plain_body(plain_call, whole))
+    body = json.loads(plain.plain_body(plain_call, answer))
     streamed = shape.streamed(stream_call)
     data = b"".join([*(streamed.events(chunk, VERSION) for chunk in chunks), streamed.ping, streamed.end()])
     assert data.decode().count("\u2028") == 0, "some clients split events there"
@@ -162,11 +162,11 @@ def test_chat_completions_are_read_by_the_vendors_types(draw: random.Random) -> 
         for event in events:
             state.handle_chunk(ChatCompletionChunk.model_validate(event))
         snapshot: Any = state.current_completion_snapshot
-        message, whole = snapshot.choices[0].message, completion.choices[0].message
-        assert (message.content or "") == (whole.content or "")
+        message, plain = snapshot.choices[0].message, completion.choices[0].message
+        assert (message.content or "") == (plain.content or "")
         assert [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()] == [
             (call.id, call.function.name, call.function.arguments)  # type: ignore[union-attr]
-            for call in whole.tool_calls or ()
+            for call in plain.tool_calls or ()
         ]
         assert (snapshot.id, snapshot.model, snapshot.choices[0].finish_reason, snapshot.usage) == (
             completion.id, completion.model, completion.choices[0].finish_reason, completion.usage,
@@ -182,8 +182,8 @@ def test_messages_are_read_by_the_vendors_types(draw: random.Random) -> None:
         buffers: Any = {}
         for event in (adapter.validate_python(event) for event in events if event["type"] != "ping"):
             snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
-        streamed, whole = (json.loads(entry.to_json()) for entry in (snapshot, message))
-        assert streamed == whole
+        streamed, plain = (json.loads(entry.to_json()) for entry in (snapshot, message))
+        assert streamed == plain
 
 
 def test_responses_are_read_by_the_vendors_types(draw: random.Random) -> None:

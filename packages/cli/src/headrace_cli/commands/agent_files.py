@@ -30,9 +30,9 @@ def merge_toml(text: str, lines: str) -> str:
     top, tables = _split_toml(lines)
     current_top, current_tables = _split_toml(text)
     headers = {block.partition("\n")[0].strip() for block in tables}
-    kept = [block for block in current_tables if block.partition("\n")[0].strip() not in headers]
+    other_tables = [block for block in current_tables if block.partition("\n")[0].strip() not in headers]
     first = merge_lines("\n".join(current_top), "\n".join(top)).strip()
-    merged = "\n\n".join(block.strip() for block in [first, *kept, *tables]) + "\n"
+    merged = "\n\n".join(block.strip() for block in [first, *other_tables, *tables]) + "\n"
     if tomllib.loads(merged) != expected:
         raise ValueError("its values are in a form that cannot be edited line by line")
     return merged
@@ -40,9 +40,9 @@ def merge_toml(text: str, lines: str) -> str:
 
 def merge_lines(text: str, lines: str) -> str:
     """Return a file of `NAME=VALUE` or `name: value` lines in which those of `lines` replace lines of equal names."""
-    added = {name: line for line in lines.splitlines() if (name := _name_of(line))}
-    kept = [line for line in text.splitlines() if _name_of(line) not in added]
-    return "\n".join([*kept, *added.values()]) + "\n"
+    replacements = {name: line for line in lines.splitlines() if (name := _name_of(line))}
+    other_lines = [line for line in text.splitlines() if _name_of(line) not in replacements]
+    return "\n".join([*other_lines, *replacements.values()]) + "\n"
 
 
 def write(file: Path, content: str) -> Path | None:

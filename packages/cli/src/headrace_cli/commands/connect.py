@@ -143,7 +143,7 @@ def _write(agent: Agent, connection: Connection) -> None:
     lines = (agent.file_lines or agent.lines)(connection)
     try:
         content = agent.merge(read(file), lines)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = printable(str(error))
         raise UsageError(
             f"{file}: cannot be changed: {problem}; print the lines without --write, and add them"

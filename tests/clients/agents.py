@@ -1,0 +1,169 @@
+"""The clients of the program: the environment of each, its command, and the packages that environments need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_cli.commands.connect import AGENTS, Connection
+
+PROGRAMS = Path(__file__).parent / "programs"
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "agents": (
+        "openai", "anthropic", "openai-agents", "pydantic-ai-slim[openai,anthropic]", "langchain", "langchain-openai",
+        "langchain-anthropic", "langgraph", "instructor",
+    ),
+    "frameworks": ("litellm", "smolagents[openai,litellm]", "dspy", "agentscope"),
+    "pydantic": ("pydantic-ai-slim[anthropic]", "anthropic<1"),
+    "autogen": ("autogen-agentchat", "autogen-ext[openai]"),
+    "adk": ("google-adk", "litellm"),
+    "crewai": ("crewai",),
+    "aider": ("aider-chat",),
+    "node": (
+        "openai", "@anthropic-ai/sdk", "ai", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod", "@anthropic-ai/claude-code",
+        "@openai/codex", "opencode-ai", "@qwen-code/qwen-code",
+    ),
+}  # fmt: skip
+"""Environments with the packages in them: clients whose requirements exclude each other are apart."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One conversation of a client."""
+
+    url: str
+    """The gateway, without `/v1`."""
+    question: str
+    environments: Path
+    home: Path
+    """A home directory of this conversation alone."""
+    work: Path
+    """A working directory with `note.txt`."""
+
+    def bin(self, name: str) -> str:
+        """Return the path of a program that npm installed."""
+        return str(self.environments / "node" / "node_modules" / ".bin" / name)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client with the abilities that its conversations use."""
+
+    name: str
+    package: str
+    """The package whose version the table names."""
+    environment: str
+    abilities: str
+    command: Callable[[Call], tuple[list[str], dict[str, str]]]
+    """Returns the command line and the environment variables of a conversation."""
+    runs: int = 2
+    """Expected runs of two conversations."""
+    branches: int | None = 2
+    """Expected branches. None: the client rewrites its history, so each call may begin another branch."""
+
+
+def _python(program: str, *arguments: str, environment: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
+    def command(call: Call) -> tuple[list[str], dict[str, str]]:
+        interpreter = call.environments / environment / "bin" / "python"
+        return [str(interpreter), str(PROGRAMS / f"{program}.py"), call.url, call.question, *arguments], {}
+
+    return command
+
+
+def _agents(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
+    return _python(program, *arguments, environment="agents")
+
+
+def _frameworks(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
+    return _python(program, *arguments, environment="frameworks")
+
+
+def _node(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
+    def command(call: Call) -> tuple[list[str], dict[str, str]]:
+        folder = call.environments / "node"
+        shutil.copy(PROGRAMS / f"{program}.mjs", folder)  # modules are found from the folder of the importing file
+        return ["node", str(folder / f"{program}.mjs"), call.url, call.question, *arguments], {}
+
+    return command
+
+
+def _connected(agent: str, call: Call, model: str) -> str:
+    """Return the configuration that `headrace connect` prints."""
+    return AGENTS[agent].lines(Connection(call.url, "none", model))
+
+
+def _claude_code(call: Call) -> tuple[list[str], dict[str, str]]:
+    variables = {
+        "ANTHROPIC_BASE_URL": call.url, "ANTHROPIC_API_KEY": "none", "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_TELEMETRY": "1", "DISABLE_ERROR_REPORTING": "1",
+    }  # fmt: skip
+    return [call.bin("claude"), "-p", call.question, "--output-format", "json", "--allowedTools", "Read"], variables
+
+
+def _codex(call: Call) -> tuple[list[str], dict[str, str]]:
+    home = call.home / ".codex"
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(_connected("codex", call, "gpt-5-codex"))
+    script = '"$0" exec --skip-git-repo-check "$1" && exec "$0" exec resume --skip-git-repo-check --last "$1"'
+    return ["sh", "-c", script, call.bin("codex"), call.question], {"HEADRACE_API_KEY": "none", "CODEX_HOME": str(home)}
+
+
+def _opencode(call: Call) -> tuple[list[str], dict[str, str]]:
+    settings = json.loads(_connected("opencode", call, "gpt-5"))
+    (call.work / "opencode.json").write_text(json.dumps({**settings, "autoupdate": False, "share": "disabled"}))
+    return [call.bin("opencode"), "run", call.question], {}
+
+
+def _qwen_code(call: Call) -> tuple[list[str], dict[str, str]]:
+    variables = {"OPENAI_BASE_URL": f"{call.url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "qwen3-coder"}
+    return [call.bin("qwen"), "-p", call.question, "--approval-mode", "yolo", "--auth-type", "openai"], variables
+
+
+def _aider(call: Call) -> tuple[list[str], dict[str, str]]:
+    program = str(call.environments / "aider" / "bin" / "aider")
+    flags = ["--yes-always", "--no-git", "--no-check-update", "--no-show-model-warnings", "--no-analytics"]
+    variables = {"OPENAI_API_BASE": f"{call.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return [program, "--model", "openai/gpt-4o", *flags, "--message", call.question, "note.txt"], variables
+
+
+_CHAT, _RESPONSES, _MESSAGES = (f"{api}, streamed, tools" for api in ("chat", "Responses", "Messages"))
+CLIENTS = (
+    Client("openai, chat", "openai", "agents", _CHAT, _agents("openai_chat")),
+    Client("openai, Responses", "openai", "agents", _RESPONSES, _agents("openai_responses")),
+    Client("openai, previous_response_id", "openai", "agents", f"{_RESPONSES}, stateful",
+           _agents("openai_responses", "stateful")),
+    Client("anthropic", "anthropic", "agents", _MESSAGES, _agents("anthropic_messages")),
+    Client("openai-agents, defaults", "openai-agents", "agents", _RESPONSES, _agents("openai_agents")),
+    Client("pydantic-ai, openai-chat:gpt-5", "pydantic-ai-slim", "agents", _CHAT,
+           _agents("pydantic_agent", "openai-chat:gpt-5")),
+    Client("pydantic-ai, openai-responses:gpt-5", "pydantic-ai-slim", "agents", _RESPONSES,
+           _agents("pydantic_agent", "openai-responses:gpt-5")),
+    Client("pydantic-ai, anthropic", "pydantic-ai-slim", "pydantic", _MESSAGES,
+           _python("pydantic_agent", "anthropic:claude-sonnet-4-5", environment="pydantic")),
+    Client("LangGraph, ChatOpenAI", "langgraph", "agents", _CHAT, _agents("langchain_agent", "openai")),
+    Client("LangGraph, ChatAnthropic", "langgraph", "agents", _MESSAGES, _agents("langchain_agent", "anthropic")),
+    Client("instructor", "instructor", "agents", "chat, a forced tool", _agents("instructor_model"), branches=0),
+    Client("litellm, openai", "litellm", "frameworks", _CHAT, _frameworks("litellm_chat", "openai")),
+    Client("litellm, anthropic", "litellm", "frameworks", _MESSAGES, _frameworks("litellm_chat", "anthropic")),
+    Client("smolagents, ToolCallingAgent", "smolagents", "frameworks", _CHAT,
+           _frameworks("smolagents_agent", "tools"), branches=None),
+    Client("smolagents, CodeAgent", "smolagents", "frameworks", "chat, streamed, stop strings",
+           _frameworks("smolagents_agent", "code"), branches=None),
+    Client("DSPy, ReAct", "dspy", "frameworks", "chat", _frameworks("dspy_react"), runs=8, branches=None),
+    Client("AgentScope", "agentscope", "frameworks", _CHAT, _frameworks("agentscope_agent")),
+    Client("AutoGen", "autogen-agentchat", "autogen", _CHAT, _python("autogen_agent", environment="autogen")),
+    Client("ADK on litellm", "google-adk", "adk", _CHAT, _python("adk_agent", environment="adk")),
+    Client("CrewAI", "crewai", "crewai", _CHAT, _python("crewai_crew", environment="crewai"), branches=None),
+    Client("openai for Node", "openai", "node", _CHAT, _node("openai_chat")),
+    Client("anthropic for Node", "@anthropic-ai/sdk", "node", _MESSAGES, _node("anthropic_messages")),
+    Client("Vercel AI SDK, openai", "ai", "node", _RESPONSES, _node("vercel_ai")),
+    Client("Vercel AI SDK, anthropic", "ai", "node", _MESSAGES, _node("vercel_ai", "anthropic")),
+    Client("Claude Code", "@anthropic-ai/claude-code", "node", f"{_MESSAGES}, side calls", _claude_code),
+    Client("Codex CLI, exec and resume", "@openai/codex", "node", _RESPONSES, _codex),
+    Client("opencode", "opencode-ai", "node", f"{_CHAT}, side calls", _opencode),
+    Client("qwen-code", "@qwen-code/qwen-code", "node", _CHAT, _qwen_code, branches=None),
+    Client("aider", "aider-chat", "aider", "chat, streamed, temperature 0", _aider, branches=0),
+)  # fmt: skip

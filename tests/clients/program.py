@@ -1,0 +1,199 @@
+"""Clients of other projects, newest releases, against a gateway with base URL and key alone changed.
+
+Each client has two conversations at the same time, each a tool loop of several turns. The model is a scripted replica
+with a real chat template; the account is what the collector makes of the captured turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_schemas import Turn
+from tests.clients.account import ClientAccount, account_of
+from tests.clients.agents import CLIENTS, PACKAGES, Call, Client
+from tests.clients.replica import AgentReplica
+from tests.support.gateway import Gateway, gateway
+from tests.system.line import Line
+from tests.system.program import ROOT, Program, Run
+
+TABLE = ROOT / "docs" / "clients.md"
+_BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
+_TIMEOUT_S = 240.0
+_QUIET = {
+    "NO_COLOR": "1", "CI": "1", "DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+"""Variables that keep clients from reporting, updating and downloading."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of two conversations of a client."""
+
+    account: ClientAccount
+    problems: tuple[str, ...]
+    seconds: float
+
+
+def play(run: Run) -> None:
+    environments: Path = run.options.environments
+    chosen = [client for client in CLIENTS if not run.options.only or client.name in run.options.only]
+    rows = []
+    for client in chosen:
+        problem = _installed(environments, client.environment)
+        if problem is not None:
+            run.skip(client.name, problem)
+            continue
+        version = _version(environments, client)
+        folder = run.folder / client.name.replace(" ", "-").replace("/", "-")
+        folder.mkdir()
+        outcome = asyncio.run(_converse(client, environments, folder))
+        run.add(*_lines(client, outcome))
+        rows.append(_row(client, version, outcome))
+    run.figures["rows"] = rows
+    if run.options.write:
+        _write_table(rows)
+
+
+async def _converse(client: Client, environments: Path, folder: Path) -> Outcome:
+    began_s = time.monotonic()
+    replica = AgentReplica()
+    problems: list[str] = []
+    async with replica.running(), gateway(folder, replica, any_model_name="always") as served:
+        calls = [_call(environments, folder, served, number) for number in range(2)]
+        outputs = await asyncio.gather(*(_run(client, call) for call in calls))
+        for number, (status, output) in enumerate(outputs):
+            if status:
+                problems.append(f"conversation {number} ended with status {status}: {output[-1500:]}")
+            elif f"The word is WORD-{number}" not in output:
+                problems.append(f"conversation {number} has another answer: {output[-500:]}")
+        account = account_of(served.turns)
+        problems += [f"turn {turn.turn_id} holds both conversations" for turn in served.turns if _is_mixed(turn)]
+    return Outcome(account, tuple(problems), time.monotonic() - began_s)
+
+
+def _is_mixed(turn: Turn) -> bool:
+    """Return whether a turn holds the words of both conversations."""
+    text = str(turn.messages)
+    return "WORD-0" in text and "WORD-1" in text
+
+
+def _call(environments: Path, folder: Path, served: Gateway, number: int) -> Call:
+    home, work = folder / f"home-{number}", folder / f"work-{number}"
+    home.mkdir()
+    work.mkdir()
+    (work / "note.txt").write_text("blue\n")
+    question = f"Which word is in note.txt? It belongs to WORD-{number}."
+    return Call(served.url, question, environments, home, work)
+
+
+async def _run(client: Client, call: Call) -> tuple[int, str]:
+    """Return the exit status and the output of one conversation."""
+    command, variables = client.command(call)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(call.home), "LANG": "C.UTF-8", **_QUIET, **variables}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=call.work,
+        env=environ,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        output, _ = await process.communicate()
+        return -1, f"no end within {_TIMEOUT_S:g} s: {output.decode(errors='replace')}"
+    return process.returncode or 0, output.decode(errors="replace")
+
+
+def _lines(client: Client, outcome: Outcome) -> Iterator[Line]:
+    account = outcome.account
+    problems = {"problems": list(outcome.problems)}
+    yield Line(f"{client.name}: both conversations end with their answers", str(len(outcome.problems)), "0 problems",
+               not outcome.problems, problems)  # fmt: skip
+    yield Line(f"{client.name}: runs", str(account.runs), str(client.runs), account.runs == client.runs)
+    dropped = sum(account.left_out.values())
+    figure = f"{account.trained} and {dropped} of {account.calls}"
+    holds = account.trained + dropped == account.calls > 0
+    yield Line(f"{client.name}: turns trained and left out", figure, "all", holds, {"left_out": account.left_out})
+    if client.branches is not None:
+        yield Line(f"{client.name}: branches", str(account.branches), str(client.branches),
+                   account.branches == client.branches)  # fmt: skip
+
+
+def _row(client: Client, version: str, outcome: Outcome) -> dict[str, object]:
+    account = outcome.account
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(account.left_out.items()))
+    return {
+        "client": client.name,
+        "version": version,
+        "abilities": client.abilities,
+        "works": "yes" if not outcome.problems else "no",
+        "calls": account.calls,
+        "runs": account.runs,
+        "branches": account.branches,
+        "trained": account.trained,
+        "left_out": left_out or "none",
+    }
+
+
+def _write_table(rows: list[dict[str, object]]) -> None:
+    """Replace the table of the page."""
+    names = list(rows[0])
+    lines = [" | ".join(name.replace("_", " ") for name in names), " | ".join("---" for _ in names)]
+    lines += [" | ".join(str(row[name]) for name in names) for row in rows]
+    table = "\n".join(f"| {line} |" for line in lines)
+    page = TABLE.read_text(encoding="utf-8")
+    head, _, rest = page.partition(_BEGIN)
+    TABLE.write_text(f"{head}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+
+
+def _installed(environments: Path, name: str) -> str | None:
+    """Install the newest releases of an environment once. Return the problem, if there is one."""
+    folder = environments / name
+    if (folder / "installed").exists():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "node":
+        commands = [["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(folder), *PACKAGES[name]]]
+    else:
+        interpreter = str(folder / "bin" / "python")
+        uv = str(ROOT / ".venv" / "bin" / "uv")
+        commands = [[uv, "venv", "--quiet", "--allow-existing", "--python", "3.12", str(folder)]]
+        commands += [[uv, "pip", "install", "--quiet", "--python", interpreter, *PACKAGES[name]]]
+    for command in commands:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            return f"{command[0]} failed: {process.stderr[-300:]}"
+    (folder / "installed").touch()
+    return None
+
+
+def _version(environments: Path, client: Client) -> str:
+    folder = environments / client.environment
+    if client.environment == "node":
+        package = json.loads((folder / "node_modules" / client.package / "package.json").read_text())
+        return str(package["version"])
+    code = f"import importlib.metadata as m; print(m.version({client.package!r}))"
+    command = [str(folder / "bin" / "python"), "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=[client.name for client in CLIENTS], help="clients (default: all)")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".cache" / "clients", help="folder of the packages")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {TABLE.relative_to(ROOT)}")
+
+
+PROGRAM = Program("clients of other projects against a gateway", play, _add_arguments)

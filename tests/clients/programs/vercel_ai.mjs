@@ -1,0 +1,18 @@
+// The Vercel AI SDK with its default provider of OpenAI (Responses) or with that of Anthropic, streamed.
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
+import { stepCountIs, streamText, tool } from "ai";
+import { z } from "zod";
+
+const [base, question, provider] = process.argv.slice(2);
+const model =
+  provider === "anthropic"
+    ? createAnthropic({ baseURL: `${base}/v1`, apiKey: "none" })("claude-sonnet-4-5")
+    : createOpenAI({ baseURL: `${base}/v1`, apiKey: "none" })("gpt-5");
+const search = tool({
+  description: "Find mails.",
+  inputSchema: z.object({ query: z.string() }),
+  execute: async ({ query }) => `Ada wrote about ${query}`,
+});
+const result = streamText({ model, system: "You search.", prompt: question, tools: { search }, stopWhen: stepCountIs(5) });
+console.log(await result.text);
