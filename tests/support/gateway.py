@@ -183,7 +183,7 @@ async def gateway(
                 replica_set,
                 engines,
                 clock,
-                signals_of=lambda _: learns,
+                signals_of=lambda *_: learns,
                 values=values or SourceValues(),
             )
         )

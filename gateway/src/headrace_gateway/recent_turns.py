@@ -15,11 +15,11 @@ from headrace_schemas.rules.training import no_logprobs_reason, untrained_reason
 TURNS_MAX = 65_536
 """Responses that are remembered, about 25 MB. Beyond it the tenant with the most responses forgets its oldest."""
 
-SignalsOf = Callable[[str], LearnedSignals | None]
-"""Returns the signals that the trainer of a model learns from, or None as long as they are not known."""
+SignalsOf = Callable[[str, str], LearnedSignals | None]
+"""Returns the signals that the trainer of a model learns from answers of a version, or None if they are not known."""
 
 
-def no_signals(_model: str) -> LearnedSignals | None:
+def no_signals(_model: str, _version: str) -> LearnedSignals | None:
     """For a gateway that follows no topics."""
     return None
 
@@ -39,6 +39,7 @@ class Teaching:
 class _Response(NamedTuple):
     session_key: str
     model: str
+    version: str
     untrained: str | None
     no_logprobs: str | None
 
@@ -60,9 +61,10 @@ class RecentTurns:
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
         """Remember whether a response can be trained."""
         if isinstance(event, Turn):
-            response = _Response(event.session_key, event.model, untrained_reason(event), no_logprobs_reason(event))
+            reasons = untrained_reason(event), no_logprobs_reason(event)
+            response = _Response(event.session_key, event.model, event.version, *reasons)
         else:
-            response = _Response("", "", "dead_letter", None)
+            response = _Response("", "", "", "dead_letter", None)
         self._responses.set(tenant, response_id, response)
         if response.is_sampled:
             self._sampled_sessions.set(tenant, response.session_key, True)
@@ -97,7 +99,7 @@ class RecentTurns:
         """Return whether feedback of this kind about the response can train anything, or None if that is unknown."""
         if response.untrained is not None:
             return Teaching(False, response.untrained)
-        learns = self._signals_of(response.model)
+        learns = self._signals_of(response.model, response.version)
         if learns is None:
             return None
         reason = unused_reason(kind, None, response.no_logprobs, learns)

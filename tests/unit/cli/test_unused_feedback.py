@@ -12,7 +12,7 @@ from headrace_operations.turn_account import turn_account_of
 from headrace_schemas import Checkpoint, Feedback, Sampling
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.account_events import KEY, START, VERSION, experience, report, trajectory, turn
+from tests.support.account_events import KEY, START, VERSION, experience, report, trajectory, turn, verdict
 from tests.unit.cli.http_fake import HttpFake
 
 
@@ -114,6 +114,13 @@ def test_feedback_is_counted_by_the_algorithm_of_its_model(algorithm: str) -> No
     assert account.untaught == expected
     assert account.tokens == {"free": 1, "left_out": 2}
     assert account.consistent
+
+
+def test_feedback_about_versions_of_another_lineage_is_counted() -> None:
+    run, made = trajectory("T", ("a",), ("b",)), [experience("x", "a"), experience("y", "b")]
+    outcomes = report(verdict("x", "a", dropped="foreign_version"), verdict("y", "b"))
+    judged = [feedback("dropped", "a"), feedback("trained", "b"), feedback("both", "a", "b")]
+    assert turn_account_of([turn("a"), turn("b"), run, *made, outcomes, *judged]).untaught == {"foreign_version": 1}
 
 
 def test_the_command_warns_of_feedback_that_trains_nothing() -> None:

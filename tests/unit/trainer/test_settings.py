@@ -24,7 +24,7 @@ def read(tmp_path: Path, text: str) -> TrainerSettings:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", r"trainer\.base = '': name a Hugging Face folder"),
+        ("", r"trainer\.base = '': name a folder, or a model of the hub"),
         ("group_size = 1\nadvantage.kind = 'grpo'", r"trainer\.group_size = 1: grpo compares runs .* rolling baseline"),
         ("group_size = 1\nadvantage.kind = 'rloo'", r"trainer\.group_size = 1: rloo compares runs"),
         ("batch_experiences = 4\nbatch_experiences_min = 5", r"batch_experiences_min = 5: is more than"),

@@ -273,7 +273,7 @@ class TurnAccountBuilder:
         return {
             name: CapturedTurn(
                 turn.session_key,
-                "eval" if turn.eval else turn.untrained or turn.left_out,
+                "eval" if turn.eval else turn.untrained or turn.left_out or self._foreign_reason(turn, lineages),
                 turn.no_logprobs,
                 not with_logprobs.isdisjoint(turn.experiences),
                 self._signals.get((turn.model, lineages.get(turn.model, ""))),
@@ -281,6 +281,13 @@ class TurnAccountBuilder:
             for name, turn in self._turns.items()
             if turn.captured
         }
+
+    def _foreign_reason(self, turn: TurnState, lineages: Mapping[str, str]) -> str | None:
+        """Return `foreign_version` if all experiences of the turn were dropped for a version of another lineage."""
+        lineage = lineages.get(turn.model, "")
+        outcomes = [self._verdicts.get((lineage, name), {}).values() for name in turn.experiences]
+        foreign = [any(verdict.dropped == "foreign_version" for verdict in verdicts) for verdicts in outcomes]
+        return "foreign_version" if foreign and all(foreign) else None
 
     def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> tuple[str, str]:
         """Return the state of a turn and its detail: the latest step that any event shows."""

@@ -33,10 +33,12 @@ class KnownVersions:
         refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
     ) -> None:
         self._blobs = blobs
-        self._versions: dict[str, dict[str, None]] = {}
+        self._versions: dict[str, dict[str, str | None]] = {}
+        """The versions of each model with the lineage that announced them, or None as long as it is not known."""
         self._manifests: dict[str, BlobRef] = {}
         self._vocabularies: dict[str, int | None] = {}
-        self._signals: dict[str, LearnedSignals] = {}
+        self._signals: dict[str, tuple[str, LearnedSignals]] = {}
+        """The lineage of each model that announced last what it learns from."""
         self._checkpoints = TopicTable(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
         self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
@@ -54,13 +56,18 @@ class KnownVersions:
     def checkpoint(self, _key: str, event: Checkpoint | None) -> None:
         """Handle an event of `checkpoints`."""
         if event is not None:
-            self._learn(event.model, event.version, event.manifest)
+            self._learn(event.model, event.version, event.manifest, event.lineage)
             if event.learns is not None:
-                self._signals[event.model] = event.learns
+                self._signals[event.model] = event.lineage, event.learns
 
-    def signals_of(self, model: str) -> LearnedSignals | None:
-        """Return the signals that the trainer of `model` announced last, or None if none did."""
-        return self._signals.get(model)
+    def signals_of(self, model: str, version: str) -> LearnedSignals | None:
+        """Return what the trainer of `model` learns from answers of `version`, or None if that is not known.
+
+        It is not known for a version of another lineage, which the trainer drops as `foreign_version`.
+        """
+        lineage, learns = self._signals.get(model, ("", None))
+        own_lineage = self._versions.get(model, {}).get(version)
+        return learns if own_lineage in (None, lineage) else None
 
     def routing(self, _key: str, event: Routing | None) -> None:
         """Handle an event of `routing`."""
@@ -84,9 +91,9 @@ class KnownVersions:
         sizes = {name: size for name, size in self._vocabularies.items() if size is not None}
         return KnownModels({name: versions.keys() for name, versions in self._versions.items()}, sizes)
 
-    def _learn(self, model: str, version: str, manifest: BlobRef | None) -> None:
+    def _learn(self, model: str, version: str, manifest: BlobRef | None, lineage: str | None = None) -> None:
         versions = self._versions.setdefault(model, {})
-        versions[version] = None
+        versions[version] = lineage or versions.get(version)
         if len(versions) > _VERSIONS_MAX:
             del versions[next(iter(versions))]
         if manifest is not None:
