@@ -145,7 +145,7 @@ CLIENTS = (
            _python("pydantic_agent", "anthropic:claude-sonnet-4-5", environment="pydantic")),
     Client("LangGraph, ChatOpenAI", "langgraph", "agents", _CHAT, _agents("langchain_agent", "openai")),
     Client("LangGraph, ChatAnthropic", "langgraph", "agents", _MESSAGES, _agents("langchain_agent", "anthropic")),
-    Client("instructor", "instructor", "agents", "chat, a forced tool", _agents("instructor_model"), branches=0),
+    Client("instructor", "instructor", "agents", "chat, a forced tool", _agents("instructor_model")),
     Client("litellm, openai", "litellm", "frameworks", _CHAT, _frameworks("litellm_chat", "openai")),
     Client("litellm, anthropic", "litellm", "frameworks", _MESSAGES, _frameworks("litellm_chat", "anthropic")),
     Client("smolagents, ToolCallingAgent", "smolagents", "frameworks", _CHAT,
@@ -165,5 +165,5 @@ CLIENTS = (
     Client("Codex CLI, exec and resume", "@openai/codex", "node", _RESPONSES, _codex),
     Client("opencode", "opencode-ai", "node", f"{_CHAT}, side calls", _opencode),
     Client("qwen-code", "@qwen-code/qwen-code", "node", _CHAT, _qwen_code, branches=None),
-    Client("aider", "aider-chat", "aider", "chat, streamed, temperature 0", _aider, branches=0),
+    Client("aider", "aider-chat", "aider", "chat, streamed, temperature 0", _aider),
 )  # fmt: skip

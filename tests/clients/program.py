@@ -11,13 +11,14 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_schemas import Turn
-from tests.clients.account import ClientAccount, account_of
+from tests.clients.account import ClientAccount, account_of, trajectories_of
 from tests.clients.agents import CLIENTS, PACKAGES, Call, Client
 from tests.clients.replica import AgentReplica
 from tests.support.gateway import Gateway, gateway
@@ -76,14 +77,17 @@ async def _converse(client: Client, environments: Path, folder: Path) -> Outcome
             elif f"The word is WORD-{number}" not in output:
                 problems.append(f"conversation {number} has another answer: {output[-500:]}")
         account = account_of(served.turns)
-        problems += [f"turn {turn.turn_id} holds both conversations" for turn in served.turns if _is_mixed(turn)]
+        problems += _mixed_runs(served.turns)
     return Outcome(account, tuple(problems), time.monotonic() - began_s)
 
 
-def _is_mixed(turn: Turn) -> bool:
-    """Return whether a turn holds the words of both conversations."""
-    text = str(turn.messages)
-    return "WORD-0" in text and "WORD-1" in text
+def _mixed_runs(turns: Sequence[Turn]) -> list[str]:
+    """Return the runs that hold the words of both conversations."""
+    texts = {turn.turn_id: str(turn.messages) for turn in turns}
+    runs = {run.trajectory_id: "".join(texts[name] for name in run.turn_ids) for run in trajectories_of(turns)}
+    return [
+        f"run {name} is of both conversations" for name, text in runs.items() if "WORD-0" in text and "WORD-1" in text
+    ]
 
 
 def _call(environments: Path, folder: Path, served: Gateway, number: int) -> Call:
@@ -149,14 +153,21 @@ def _row(client: Client, version: str, outcome: Outcome) -> dict[str, object]:
 
 
 def _write_table(rows: list[dict[str, object]]) -> None:
-    """Replace the table of the page."""
-    names = list(rows[0])
-    lines = [" | ".join(name.replace("_", " ") for name in names), " | ".join("---" for _ in names)]
-    lines += [" | ".join(str(row[name]) for name in names) for row in rows]
-    table = "\n".join(f"| {line} |" for line in lines)
+    """Write rows to the table of the page. Rows of clients that did not run stay."""
     page = TABLE.read_text(encoding="utf-8")
     head, _, rest = page.partition(_BEGIN)
-    TABLE.write_text(f"{head}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    earlier, _, tail = rest.partition(_END)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in earlier.strip().splitlines()[2:]}
+    lines |= {str(row["client"]): _table_line(row.values()) for row in rows}
+    names = [name.replace("_", " ") for name in rows[0]]
+    table = [_table_line(names), _table_line("---" for _ in names)]
+    table += [lines[client.name] for client in CLIENTS if client.name in lines]
+    text = "\n".join(table)
+    TABLE.write_text(f"{head}{_BEGIN}\n\n{text}\n\n{_END}{tail}", encoding="utf-8")
+
+
+def _table_line(values: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, values))} |"
 
 
 def _installed(environments: Path, name: str) -> str | None:
@@ -170,7 +181,7 @@ def _installed(environments: Path, name: str) -> str | None:
     else:
         interpreter = str(folder / "bin" / "python")
         uv = str(ROOT / ".venv" / "bin" / "uv")
-        commands = [[uv, "venv", "--quiet", "--allow-existing", "--python", "3.12", str(folder)]]
+        commands = [[uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(folder)]]
         commands += [[uv, "pip", "install", "--quiet", "--python", interpreter, *PACKAGES[name]]]
     for command in commands:
         process = subprocess.run(command, capture_output=True, text=True, check=False)
