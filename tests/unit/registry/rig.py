@@ -98,6 +98,8 @@ class FakeGate:
         self.requests: list[tuple[str, str, int]] = []
         """Every play: version, task, seed."""
         self.cancelled: list[set[str]] = []
+        self.prepared: list[int] = []
+        """Number of runs that had begun, for each time that a copy of the program was to be started ahead."""
         self.open = asyncio.Event()
         self.open.set()
 
@@ -117,7 +119,8 @@ class FakeGate:
             raise
 
     def prepare(self) -> None:
-        """Do nothing, because a session takes no time to start."""
+        """Note the call. A session takes no time to start."""
+        self.prepared.append(len(self.runs))
 
 
 class FakeSession:

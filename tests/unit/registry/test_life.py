@@ -71,6 +71,17 @@ async def test_trial_plays_equal_tasks_and_seeds_with_all_versions(rig: Rig) -> 
     assert len({seed for _, seed in drawn[new]}) == len(drawn[new])
 
 
+async def test_gate_program_is_started_ahead_while_replicas_load_and_after_each_run(rig: Rig) -> None:
+    (old,) = await rig.promote_in_turn(0)
+    rig.gate.prepared.clear()
+    before = len(rig.gate.runs)
+    new = await rig.checkpoint(1, parent=old)
+    async with rig.running():
+        await rig.until(lambda: before + 2 in rig.gate.prepared)
+    assert ("evaluated", new) in rig.decided(), "the second run was the audit"
+    assert rig.gate.prepared[0] == before, "before the trial has begun"
+
+
 async def test_inferior_candidate_is_rejected_and_unloaded(rig: Rig) -> None:
     (old,) = await rig.promote_in_turn(0)
     new = await rig.checkpoint(1)

@@ -158,8 +158,10 @@ class ModelController:
             The action, the audit that may run during a trial, and the versions that have a role now.
         """
         results: list[tuple[Action, RunAudit | None, Roles]] = []
+        trial_ahead = False
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            nonlocal trial_ahead
             await self._lease.check(tx)
             record = await store.load_model(tx, model)
             assert record is not None
@@ -167,6 +169,7 @@ class ModelController:
             WAITING.labels(model).set(len(view.waiting))
             inputs = self._gather_inputs(view, now)
             action = lifecycle.plan(view, inputs)
+            trial_ahead = isinstance(action, Adopt) or (isinstance(action, RunTrial) and bool(view.waiting))
             transition = Transition(tx, now)
             await _apply(action, record, view, transition, self._settings.rollout)
             updated = await store.load_model(tx, model)
@@ -177,6 +180,8 @@ class ModelController:
 
         await self._processor.step(work)
         action, audit, roles = results[0]
+        if trial_ahead:
+            self._gate.prepare()  # does nothing if a copy of the program waits already
         if isinstance(action, Adopt):
             self._runner.trials.clear()  # a gate that failed is tried again with the next candidate
             self._runner.audits.clear()

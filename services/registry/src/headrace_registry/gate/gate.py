@@ -70,7 +70,8 @@ class Gate:
         On a busy machine an interpreter takes seconds to start, and for so long a published version would wait. Copies
         on a Ray cluster are not started ahead, because each takes CPUs of the cluster.
         """
-        if not self._settings.ray.workers and (self._spare is None or self._spare.ended):
+        possible = self.configured and not self._settings.ray.workers
+        if possible and (self._spare is None or self._spare.ended):
             self._spare = SpareProgram(self._start)
 
     @contextlib.asynccontextmanager
@@ -265,7 +266,7 @@ class SpareProgram:
 
     def __init__(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
         self._ready: asyncio.Future[GateSession | None] = asyncio.get_running_loop().create_future()
-        self._taken = asyncio.Event()
+        self._claim = asyncio.Event()
         self._released = asyncio.Event()
         self.ended = False
         """Whether the program can not be taken any more, because it failed or no trial came in `_SPARE_S`."""
@@ -273,13 +274,13 @@ class SpareProgram:
 
     async def take(self) -> GateSession | None:
         """Return the session once the program has named its tasks, or None if the program has ended."""
-        self._taken.set()
+        self._claim.set()
         return None if self.ended else await asyncio.shield(self._ready)
 
     async def release(self) -> None:
         """Kill the program."""
         self._released.set()
-        self._taken.set()
+        self._claim.set()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _hold(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
@@ -287,8 +288,8 @@ class SpareProgram:
             async with start() as session:
                 self._ready.set_result(session)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._taken.wait(), _SPARE_S)
-                if self._taken.is_set():
+                    await asyncio.wait_for(self._claim.wait(), _SPARE_S)
+                if self._claim.is_set():
                     await self._released.wait()
                 self.ended = True
         except (GateFailed, OSError) as error:  # the trial starts the program itself, and reports why it fails
