@@ -44,6 +44,8 @@ Flags = NDArray[np.bool_]
 _COMPACT = 32
 """Number of tasks after which finished runs are removed from the arrays."""
 _CHAMPION, _CHAMPION_WORSE, _ANCHOR, _ANCHOR_WORSE, _LEAD, _CHAMPIONS_LEAD = range(6)
+_STAKES_MAX = np.array([0.75, 0.5, 0.75, 0.5, 0.5, 0.5])[:, None]
+"""Largest share of the wealth that one value can cost, for each e-process."""
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Bets:
         variance = (1 + self.squares) / weight
         expected = (self.total + self.null + self.gap) / weight
         edge = np.maximum(self.gap, expected - self.null - np.sqrt(variance / weight))
-        stake = np.minimum(edge / (variance + edge * edge), 0.5 / np.maximum(1 + self.null, 1e-12))
+        stake = np.minimum(edge / (variance + edge * edge), _STAKES_MAX / np.maximum(1 + self.null, 1e-12))
         self.log += where * np.log1p(stake * (value - self.null))
         before = self.total / np.maximum(self.count, 1)
         self.count += where

@@ -45,20 +45,25 @@ def test_stake_grows_with_the_observed_advantage() -> None:
     bets = EProcess(null=-0.1, gap=0.1)
     wealth(bets, [0.6, 0.8] * 25)
     assert bets.stake() == pytest.approx(0.5 / 0.9)
+    bets.stake_max = 0.75
+    assert bets.stake() == pytest.approx(0.75 / 0.9)
     assert EProcess(null=-0.1, gap=0.1).stake() == pytest.approx(0.1 / 1.01)
 
 
+@pytest.mark.parametrize("stake_max", [0.5, 0.75])
 @pytest.mark.parametrize(
     ("null", "chances"), [(0.0, (0.25, 0.5, 0.25)), (-0.1, (0.35, 0.4, 0.25)), (-0.5, (0.6, 0.3, 0.1))]
 )
-def test_e_process_is_a_martingale_at_the_null(null: float, chances: tuple[float, float, float]) -> None:
+def test_e_process_is_a_martingale_at_the_null(
+    null: float, chances: tuple[float, float, float], stake_max: float
+) -> None:
     """Every sequence of eight values of -1, 0, 1, weighed with its probability: E[K] = 1 and P(max K ≥ 1/α) ≤ α."""
     assert -chances[0] + chances[2] == pytest.approx(null)
     mean = 0.0
     ever = dict.fromkeys((0.5, 0.3, 0.2), 0.0)
     for outcomes in itertools.product(range(3), repeat=8):
         chance = math.prod(chances[index] for index in outcomes)
-        seen = wealth(EProcess(null, 0.25), [index - 1.0 for index in outcomes])
+        seen = wealth(EProcess(null, 0.25, stake_max=stake_max), [index - 1.0 for index in outcomes])
         mean += chance * seen[-1]
         for error in ever:
             ever[error] += chance * (max(seen) >= 1 / error)
@@ -105,12 +110,13 @@ def test_null_is_rejected_at_one_over_the_error() -> None:
     assert EProcess(0.0, 0.5, log_wealth=-math.log(0.02)).null_rejected(0.02), "exactly there is enough"
 
 
-def test_e_process_loses_at_most_half_of_its_wealth_at_once() -> None:
+@pytest.mark.parametrize("stake_max", [0.5, 0.75])
+def test_e_process_loses_at_most_its_largest_stake_at_once(stake_max: float) -> None:
     for null in (0.0, -0.05, -1.0 + 1e-9, -1.0):
         for before in itertools.product((-1.0, 1.0), repeat=5):
-            bets = EProcess(null, 0.3)
+            bets = EProcess(null, 0.3, stake_max=stake_max)
             wealth(bets, before)
-            assert bets.stake() * (-1.0 - null) >= -0.5 - 1e-12
+            assert bets.stake() * (-1.0 - null) >= -stake_max - 1e-12
 
 
 HALF = Fraction(1, 2)
