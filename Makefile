@@ -160,7 +160,7 @@ OWN_TARGET := $(BIN)/pytest -m own_target
 #: NAME=algorithms     each loss and advantage beside an independent result, promises with edits and preferences, planted faults
 define check_algorithms
 $(PROGRAM) algorithms $(SEED_OPTION) $(ARGS)
-$(OWN_TARGET) tests/unit/trainer/test_signals_crash.py
+$(OWN_TARGET) tests/unit/trainer/test_signals.py
 endef
 
 #: NAME=architectures  some 80 kinds of model: equal to their own eager attention, or refused by name

@@ -13,7 +13,7 @@ from tests.mutants.program import Waiting
 from tests.mutants.trial import Mutant, try_mutant
 
 LIMITS = "gateway/src/headrace_gateway/limits.py"
-TESTS = ("tests/unit/gateway/test_limits.py",)
+TESTS = ("tests/unit/gateway/test_access.py",)
 
 
 @pytest.mark.parametrize("fault", planted(), ids=lambda fault: fault.name)

@@ -1,12 +1,26 @@
-"""The agent of a demo ends with the demo, however the demo ends."""
+"""The agent of a demo ends with the demo, however the demo ends.
+
+Untrained models of a demo are pinned and served before the agent begins.
+
+Error messages of a demo that waits in vain.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from headrace_cli.demo import agent
+import pytest
+
+from headrace_cli.demo import agent, opponents, performance
+from headrace_cli.demo.performance import Performance, StackAddress
+from headrace_cli.demo.watch import Watch
+from headrace_operations.catalog import importing
+from headrace_operations.errors import StartFailed
 from tests.support.processes import alive, wait_until
 
 FOR_EVER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -50,3 +64,82 @@ def test_it_ends_with_a_demo_that_is_killed() -> None:
     demo.kill()
     demo.communicate()
     wait_until(lambda: not alive(pid), 10, "the agent's end")
+
+
+VERSION = "villager@0123456789abcdef"
+
+
+class Registry:
+    """A registry whose replicas load a version after a number of seconds, or never."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, loads: int | None) -> None:
+        self.calls: list[object] = []
+        self._loads = loads
+        self._clock = 0.0
+        patch.setattr(opponents, "ModelRegistry", lambda _url, who: self)
+        patch.setattr(importing, "store_folder", self._stored)
+        patch.setattr(importing, "register", self._register)
+        patch.setattr(opponents, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.calls.append("closed")
+
+    def model(self, _name: str) -> SimpleNamespace:
+        loaded = self._loads is not None and self._clock >= self._loads
+        return SimpleNamespace(champion=VERSION if loaded else None)
+
+    def pin(self, name: str, version: str, *, reason: str) -> None:
+        self.calls.append(("pin", name, version, self.model(name).champion, bool(reason)))
+
+    async def _stored(self, folder: Path, name: str, base: object, environ: dict[str, str]) -> SimpleNamespace:
+        self.calls.append(("stored", folder, name, base, environ))
+        return SimpleNamespace(version=VERSION)
+
+    def _register(self, _api: object, _manifest: object, *, label: str, serve: bool, why: str) -> None:
+        self.calls.append(("register", label, serve, bool(why)))
+
+    def _sleep(self, _seconds: float) -> None:
+        self._clock += 1.0
+
+
+async def test_it_is_registered_served_and_pinned_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, loads=5)
+    assert await opponents.register("url", "villager", Path("/base"), "v1.0", {"A": "b"}) == VERSION
+    assert registry.calls == [
+        ("stored", Path("/base"), "villager", None, {"A": "b"}),
+        ("register", "v1.0", True, True),
+        ("pin", "villager", VERSION, VERSION, True),
+        "closed",
+    ]
+
+
+async def test_one_that_never_serves_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, loads=None)
+    with pytest.raises(StartFailed, match=f"{VERSION} does not serve after 120 s"):
+        await opponents.register("url", "villager", Path("/base"), "v1.0", {})
+    assert registry.calls[-1] == "closed"
+    assert "pin" not in [call[0] for call in registry.calls]  # type: ignore[index]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Performance:
+    for name in ("_FIRST_VERSION_S_MAX", "_LAST_AUDIT_S_MAX"):
+        monkeypatch.setattr(performance, name, 0.02)
+    nothing: Any = SimpleNamespace()
+    return Performance(
+        nothing, nothing, StackAddress("127.0.0.1:1", "http://127.0.0.1:1"), nothing, Watch("127.0.0.1:1", "m")
+    )
+
+
+async def test_no_first_version_is_a_sentence(played: Performance) -> None:
+    with pytest.raises(StartFailed, match=r"no version took over and was measured within 0\.02 s; .*`headrace logs`"):
+        await played._wait_first_version(lambda: True)
+
+
+async def test_a_last_version_that_is_not_measured_is_named(played: Performance) -> None:
+    played.watch.champions.append("m@1")
+    with pytest.raises(StartFailed, match=r"m@1 was not measured within 0\.02 s"):
+        await played._wait_last_audit()

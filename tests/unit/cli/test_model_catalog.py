@@ -1,4 +1,7 @@
-"""`headrace models register`, `export`, `alias` and the like, against a registry with prepared answers."""
+"""`headrace models register`, `export`, `alias` and the like, against a registry with prepared answers.
+
+`headrace trinity convert`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from headrace_cli.app import app
 from headrace_operations.catalog import comparing, exporting, importing
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
@@ -16,6 +22,8 @@ from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersio
 from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
 from headrace_schemas.programs.models import MANIFEST_FILE, StoredLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
+from tests.docs.settings import check
+from tests.parity.oracles import EXPLORER, TRAINER
 from tests.unit.cli.http_fake import HttpFake
 from tests.unit.cli.test_cli import headrace
 
@@ -190,3 +198,38 @@ def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
     assert (difference.tokens, difference.mean, difference.most) == (2, 1.0, 2.0)
     elsewhere = Fingerprint(token_ids=(4, 5), logprobs=(-1.0,))
     assert comparing.answers(old.fingerprint, elsewhere) is None
+
+
+def convert(folder: Path, *words: str, **changed: object) -> tuple[int, str]:
+    (folder / "explorer.yaml").write_text(yaml.safe_dump(EXPLORER))
+    (folder / "trainer.yaml").write_text(yaml.safe_dump({**TRAINER, **changed}))
+    result = CliRunner().invoke(app, ["trinity", "convert", "explorer.yaml", "trainer.yaml", *words])
+    return result.exit_code, result.output
+
+
+def test_both_files_become_settings_that_services_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = convert(tmp_path)
+    assert status == 0
+    assert "explorer.rollout_model.engine_num" in output
+    check((tmp_path / "headrace.toml").read_text(), tmp_path)
+    status, output = convert(tmp_path)
+    assert status == 2
+    assert "exists already" in output
+
+
+def test_an_unknown_key_is_named_and_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = convert(tmp_path, "--out", "other.toml", synchronizer={"sync_method": "nccl"}, surprise=1)
+    assert status == 2
+    assert "synchronizer.sync_method = 'nccl'" in output
+    assert "surprise = 1" in output
+    assert not (tmp_path / "other.toml").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]"])
+def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(text)
+    assert CliRunner().invoke(app, ["trinity", "convert", "one.yaml"]).exit_code == 2
+    assert CliRunner().invoke(app, ["trinity", "convert", "none.yaml"]).exit_code == 2

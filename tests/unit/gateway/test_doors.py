@@ -1,5 +1,8 @@
 """Validation of request bodies on all routes: the gateway accepts a body only if all events that follow from it are
-valid, and otherwise names the invalid field."""
+valid, and otherwise names the invalid field.
+
+The port that clients of Trinity-RFT expect: `/chat`, `/feedback` and `/commit` there, beside everything else.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from headrace_gateway.settings import LimitSettings
+from headrace_gateway.app import trinity_door
+from headrace_gateway.settings import GatewaySettings, LimitSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
     DeadLetter,
@@ -36,6 +44,7 @@ from headrace_schemas.values.bounds import JSON_DEPTH_MAX
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
+from tests.support.ports import free_port
 from tests.support.seeds import draw_seed
 from tests.support.streams import START
 from tests.support.turns import ask, user
@@ -251,3 +260,30 @@ async def test_a_trajectory_has_a_bound_on_its_objects_beside_that_on_its_number
         refused = await served.client.post("/v1/trajectories", content=body(17, 1))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
         assert str(Trajectory.containers_max) in refused.json()["error"]["message"]
+
+
+async def test_chat_has_a_short_name(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await until(lambda: served.publisher.connected)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": False}
+        answer = await served.client.post("/chat", json=body)
+        assert answer.status_code == 200
+        (turn,) = served.turns
+        assert turn.turn_id == answer.json()["id"]
+        said = {"msg_ids": [turn.turn_id], "reward": 1.0, "task_id": "t", "run_id": "0"}
+        assert (await served.client.post("/feedback", json=said)).json() == {"status": "success"}
+        assert served.bus.events(Feedback)[0].msg_ids == (turn.turn_id,)
+
+
+async def test_the_same_pages_are_at_a_second_port_when_it_is_asked_for() -> None:
+    app = Starlette(routes=[Route("/commit", lambda _: JSONResponse({"status": "success"}), methods=["POST"])])
+    port = free_port()
+    async with trinity_door(app, GatewaySettings(port=0, trinity_port=port)) as opened, httpx2.AsyncClient() as client:
+        assert opened == port
+        assert (await client.post(f"http://127.0.0.1:{port}/commit")).json() == {"status": "success"}
+
+
+async def test_there_is_none_otherwise() -> None:
+    async with trinity_door(Starlette(), GatewaySettings()) as opened:
+        assert opened == 0

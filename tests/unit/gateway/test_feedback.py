@@ -1,7 +1,12 @@
-"""Which sessions a feedback reaches, and with which turns."""
+"""Which sessions a feedback reaches, and with which turns.
+
+Every kind of feedback over HTTP, and the same validation rules for records of the topic.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,10 @@ from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import FeedbackSettings, LimitSettings
 from headrace_schemas import Feedback
+from headrace_schemas.events.feedback import task_key
 from headrace_schemas.values import ids
+from headrace_schemas.values.errors import InvalidEvent
+from tests.support.gateway import PARTITIONS, Gateway, gateway, until
 from tests.support.streams import ManualClock
 
 OWN, OTHER = ids.session_key("t", "own"), ids.session_key("t", "other")
@@ -68,3 +76,199 @@ def test_what_is_said_about_one_session_needs_no_copies() -> None:
     assert len(said(1.0, 1, sessions=1, comment="x" * 4000)) == 1
     with pytest.raises(ApiError, match="a copy for each of 2 sessions"):
         said(1.0, 1, sessions=2, comment="x" * 4000)
+
+
+ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))
+A, B, C = (f"chatcmpl-{key}-01a2060cb1cc7c47a82c2578b756ac0{n}" for n, key in enumerate((ONE, ONE, TWO)))
+"""Response ids, which are the same in every process that collects these tests."""
+
+
+async def sent(served: Gateway, body: dict[str, Any]) -> list[Feedback]:
+    await until(lambda: served.publisher.connected)
+    answer = await served.client.post("/v1/feedback", json=body)
+    assert answer.status_code == 202, answer.text
+    return served.bus.events(Feedback)
+
+
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"session_id": "one", "value": True}, {"value": 1.0}),
+    ({"session_id": "one", "value": False}, {"value": 0.0}),
+    ({"session_id": "one", "rating": 4, "scale": [1, 5]}, {"value": 0.75, "rating": 4.0, "scale": (1.0, 5.0)}),
+    ({"session_id": "one", "label": "good"}, {"label": "good", "value": None}),
+    ({"session_id": "one", "parts": {"tone": 1, "truth": 0.5}}, {"parts": {"tone": 1.0, "truth": 0.5}}),
+    ({"session_id": "one", "value": 1, "metric": "tone", "rater": "ann"}, {"metric": "tone", "rater": "ann"}),
+    ({"response_id": A, "value": 1}, {"level": None, "msg_ids": (A,)}),
+    ({"response_id": A, "value": 1, "choice": 1}, {"level": "response", "choice": 1, "msg_ids": (A,)}),
+    ({"response_id": A, "value": 1, "level": "turn"}, {"level": "turn", "msg_ids": (A,)}),
+    ({"msg_ids": [A], "value": 1, "level": "session"}, {"level": "session", "msg_ids": (A,)}),
+    ({"response_id": A, "withdrawn": True, "kind": "edit"}, {"withdrawn": True, "kind": "edit", "msg_ids": (A,)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), ACCEPTED, ids=lambda fields: json.dumps(fields)[:60] if "value" in fields else ""
+)
+async def test_what_is_said_is_what_travels(tmp_path: Path, body: dict[str, Any], expected: dict[str, Any]) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, body)
+        assert {name: getattr(event, name) for name in expected} == expected
+        assert Feedback.from_json(event.to_json()) == event
+
+
+async def test_an_edit_is_a_text_or_an_answer_with_tool_calls(tmp_path: Path) -> None:
+    call = {"function": {"name": "look", "arguments": "{}"}}
+    async with gateway(tmp_path) as served:
+        await sent(served, {"response_id": A, "edit": "what it should have said"})
+        await sent(served, {"response_id": A, "choice": 1, "edit": {"content": "so", "tool_calls": [call, call]}})
+        text, calls = served.bus.events(Feedback)
+        assert (text.edit and text.edit.role, text.edit and text.edit.text) == ("assistant", "what it should have said")
+        assert text.answer == (A, 0)
+        assert calls.answer == (A, 1)
+        assert calls.edit is not None
+        assert [tool_call.id for tool_call in calls.edit.tool_calls or ()] == ["call_0", "call_1"]
+        assert not text.lists_a_run, "an edit of one turn does not say that this turn is a run"
+
+
+async def test_a_preference_between_two_choices_of_one_call(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, {"response_id": A, "preference": {"chosen": 1, "rejected": 0}})
+        assert event.preference is not None
+        assert event.preference.model_dump() == {
+            "chosen": {"turn_id": A, "choice": 1},
+            "rejected": {"turn_id": A, "choice": 0},
+        }
+        assert (event.msg_ids, event.sessions) == ((A,), 1)
+
+
+async def test_a_preference_over_two_sessions_is_an_event_in_each(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        events = await sent(served, {"preference": {"chosen": C, "rejected": {"response_id": A, "choice": 2}}})
+        assert {(event.session_key, event.msg_ids) for event in events} == {(ONE, (A,)), (TWO, (C,))}
+        assert len({event.event_id for event in events}) == 2
+        assert {event.preference_id("default") for event in events} == {events[0].preference_id("default")}
+        assert {event.sessions for event in events} == {1}, "what is compared is not one run"
+
+
+@pytest.mark.parametrize(("level", "sessions"), [(None, 2), ("turn", 1), ("session", 1)])
+async def test_what_lists_responses_of_two_sessions_is_of_both_only_without_a_level(
+    tmp_path: Path, level: str | None, sessions: int
+) -> None:
+    async with gateway(tmp_path) as served:
+        events = await sent(served, {"msg_ids": [A, C], "value": 1, "level": level})
+        assert [(event.session_key, event.sessions) for event in events] == [(ONE, sessions), (TWO, sessions)]
+
+
+async def test_two_responses_of_one_session_are_compared_in_one_event(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, {"preference": {"chosen": B, "rejected": A}})
+        assert set(event.msg_ids) == {A, B}
+
+
+async def test_feedback_about_a_task_reaches_every_partition(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 2 * PARTITIONS}) as served:
+        events = await sent(served, {"level": "task", "task_id": "t", "value": 1, "context": {"expected": "42"}})
+        assert [event.partition for event in events] == list(range(PARTITIONS))
+        assert {event.session_key for event in events} == {task_key("default", "t")}
+        assert len({event.event_id for event in events}) == PARTITIONS
+        statuses = []
+        for _ in range(3):
+            body = {"level": "task", "task_id": "t", "value": 1}
+            statuses.append((await served.client.post("/v1/feedback", json=body)).status_code)
+        assert statuses[-1] == 429, "each copy is charged"
+
+
+async def test_a_preference_over_two_sessions_is_charged_twice(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 4}) as served:
+        await until(lambda: served.publisher.connected)
+        body = {"preference": {"chosen": C, "rejected": A}}
+        statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(4)]
+        assert statuses[0] == 202
+        assert statuses[-1] == 429
+
+
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"session_id": "one", "value": "0.5"}, "value", "must be a number"),
+    ({"session_id": "one", "value": 1, "label": "good"}, "label", "cannot be combined with value"),
+    ({"session_id": "one", "value": 1, "parts": {"tone": 1}}, "parts", "cannot be combined with value"),
+    ({"session_id": "one", "rating": 4}, "scale", "is required with rating"),
+    ({"session_id": "one", "scale": [1, 5], "value": 1}, "rating", "is required with scale"),
+    ({"session_id": "one", "rating": 6, "scale": [1, 5]}, "rating", "6 is not on the scale from 1 to 5"),
+    ({"session_id": "one", "rating": 4, "scale": [5, 1]}, "scale", "the lower end comes first"),
+    ({"session_id": "one", "rating": True, "scale": [0, 1]}, "rating", "must be a number"),
+    ({"session_id": "one", "value": 1, "metric": "a:b"}, "metric", "pattern"),
+    ({"session_id": "one", "parts": {"tone": 1}, "metric": "tone"}, "metric", "parts name their metrics"),
+    ({"session_id": "one", "edit": "x"}, "edit", "name it as response_id"),
+    ({"msg_ids": [A, C], "edit": "x"}, "edit", "name it as response_id"),
+    ({"response_id": A, "edit": ""}, "edit", "no text and no tool calls"),
+    ({"response_id": A, "edit": {"role": "user", "content": "x"}}, "edit", "has the role 'user'"),
+    ({"response_id": A, "edit": "x", "value": 0}, "edit", "cannot be combined with value"),
+    ({"response_id": A, "edit": "x", "level": "turn"}, "edit", "no level except response"),
+    ({"response_id": A, "edit": "x", "metric": "tone"}, "metric", "an edit has none"),
+    ({"session_id": "one", "value": 1, "choice": 0}, "choice", "name it as response_id"),
+    ({"msg_ids": [A, C], "value": 1, "level": "response"}, "level", "name it as response_id"),
+    ({"session_id": "one", "value": 1, "level": "turn"}, "level", "at least one response"),
+    ({"response_id": A, "value": 1, "level": "turn", "choice": 1}, "choice", "only allowed for the level response"),
+    ({"preference": {"chosen": 1, "rejected": 0}}, "preference", "name it as response_id"),
+    ({"msg_ids": [A, C], "preference": {"chosen": 1, "rejected": 0}}, "preference", "name it as response_id"),
+    ({"response_id": A, "preference": {"chosen": A, "rejected": C}}, "preference", "names its responses itself"),
+    ({"response_id": A, "preference": {"chosen": 1, "rejected": 1}}, "preference", "an answer with itself"),
+    ({"preference": {"chosen": A, "rejected": A}}, "preference", "an answer with itself"),
+    ({"preference": {"chosen": A}}, "preference.rejected", "required"),
+    ({"preference": {"chosen": A, "rejected": C}, "choice": 1}, "preference", "omit level and choice"),
+    ({"level": "task", "value": 1}, "task_id", "is required"),
+    ({"level": "task", "task_id": "t"}, None, "says nothing"),
+    ({"level": "task", "task_id": "t", "value": 1, "session_id": "one"}, "session_id", "name only the task"),
+    ({"level": "task", "task_id": "t", "value": 1, "ends_session": True}, "level", "name only the task"),
+    ({"session_id": "one", "value": 1, "kind": "edit"}, "edit", "name it as response_id"),
+    ({"session_id": "one", "value": 1, "kind": "value"}, "kind", "only allowed with withdrawn"),
+    ({"session_id": "one", "withdrawn": True, "label": "good"}, "label", "must be omitted from a withdrawal"),
+    ({"session_id": "one", "withdrawn": True, "kind": "preference"}, "preference", "name the two answers"),
+    ({"session_id": "one", "value": 1, "ratter": "ann"}, "ratter", "did you mean 'rater'"),
+    ({"session_id": "one", "level": "run", "value": 1}, "level", "'turn'"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda argument: json.dumps(argument)[:70])
+async def test_what_cannot_be_meant_is_refused_by_name(
+    tmp_path: Path, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    async with gateway(tmp_path) as served:
+        await until(lambda: served.publisher.connected)
+        answer = await served.client.post("/v1/feedback", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert message in error["message"]
+        assert served.bus.events(Feedback) == []
+
+
+def record(**fields: Any) -> bytes:
+    required_fields = {"time": "2026-01-01T00:00:00Z", "feedback_id": "f", "session_key": ONE}
+    return json.dumps({**required_fields, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"value": 1, "label": "good"}, "label: cannot be combined with value"),
+        ({"rating": 4}, "scale: is required"),
+        ({"rating": 9, "scale": [1, 5]}, "rating: 9 is not on the scale"),
+        ({"rating": 4, "scale": [1, 5], "value": 0.5}, "value: must be the position of the rating"),
+        ({"edit": {"role": "assistant", "content": "x"}}, "edit: must name exactly one response"),
+        ({"edit": {"role": "user", "content": "x"}, "msg_ids": [A]}, "edit: has the role"),
+        ({"choice": 1, "value": 1, "msg_ids": [A]}, "choice: is only allowed for the level response"),
+        ({"level": "task", "value": 1}, "task_id: is required"),
+        (
+            {"preference": {"chosen": {"turn_id": A}, "rejected": {"turn_id": B}}, "msg_ids": [C]},
+            "msg_ids: of a preference",
+        ),
+    ],
+)
+def test_the_topic_has_the_rules_of_http(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidEvent, match=message):
+        Feedback.from_json(record(**fields))
+
+
+def test_what_the_first_releases_sent_is_still_read() -> None:
+    assert Feedback.from_json(record(value=1, withdrawn=True)).withdrawn
+    old = Feedback.from_json(record(value=1, msg_ids=[A, C], task_id="t"))
+    assert (old.run_sessions, old.lists_a_run, old.about) == (2, True, "value")

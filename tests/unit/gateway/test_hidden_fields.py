@@ -1,24 +1,38 @@
-"""What capture asks of the engine never reaches a client that did not ask: every combination, whole and streamed."""
+"""What capture asks of the engine never reaches a client that did not ask: every combination, whole and streamed.
+
+Hints: accepted and reported, honoured by the chat template, or refused by strict settings.
+
+The concurrency that file descriptors allow.
+"""
 
 from __future__ import annotations
 
 import json
+import resource
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from headrace_gateway import answers
 from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
-from headrace_gateway.chat_request import parse_chat
+from headrace_gateway.chat_request import ChatRequest, parse_chat
+from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.model_catalog import Target
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.request_context import RequestContext, header_value, metric_label
+from headrace_gateway.settings import GatewaySettings, LimitSettings
 from headrace_gateway.transcript import Transcript
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
-from tests.support.fake_replica import VERSION, Fault, Generation, entry
-from tests.support.requests import strict
+from tests.support.fake_replica import VERSION, FakeReplica, Fault, Generation, entry
+from tests.support.gateway import gateway
+from tests.support.requests import lenient, strict
 
 KEY = ids.session_key("default", "s")
 TOP = {"id", "object", "created", "model", "choices", "usage"}
@@ -124,3 +138,201 @@ def test_a_stream_shows_only_what_was_asked_for(fields: dict[str, Any], noise: d
     assert len(finishes) == work.n
     assert [event["usage"] for event in shown if event.get("usage")] == ([work.usage()] if usage else [])
     assert transcript.disagreement() is None, "hiding must not cost the capture anything"
+
+
+USER = {"role": "user", "content": "hello"}
+TOO_LONG = Fault(status=400, message="the maximum context length is 100 tokens, you asked for 20 and 1000")
+
+
+def parsed(context: RequestContext, **fields: Any) -> ChatRequest:
+    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), context)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reasoning_effort", "high"),
+        ("verbosity", "low"),
+        ("service_tier", "priority"),
+        ("store", True),
+        ("truncation", "auto"),
+        ("include", ["x"]),
+        ("client_metadata", {"a": "b"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("provider", {"order": ["x"]}),
+        ("include_reasoning", True),
+        ("num_ctx", 4096),
+        ("skip_special_tokens", True),
+        ("cache_control", {"type": "ephemeral"}),
+    ],
+)
+def test_a_hint_is_reported_and_strict_settings_refuse_it(name: str, value: Any) -> None:
+    context = lenient()
+    request = parsed(context, **{name: value})
+    assert context.ignored == (name,)
+    assert request.chat_template_kwargs is None
+    with pytest.raises(ApiError) as caught:
+        parsed(strict(), **{name: value})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported_field", name)
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "switch"),
+    [
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "minimal"}, False),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"enabled": False}}, False),
+        ({"reasoning": {"enabled": True}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+    ids=json.dumps,
+)
+def test_a_switch_of_thinking_reaches_the_chat_template(fields: dict[str, Any], switch: bool) -> None:
+    context = strict()
+    assert parsed(context, **fields).chat_template_kwargs == {"enable_thinking": switch}
+    assert context.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"top_a": 0.5}, "top_a"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"temprature": 1}, "temprature"),
+        ({"of_nobody": 1}, "of_nobody"),
+    ],
+)
+def test_a_field_that_changes_the_meaning_is_refused_also_without_strict(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(lenient(), **fields)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_bookkeeping_in_messages_is_reported_once_by_its_name() -> None:
+    context = lenient()
+    answer = {"role": "assistant", "content": "x", "id": "m", "reasoning_details": [{"type": "x"}]}
+    parsed(context, messages=[USER, answer, {**USER, "id": "n"}])
+    assert context.ignored == ("messages.id", "messages.reasoning_details")
+
+
+def test_what_clients_send_back_in_other_forms_is_read() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    answers = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "refusal": "No."}]
+    result = {"role": "tool", "tool_call_id": "c", "content": None}
+    called, found, refusal = parsed(strict(), messages=[USER, answers[0], result, answers[1], USER]).messages[1:4]
+    assert called.tool_calls is not None
+    assert called.tool_calls[0].function.arguments == '{"a": 1}'
+    assert (found.content, refusal.content) == ("", "No.")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_media_is_refused_or_replaced_by_a_text(kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "See: "}, {"type": kind, kind: {"url": "x"}}]}]
+    with pytest.raises(ApiError, match=r"gateway\.media"):
+        parsed(lenient(), messages=messages)
+    context = lenient(media="placeholder")
+    request = parsed(context, messages=messages)
+    assert request.messages[0].event().text == f"See: [{kind} omitted: this model reads text only]"
+    assert context.ignored == (f"media.{kind}",)
+
+
+async def test_ignored_fields_are_named_in_the_answer_and_counted(tmp_path: Path) -> None:
+    def count() -> float:
+        return REGISTRY.get_sample_value("headrace_gateway_ignored_fields_total", {"field": "verbosity"}) or 0.0
+
+    before = count()
+    async with FakeReplica().running() as replica, gateway(tmp_path, replica) as served:
+        for stream in (False, True):
+            answer = await served.chat(verbosity="low", service_tier="flex", stream=stream)
+            assert answer.headers["x-headrace-ignored"] == "verbosity, service_tier"
+        assert "x-headrace-ignored" not in (await served.chat()).headers
+        first, second, third = served.turns
+    assert count() == before + 2
+    assert first.request_digest == second.request_digest == third.request_digest
+
+
+async def test_strict_settings_refuse_hints(tmp_path: Path) -> None:
+    async with FakeReplica().running() as replica, gateway(tmp_path, replica, strict=True) as served:
+        answer = await served.chat(service_tier="flex")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "service_tier")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens_beyond_the_context_are_cut_and_reported(tmp_path: Path, *, stream: bool) -> None:
+    replica = FakeReplica(faults=[TOO_LONG])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat('what is ,"max_tokens":1000 ?', max_tokens=1000, stream=stream)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-headrace-ignored"] == "max_tokens"
+        (turn,) = served.turns
+    first, second = replica.requests
+    assert first.pop("max_tokens") == 1000
+    assert first == second
+    assert turn.sampling.max_tokens == 1000
+
+
+async def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    replica = FakeReplica(faults=[TOO_LONG] * 3)
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        asked: list[dict[str, Any]] = [{"max_tokens": 1000}, {}]
+        for fields in asked:
+            answer = await served.chat(**fields)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert served.turns == []
+
+
+def test_a_header_holds_printable_names_and_a_metric_known_ones() -> None:
+    assert header_value(("tools.web\r\nx: y", "é")) == "tools.web__x__y, _"
+    assert [metric_label(name) for name in ("tools.web_search", "media.image", "x-of-a-client")] == [
+        "tools", "media", "other",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Soft and hard limit of the process, as the system would keep them."""
+    limits = [1024, 4096]
+
+    def put(_what: int, both: tuple[int, int]) -> None:
+        assert both[0] <= both[1] or both[1] == resource.RLIM_INFINITY
+        limits[:] = both
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", put)
+    return limits
+
+
+def test_the_process_asks_for_what_it_needs(given_descriptors: list[int]) -> None:
+    limits = LimitSettings(concurrency=1000)
+    assert within_descriptors(limits) == limits
+    assert given_descriptors == [2128, 4096]
+
+
+def test_what_the_system_does_not_give_lowers_the_concurrency(given_descriptors: list[int]) -> None:
+    fits = within_descriptors(GatewaySettings().limits_total)
+    assert fits.concurrency == (4096 - 128) // 2
+    assert given_descriptors == [4096, 4096]
+
+
+@pytest.mark.parametrize("soft", [100_000, resource.RLIM_INFINITY])
+def test_what_is_enough_is_left_alone(given_descriptors: list[int], soft: int) -> None:
+    given_descriptors[:] = [soft, resource.RLIM_INFINITY]
+    limits = GatewaySettings().limits_total
+    assert within_descriptors(limits) == limits
+    assert given_descriptors == [soft, resource.RLIM_INFINITY]
+
+
+def test_one_caller_may_not_take_all_places_and_replicas_have_connections_for_all() -> None:
+    settings = GatewaySettings()
+    assert settings.limits_per_key.concurrency < settings.limits_total.concurrency
+    assert settings.upstream.connections_max >= settings.limits_total.concurrency

@@ -1,13 +1,31 @@
-"""Gathering what was sampled, and noticing when it cannot be true (P2, pitfalls 2 and 3)."""
+"""Gathering what was sampled, and noticing when it cannot be true (P2, pitfalls 2 and 3).
+
+What a base URL may carry for clients that can set nothing else.
+
+What of a spool may go to the bus together.
+
+Splitting server-sent events, whatever the network makes of them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace_gateway.engine_wire import EngineAnswer
+from headrace_gateway.prefixes import KEY, SESSION, Prefixes
+from headrace_gateway.sse import EventTooLarge, Splitter, encode
+from headrace_gateway.stages import in_stages
 from headrace_gateway.transcript import Transcript
+from headrace_schemas import Event, Feedback, SessionEnd
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, Fault, Generation
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "n": 2}
@@ -77,3 +95,137 @@ def test_a_stream_keeps_the_version_that_it_began_with() -> None:
     for model in ("", VERSION, "tiny@ffffffffffff", ""):
         transcript.add(EngineAnswer(model=model), streamed=True)
     assert transcript.version == VERSION
+
+
+async def seen(path: str) -> Scope:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, _receive: Receive, _send: Send) -> None:
+        scopes.append(scope)
+
+    async def nothing() -> Message:
+        raise AssertionError("nothing is read here")
+
+    async def nowhere(_message: Message) -> None:
+        raise AssertionError("nothing is sent here")
+
+    await Prefixes(app)({"type": "http", "path": path, "raw_path": path.encode()}, nothing, nowhere)
+    return scopes[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "rest", "key", "session"),
+    [
+        ("/v1/models", "/v1/models", None, None),
+        ("/t/KEY/feedback", "/feedback", "KEY", None),
+        ("/t/KEY//feedback", "/feedback", "KEY", None),
+        ("//feedback", "/feedback", None, None),
+        ("/sessions/run-1/v1/chat/completions", "/v1/chat/completions", None, "run-1"),
+        ("/t/K/sessions/run%2F1%20b/v1/chat/completions", "/v1/chat/completions", "K", "run/1 b"),
+        ("/sessions/a/t/K/v1/models", "/v1/models", "K", "a"),
+        ("/sessions/a/sessions/b/v1/models", "/sessions/b/v1/models", None, "a"),
+        ("/v1/sessions/a/end", "/v1/sessions/a/end", None, None),
+        ("/t/", "/t", None, None),
+        ("/v1/chat/completions/", "/v1/chat/completions", None, None),
+        ("/chat/completions", "/v1/chat/completions", None, None),
+        ("/t/K/messages/count_tokens", "/v1/messages/count_tokens", "K", None),
+        ("/v1/v1/messages", "/v1/messages", None, None),
+        ("/models/tiny", "/v1/models/tiny", None, None),
+        ("/chat", "/chat", None, None),
+        ("/", "/", None, None),
+    ],
+)
+async def test_prefixes_are_peeled(path: str, rest: str, key: str | None, session: str | None) -> None:
+    scope = await seen(path)
+    assert (scope["path"], scope.get(KEY), scope.get(SESSION)) == (rest.rstrip("/") or "/", key, session)
+
+
+KEYS = [ids.session_key("default", name) for name in ("a", "b", "c")]
+
+
+def feedback(key: str) -> Feedback:
+    return Feedback(time=utcnow(), feedback_id="f", session_key=key, value=1.0)
+
+
+def end(key: str) -> SessionEnd:
+    return SessionEnd(time=utcnow(), end_id="e", session_key=key)
+
+
+def commit() -> SessionEnd:
+    return SessionEnd(time=utcnow(), end_id="c", scope="tenant", reason="commit")
+
+
+def stages(events: list[Event]) -> list[list[int]]:
+    """As places in `events`."""
+    return in_stages(list(range(len(events))), lambda place: events[place])
+
+
+def test_sessions_owe_each_other_nothing_and_an_end_waits_for_its_own_events() -> None:
+    a, b, _ = KEYS
+    assert stages([feedback(a), end(a), feedback(b), feedback(b), end(b), feedback(a)]) == [[0, 2, 3], [1, 4], [5]]
+
+
+def test_the_end_of_a_tenant_stands_alone() -> None:
+    a, b, _ = KEYS
+    assert stages([feedback(a), feedback(b), end(b), commit(), feedback(a), end(b)]) == [[0, 1], [2], [3], [4, 5]]
+
+
+events = st.one_of(st.builds(feedback, st.sampled_from(KEYS)), st.builds(end, st.sampled_from(KEYS)), st.builds(commit))
+
+
+@given(st.lists(events, max_size=30))
+def test_a_session_keeps_its_order_in_as_few_stages_as_its_topics_take_turns(sent: list[Event]) -> None:
+    found = stages(sent)
+    assert sorted(itertools.chain(*found)) == list(range(len(sent)))
+    assert all(found)
+    at = {place: number for number, stage in enumerate(found) for place in stage}
+    assert all(stage == sorted(stage) for stage in found)
+    for first, second in itertools.combinations(range(len(sent)), 2):
+        if sent[first].key == sent[second].key:
+            assert at[first] + (sent[first].topic != sent[second].topic) <= at[second]
+        if "c" in (getattr(sent[first], "end_id", ""), getattr(sent[second], "end_id", "")):
+            assert at[first] < at[second]
+    assert len(found) <= _turns_taken(sent)
+
+
+def _turns_taken(sent: list[Event]) -> int:
+    """The longest alternation of topics in a session between two commits, and one for each commit."""
+    total, between = 0, list[Event]()
+    for event in [*sent, commit()]:
+        if isinstance(event, SessionEnd) and event.scope == "tenant":
+            runs = [[topic for topic, _ in itertools.groupby(e.topic for e in between if e.key == key)] for key in KEYS]
+            total, between = total + max(map(len, runs)) + 1, []
+        else:
+            between.append(event)
+    return total - 1
+
+
+PAYLOADS = st.lists(
+    st.binary(min_size=1, max_size=40).filter(lambda data: not {10, 13, 0xC2, 0xE2} & set(data)), max_size=8
+)
+
+
+@given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_any_cut_of_the_bytes_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+    whole = b"".join(encode(payload) for payload in payloads)
+    edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    splitter = Splitter(1000)
+    found = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(whole[a:b])]
+    assert found == payloads
+
+
+def test_comments_other_fields_and_carriage_returns_are_no_data() -> None:
+    splitter = Splitter(1000)
+    assert splitter.feed(b": ping\n\nevent: x\r\ndata: a\r\ndata:b\r\nid: 1\r\n\r\nretry: 5\n\n") == [b"a\nb"]
+
+
+def test_an_event_without_an_end_is_bounded() -> None:
+    with pytest.raises(EventTooLarge):
+        Splitter(10).feed(b"data: 0123456789")
+
+
+def test_line_separators_inside_of_json_are_escaped() -> None:
+    data = '{"a":"x\u2028y\u2029z\u0085"}'
+    event = encode(data.encode(), "kind").decode()
+    assert event.splitlines() == ["event: kind", r'data: {"a":"x\u2028y\u2029z\u0085"}', ""]
+    assert json.loads(event.split("data: ")[1]) == json.loads(data)

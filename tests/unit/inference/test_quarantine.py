@@ -1,4 +1,7 @@
-"""A step that fails ends the sequences that make it fail, and no others."""
+"""A step that fails ends the sequences that make it fail, and no others.
+
+A grammar's bits on logits, against plain arithmetic on every bit.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.sampler import mask_forbidden
 from headrace_inference.torch_engine.sequence import Sequence
 from tests.support.seeds import draw_seed
 from tests.unit.inference.conftest import Models, prompt_of, sample
@@ -207,3 +211,20 @@ async def test_requests_cannot_end_the_engine(
     results: list[Tokens] = await asyncio.gather(*innocent)
     assert [len(tokens.token_ids) for tokens in results] == [60] * 4
     assert engine.in_flight() == 0
+
+
+@pytest.mark.parametrize("vocabulary", [31, 32, 33, 40, 64, 100])
+def test_only_tokens_whose_bit_is_set_stay_possible_and_other_rows_are_as_they_were(vocabulary: int) -> None:
+    print(f"seed {vocabulary}")
+    draw = random.Random(vocabulary)
+    words = (vocabulary + 31) // 32
+    masks = [[draw.randrange(2**32) for _ in range(words)] for _ in range(2)]
+    signed = [[word - 2**32 if word >= 2**31 else word for word in mask] for mask in masks]
+    logits = torch.arange(3.0 * vocabulary).reshape(3, vocabulary)
+    before = logits.clone()
+    masked = mask_forbidden(logits, torch.tensor([0, 2]), torch.tensor(signed, dtype=torch.int32))
+    assert torch.equal(masked[1], before[1])
+    for row, mask in zip((0, 2), masks, strict=True):
+        for token in range(vocabulary):
+            possible = bool(mask[token // 32] >> (token % 32) & 1)
+            assert float(masked[row, token]) == (float(before[row, token]) if possible else -math.inf)

@@ -1,17 +1,36 @@
-"""P2 and P9: the batch holds exactly the sampled tokens, and the same stream makes the same bytes."""
+"""P2 and P9: the batch holds exactly the sampled tokens, and the same stream makes the same bytes.
+
+When there is a batch: by the rules, as it was recorded, and in a full queue in which all wait for others.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace_runtime.kafka.wire import Record
 from headrace_schemas import Branch, Span
+from headrace_schemas.programs.replay import BATCH_HEADER
+from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.batches.batch import Batch, Row, pack
+from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, marks_of
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.waiting import WaitingExperience
+from headrace_trainer.settings import MemorySettings
+from tests.algorithms.signals import side, turn, with_signals
 from tests.support.seeds import draw_seed
-from tests.unit.trainer.world import experience
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_history import chain, name, publish
+from tests.unit.trainer.test_settings import read
+from tests.unit.trainer.test_state import LIMITS
+from tests.unit.trainer.world import START, experience
 
 V, W = "m@000000000000", "m@111111111111"
 
@@ -89,3 +108,141 @@ def test_packs_hold_every_row_once_within_the_budget() -> None:
 
 def test_a_row_longer_than_the_budget_runs_alone() -> None:
     assert pack([5, 100, 5], 10) == [[1], [0, 2]]
+
+
+def test_the_older_half_makes_room(make: Make, tmp_path: Path) -> None:
+    cutter = Cutter(make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0))
+    state = LineageState(chain(0), LIMITS, MemorySettings(queue_experiences=4))
+    for number, after_s in enumerate((0, 10, 60, 70)):
+        event = experience(number, name(0), task=f"t{number}", run="0", reward=0.0)
+        state.admit(event, (0, number), START + timedelta(seconds=after_s))
+    now = START + timedelta(seconds=71)
+    assert cutter.next(state, now) == ()
+    assert [(event.experience_id, event.dropped) for event in state.outcomes] == [
+        ("e0", "singleton"),
+        ("e1", "singleton"),
+    ]
+
+    for number in (12, 13):
+        state.admit(experience(number, name(0), task=f"t{number - 10}", run="1", reward=1.0), (0, number), now)
+    batch = cutter.next(state, now)
+    assert [item.experience.experience_id for item in batch] == ["e2", "e12", "e3", "e13"]
+
+
+def test_of_three_the_middle_one_is_of_the_older_half(make: Make) -> None:
+    cutter = Cutter(make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0))
+    state = waiting(1.0, 2.0, 3.0, group=1, queue_experiences=3)
+    assert cutter.next(state, START + timedelta(seconds=3)) == ()
+    assert [outcome.experience_id for outcome in state.outcomes] == ["e0", "e1"]
+
+
+def waiting(*rewards: float, group: int = 99, **memory: int) -> LineageState:
+    """Runs of tasks in groups of `group`, a second apart."""
+    state = LineageState(chain(0), LIMITS, MemorySettings(**memory))
+    for number, reward in enumerate(rewards):
+        event = experience(number, name(0), task=f"t{number // group}", run=str(number), reward=reward)
+        state.admit(event, (0, number), START + timedelta(seconds=number))
+    return state
+
+
+def named(batch: Sequence[WaitingExperience]) -> list[str]:
+    return [item.experience.experience_id for item in batch]
+
+
+def test_where_batches_were_recorded_neither_time_nor_number_makes_one(make: Make) -> None:
+    cutter = Cutter(make(cut="recorded", batch_experiences=2))
+    state = waiting(1.0, 2.0, 3.0)
+    assert cutter.next(state, END_OF_TIME) == ()
+    assert named(cutter.next(state, START, 3)) == ["e0", "e1", "e2"]
+    assert named(cutter.next(state, START, 1)) == ["e0"]
+
+
+def test_a_recorded_batch_is_of_whole_groups_else_of_those_that_time_had_cut(make: Make) -> None:
+    cutter = Cutter(make(cut="recorded", advantage={"kind": "grpo"}, group_size=3, group_wait_s=10.0))
+    state = waiting(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, group=3)
+    assert named(cutter.next(state, START, 6)) == ["e0", "e1", "e2", "e3", "e4", "e5"]
+    assert named(cutter.next(state, START, 8)) == [f"e{number}" for number in range(8)]
+    assert state.outcomes == []
+
+
+def test_a_recorded_batch_is_of_groups_that_were_whole_before_those_that_time_had_cut(make: Make) -> None:
+    cutter = Cutter(make(cut="recorded", advantage={"kind": "grpo"}, group_size=3, group_wait_s=10.0))
+    state = waiting(1.0, 2.0, group=3)
+    for number in (6, 7, 8):
+        event = experience(number, name(0), task="t2", run=str(number), reward=float(number))
+        state.admit(event, (0, number), START + timedelta(seconds=number))
+    assert named(cutter.next(state, START, 3)) == ["e6", "e7", "e8"]
+
+
+def test_what_is_left_of_a_recorded_batch_is_trained_however_little_it_is(make: Make) -> None:
+    """The rest of it was deleted from the topic before the replay."""
+    cutter = Cutter(make(cut="recorded", batch_experiences=8, batch_experiences_min=4))
+    assert named(cutter.next(waiting(1.0, 2.0), START, 5)) == ["e0", "e1"]
+
+
+def test_a_full_queue_is_cut_by_the_rules_although_batches_were_recorded(make: Make) -> None:
+    cutter = Cutter(make(cut="recorded", batch_experiences=2))
+    assert named(cutter.next(waiting(1.0, 2.0, queue_experiences=2), START)) == ["e0", "e1"]
+    assert cutter.next(waiting(1.0, queue_experiences=2), START) == ()
+
+
+def test_who_waited_in_vain_is_dropped_and_its_group_is_said_to_be_equal_or_alone(make: Make) -> None:
+    cutter = Cutter(make(advantage={"kind": "grpo", "equal_groups": "drop"}, group_size=2, group_wait_s=10.0))
+    state = waiting(1.0, 1.0, 2.0, group=2)
+    assert cutter.next(state, START + timedelta(seconds=5)) == ()
+    assert [(outcome.experience_id, outcome.dropped, outcome.detail) for outcome in state.outcomes] == [
+        ("e0", "singleton", "equal_rewards"),
+        ("e1", "singleton", "equal_rewards"),
+    ]
+    cutter.next(state, START + timedelta(seconds=30))
+    assert [(outcome.experience_id, outcome.detail) for outcome in state.outcomes[2:]] == [("e2", None)]
+
+
+def test_equal_groups_are_trained_where_that_is_wanted(make: Make) -> None:
+    equal = {"kind": "grpo", "equal_groups": "train"}
+    cutter = Cutter(make(advantage=equal, group_size=2, group_wait_s=10.0, batch_experiences=2))
+    assert named(cutter.next(waiting(1.0, 1.0, group=2), START)) == ["e0", "e1"]
+
+
+def test_without_groups_runs_do_not_wait_for_others(make: Make) -> None:
+    cutter = Cutter(make(batch_experiences=2, batch_experiences_min=1, batch_wait_s=10.0))
+    state = waiting(1.0, group=1)
+    state.admit(experience(1, name(0), task=None), (0, 1), START)
+    assert named(cutter.next(state, BEGINNING_OF_TIME)) == ["e0", "e1"]
+    assert state.outcomes == []
+
+
+def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
+    """A batch smaller than the default minimum must be full, unless the minimum is set."""
+    settings = read(tmp_path, "[trainer]\nbase = 'x'\nbatch_experiences = 4")
+    ended = START + timedelta(days=1)
+    assert named(Cutter(settings).next(waiting(*[1.0] * 4), ended)) == ["e0", "e1", "e2", "e3"]
+    assert Cutter(settings).next(waiting(*[1.0] * 3), ended) == ()
+
+
+def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:
+    cutter = Cutter(make(algorithm="dpo", pair_wait_s=10.0))
+    state = LineageState(chain(0), replace(LIMITS, signals=Signals(preferences=True, paired=True)), MemorySettings())
+    state.admit(with_signals(1, name(0), preferences=(side("p", "chosen", turn(1)),)), (0, 0), START)
+    assert cutter.next(state, START + timedelta(seconds=9)) == ()
+    assert state.outcomes == []
+    assert cutter.next(state, START + timedelta(seconds=10)) == ()
+    assert [(outcome.dropped, outcome.detail) for outcome in state.outcomes] == [("singleton", "unpaired")]
+
+
+def test_what_is_too_old_is_dropped_once_there_is_a_new_version(make: Make) -> None:
+    cutter = Cutter(make(batch_experiences=9))
+    state = waiting(1.0)
+    cutter.next(state, START)
+    for number in range(1, 4):
+        state.history = publish(state.history, number, number)
+    cutter.next(state, START)
+    assert [(outcome.experience_id, outcome.dropped) for outcome in state.outcomes] == [("e0", "stale")]
+
+
+@pytest.mark.parametrize(
+    ("values", "marks"), [([], ()), ([b"3"], (3,)), ([b"3", b"12"], (3, 12)), ([b"", None, b"x", b"-1"], ())]
+)
+def test_marks_are_what_the_headers_say(values: list[bytes | None], marks: tuple[int, ...]) -> None:
+    headers = (("other", b"9"), *((BATCH_HEADER, value) for value in values))
+    assert marks_of(Record("copy", 0, 0, None, b"", headers=headers)) == marks

@@ -1,20 +1,36 @@
-"""The optimizer's state survives a save exactly, and both kinds follow their papers."""
+"""The optimizer's state survives a save exactly, and both kinds follow their papers.
+
+Weights in bfloat16 that learn: the optimizer moves float32 masters, and the model computes with rounded copies.
+
+A version in 16 bits equals the trained weights on average; and the same weights always give the same bytes.
+"""
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.rounding import round_stochastically
+from headrace_trainer.torch_learner.step import train
+from tests.support.torch_learners import policy_of
+from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
+from tests.unit.trainer.test_step import batch_of
+from tests.unit.trainer.world import World
 
 
 def push(policy: Policy, optimizer: Optimizer, seed: int) -> None:
@@ -170,3 +186,184 @@ def test_a_state_of_the_other_kind_is_refused_by_name() -> None:
     muon.step()
     with pytest.raises(SettingError, match="'adamw': the saved lineage has another one for w"):
         Optimizer({"w": weight}, OptimizerSettings(learning_rate=1e-5)).load(muon.state())
+
+
+RATE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def narrow(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base in bfloat16, as published models are."""
+    folder = tmp_path_factory.mktemp("narrow") / "model"
+    shutil.copytree(base, folder)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def open_master_policy(folder: Path) -> Policy:
+    settings = ComputeSettings(device="cpu", dtype="bfloat16", weights="bfloat16")
+    return Policy.open(folder, settings, LoraSettings(), seed=0)
+
+
+def stepped(policy: Policy, pack_tokens: int = 4096, rate: float = RATE) -> dict[str, Tensor]:
+    """The gradients that a step was made of."""
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=rate, gradient_norm_max=1e9))
+    train(policy, optimizer, batch_of(1.0, -0.5, 0.7), LossSettings(), pack_tokens, threading.Event())
+    return {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in policy.model.named_parameters()}
+
+
+def test_a_step_that_bfloat16_cannot_tell_moves_masters_and_some_weights(narrow: Path) -> None:
+    policy = open_master_policy(narrow)
+    before, masters = weights_of(policy), policy.tensors()
+    assert all(weight.dtype is torch.bfloat16 for weight in before.values())
+    gradients = stepped(policy)
+    moved = [((policy.parameters[name] != masters[name]) | (of == 0)).flatten() for name, of in gradients.items()]
+    assert float(torch.cat(moved).float().mean()) > 0.95
+    changed = torch.cat([(weight != before[name]).flatten() for name, weight in weights_of(policy).items()])
+    nearest = torch.cat([
+        (policy.parameters[name].bfloat16() != before[name]).flatten() for name in before
+    ])  # fmt: skip
+    assert 0 < float(changed.float().mean()) < 0.2
+    assert float(nearest.float().mean()) < float(changed.float().mean())
+
+
+def test_what_is_trained_on_is_what_a_version_holds(narrow: Path) -> None:
+    policy = open_master_policy(narrow)
+    stepped(policy, rate=1e-4)
+    for name, weight in weights_of(policy).items():
+        assert torch.equal(weight, round_stochastically(policy.tensors()[name], torch.bfloat16, name)), name
+
+
+def test_the_fingerprint_of_the_weights_is_that_of_the_version(narrow: Path) -> None:
+    policy = open_master_policy(narrow)
+    stepped(policy, rate=1e-4)
+    published = {name: round_stochastically(tensor, torch.bfloat16, name) for name, tensor in policy.tensors().items()}
+    assert policy.fingerprint() == policy.fingerprint(published)
+
+
+def test_gradients_of_many_passes_add_up_in_float32_and_nothing_stays_at_the_weights(narrow: Path) -> None:
+    single, packed = open_master_policy(narrow), open_master_policy(narrow)
+    flat, parts = stepped(single), stepped(packed, pack_tokens=8)
+    for name, gradient in flat.items():
+        assert gradient.dtype is torch.float32
+        error = float((parts[name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
+        assert error < 0.03, name
+    assert all(weight.grad is None for weight in packed.model.parameters())
+
+
+def test_gradients_are_those_of_float32_weights_up_to_rounding(narrow: Path) -> None:
+    settings = ComputeSettings(device="cpu")
+    exact = stepped(Policy.open(narrow, settings, LoraSettings(), seed=0))
+    gradients = stepped(open_master_policy(narrow))
+    assert gradients.keys() == exact.keys()
+    flat = [torch.cat([single[name].flatten() for name in exact]) for single in (gradients, exact)]
+    assert float((flat[0] - flat[1]).norm() / flat[1].norm()) < 0.05
+
+
+def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:
+    policy = open_master_policy(narrow)
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-4))
+    train(policy, optimizer, batch_of(1.0, -0.5), LossSettings(), 4096, threading.Event())
+    pair = tensors.freeze(policy, optimizer, "main")
+    again = open_master_policy(narrow)
+    other = Optimizer(again.parameters, OptimizerSettings(learning_rate=1e-4))
+    tensors.thaw(again, other, pair, with_random=True)
+    for name, weight in weights_of(policy).items():
+        assert torch.equal(weight, weights_of(again)[name]), name
+    for each, mine in ((policy, optimizer), (again, other)):
+        train(each, mine, batch_of(0.3, -0.9), LossSettings(), 4096, threading.Event())
+    for name, master in policy.tensors().items():
+        assert torch.equal(master, again.tensors()[name]), name
+
+
+def test_a_version_becomes_the_weights_again(narrow: Path) -> None:
+    policy = open_master_policy(narrow)
+    before = weights_of(policy)
+    stepped(policy, rate=1e-2)
+    policy.load_files(narrow)
+    for name, weight in weights_of(policy).items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_hidden_matrices_are_told_by_the_weights_that_masters_belong_to(narrow: Path) -> None:
+    plain = Policy.open(narrow, ComputeSettings(device="cpu"), LoraSettings(), seed=0)
+    assert open_master_policy(narrow).hidden == plain.hidden != frozenset()
+
+
+def test_it_is_refused_where_versions_are_float32(base: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.compute\.weights"):
+        open_master_policy(base)
+
+
+def test_it_is_refused_where_products_run_in_float32(narrow: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.compute\.dtype"):
+        Policy.open(narrow, ComputeSettings(device="cpu", weights="bfloat16"), LoraSettings(), seed=0)
+
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def weights(dtype: torch.dtype) -> torch.Tensor:
+    """Return weights as a base model in this type has them."""
+    generator = torch.Generator().manual_seed(0)
+    return (0.02 * torch.randn(300, 400, generator=generator)).to(dtype).float()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_has_not_moved_is_what_it_was(dtype: torch.dtype) -> None:
+    base = weights(dtype)
+    base[0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+    assert torch.equal(round_stochastically(base, dtype, "w").view(torch.int16), base.to(dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize("step", [1e-6, -1e-6, 3e-5])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_small_step_is_in_the_version_on_average(dtype: torch.dtype, step: float) -> None:
+    """To the nearest value almost none of it would be."""
+    base = weights(dtype)
+    moved = base + step
+    change = round_stochastically(moved, dtype, "w").float() - base
+    assert float(change.mean()) == pytest.approx(step, rel=0.15)
+    if dtype is torch.bfloat16 and abs(step) < 1e-5:
+        assert abs(float((moved.to(dtype).float() - base).mean())) < 0.5 * abs(step)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_weight_that_goes_up_goes_up_once(dtype: torch.dtype) -> None:
+    base = weights(dtype)
+    last = round_stochastically(base, dtype, "w").float()
+    for share in range(1, 40):
+        now = round_stochastically(base + share * 2e-6, dtype, "w").float()
+        assert (now >= last).all()
+        last = now
+
+
+def test_the_result_is_a_neighbour_and_depends_on_nothing_but_the_place() -> None:
+    exact = 0.02 * torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    rounded = round_stochastically(exact, torch.bfloat16, "w")
+    nearest = exact.to(torch.bfloat16)
+    assert (rounded.view(torch.int16) - nearest.view(torch.int16)).abs().max() == 1
+    assert torch.equal(rounded, round_stochastically(exact.clone(), torch.bfloat16, "w"))
+    assert not torch.equal(rounded, round_stochastically(exact, torch.bfloat16, "other")), "tensors draw for themselves"
+    assert torch.equal(round_stochastically(exact, torch.float32, "w"), exact)
+
+
+def test_the_draws_are_even() -> None:
+    """Along a row and down a column: 0.3 of a unit above is rounded up in 3 of 10 places."""
+    unit = 2.0**-9
+    exact = torch.full((512, 512), 0.25 + 0.3 * unit)
+    up = (round_stochastically(exact, torch.bfloat16, "w").float() > 0.25).float()
+    assert float(up.mean()) == pytest.approx(0.3, abs=0.01)
+    for side in (0, 1):
+        assert float(up.mean(side).std()) == pytest.approx((0.3 * 0.7 / 512) ** 0.5, rel=0.15)
+
+
+def test_muon_is_for_matrices_between_hidden_layers(tmp_path: Path, make: Make) -> None:
+    policy = policy_of(open_lineage(make(), World(tmp_path).blobs, World(tmp_path).clock))
+    assert {name.rsplit(".", 2)[-2] for name in policy.hidden} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip

@@ -23,7 +23,7 @@ from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.trainer import Trainer
 from tests.support.hindsight_world import conversations, encoder
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.test_cutting import named, waiting
+from tests.unit.trainer.test_batch import named, waiting
 from tests.unit.trainer.test_hindsight import lineage_with_events, teacher_of
 from tests.unit.trainer.test_recorded import AGAIN, copied, digests, recorded
 from tests.unit.trainer.world import START, World

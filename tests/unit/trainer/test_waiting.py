@@ -1,9 +1,17 @@
-"""When a batch is ready, and which runs make a group."""
+"""When a batch is ready, and which runs make a group.
+
+Threads of a step wait for each other without spinning: that is a setting which torch reads when it is loaded.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+
+import pytest
 
 from headrace_runtime.clock import epoch_ms
 from headrace_trainer.experiences.waiting import BatchRules, Selection, WaitingExperience, run_of, select
@@ -105,3 +113,21 @@ def test_a_group_is_late_when_its_first_member_is() -> None:
 def test_what_came_without_a_branch_has_no_tokens() -> None:
     assert WaitingExperience(experience=experience(0, V, length=14), since_ms=0).tokens == 14
     assert WaitingExperience(experience=experience(0, V, None, branch=False), since_ms=0).tokens == 0
+
+
+WAITING_THREADS_START = """
+import os, runpy, sys
+from headrace_runtime.main import Service
+Service.main = lambda self: print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
+runpy.run_module("headrace_trainer", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(None, "passive"), ("active", "active")])
+def test_it_is_set_before_torch_is_loaded_unless_somebody_else_did(policy: str | None, expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    if policy is not None:
+        environment["OMP_WAIT_POLICY"] = policy
+    command = [sys.executable, "-c", WAITING_THREADS_START]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+    assert process.stdout.split() == [expected, "False"]

@@ -1,14 +1,39 @@
-"""Selection of experiences from a recording."""
+"""Selection of experiences from a recording.
+
+Problems and advice of a controls report.
+
+Effect of each control on the rewards, computed by hand; no other field of an experience may change.
+"""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import UsageError
+from headrace_operations.controls.kinds import (
+    CONTROLS,
+    FLIPPED,
+    RANDOM,
+    SHUFFLED,
+    STILL,
+    TRUE,
+    Control,
+    alone,
+    reward_sources,
+)
 from headrace_operations.controls.recording import from_file, select_trainable
-from tests.unit.cli.controls.made import experience
+from headrace_operations.controls.report import Report, Run
+from headrace_schemas import Checkpoint
+from headrace_schemas.programs.replay import ShortRun
+from headrace_schemas.values.blobs import BlobRef
+from headrace_statistics.clustered_means import Score
+from tests.unit.cli.controls.made import experience, rewards
 
 
 def test_the_newest_revision_counts_in_the_order_of_first_revisions() -> None:
@@ -52,3 +77,110 @@ def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, line: str) 
 def test_a_missing_file_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="write a file with `headrace replay events experiences -o FILE`"):
         from_file(tmp_path / "none.jsonl")
+
+
+PLAYS = 400
+
+
+def checkpoint() -> Checkpoint:
+    digest = sha256(b"").hexdigest()
+    ref = BlobRef(uri="memory://x", sha256=digest, size=0)
+    return Checkpoint(time=datetime.now(UTC), model="m", version=f"m@{digest[:16]}", lineage="c", step=0, manifest=ref)
+
+
+def plays(score: float, seed: int = 0) -> list[Score]:
+    draw = random.Random(seed)
+    return [(str(number), float(draw.random() < score)) for number in range(PLAYS)]
+
+
+def report(*scores: tuple[Control, float]) -> Report:
+    short = ShortRun(base=checkpoint(), last=checkpoint(), trained=64, steps=1)
+    return Report(64, plays(0.3), [Run(control, 0, short, plays(score)) for control, score in scores])
+
+
+SOUND = {TRUE: 0.6, SHUFFLED: 0.3, FLIPPED: 0.1, RANDOM: 0.3, STILL: 0.3}
+
+
+def test_expected_results_are_no_problems() -> None:
+    assert report(*SOUND.items(), (alone("format"), 0.3), (alone("answer"), 0.6)).problems == []
+
+
+def test_a_shuffled_control_that_learns_is_a_problem() -> None:
+    (problem,) = report(*(SOUND | {SHUFFLED: 0.6}).items()).problems
+    assert problem.startswith("shuffled: the reward does not cause the learning")
+    assert ", the true reward +" in problem
+
+
+def test_each_unexpected_result_is_a_problem() -> None:
+    scores = {TRUE: 0.3, SHUFFLED: 0.6, FLIPPED: 0.6, RANDOM: 0.6, STILL: 0.1}
+    controls_report = report(*scores.items(), (alone("format"), 0.1))
+    names = [problem.split(":")[0] for problem in controls_report.problems]
+    assert names == [*(control.name for control in CONTROLS), "format alone"]
+    as_json = controls_report.as_json()
+    assert [control_json["as_expected"] for control_json in as_json["controls"]] == [False] * 6
+    assert as_json["problems"] == controls_report.problems
+
+
+def test_a_constant_score_is_a_problem_of_the_true_reward_alone() -> None:
+    assert [problem.split(":")[0] for problem in report((TRUE, 0.3), (SHUFFLED, 0.1)).problems] == ["true"]
+
+
+def test_a_falling_score_without_information_gives_advice() -> None:
+    assert report(*SOUND.items()).advice == []
+    controls_report = report(*(SOUND | {SHUFFLED: 0.1}).items())
+    assert controls_report.problems == []
+    (advice,) = controls_report.advice
+    assert advice.startswith("shuffled: ")
+    assert "trainer.optimizer.learning_rate" in advice
+    assert controls_report.as_json()["advice"] == controls_report.advice
+
+
+EXPERIENCES = [experience(number, reward) for number, reward in enumerate((0.0, 0.2, 1.0, 0.2))]
+
+
+def chance(seed: int = 0) -> random.Random:
+    return random.Random(seed)
+
+
+def test_controls_true_and_still_change_no_reward() -> None:
+    assert TRUE.change(EXPERIENCES, chance()) == STILL.change(EXPERIENCES, chance()) == EXPERIENCES
+    assert STILL.settings == {"trainer.optimizer.learning_rate": 1e-300}
+
+
+def test_flipped_rewards_keep_their_span() -> None:
+    assert rewards(FLIPPED.change(EXPERIENCES, chance())) == [1.0, 0.8, 0.0, 0.8]
+    assert FLIPPED.change([], chance()) == []
+
+
+def test_shuffled_rewards_are_a_uniform_permutation() -> None:
+    counts = Counter[int]()
+    for seed in range(3000):
+        shuffled = rewards(SHUFFLED.change(EXPERIENCES, chance(seed)))
+        assert sorted(shuffled, key=str) == [0.0, 0.2, 0.2, 1.0]
+        counts[shuffled.index(1.0)] += 1
+    assert all(650 < counts[position] < 850 for position in range(4)), (
+        counts
+    )  # 750 expected, a standard deviation of 24
+
+
+def test_random_rewards_are_drawn_from_the_distribution() -> None:
+    counts = Counter(rewards(RANDOM.change(EXPERIENCES, chance(seed)))[2] for seed in range(3000))
+    assert set(counts) == {0.0, 0.2, 1.0}
+    assert 1380 < counts[0.2] < 1620, counts
+
+
+def test_a_source_alone_leaves_out_unscored_experiences() -> None:
+    experiences = [experience(0, 0.6, answer=1.0, format=0.2), experience(1, 0.3, format=0.3)]
+    assert reward_sources(experiences) == ["answer", "format"]
+    assert rewards(alone("format").change(experiences, chance())) == [0.2, 0.3]
+    scored = alone("answer").change(experiences, chance())
+    assert [(one.experience_id, one.reward) for one in scored] == [("e0", 1.0)]
+
+
+def test_controls_change_only_rewards_and_are_reproducible() -> None:
+    for control in (*CONTROLS, alone("x")):
+        changed = control.change(EXPERIENCES, chance(7))
+        assert changed == control.change(EXPERIENCES, chance(7))
+        for before, after in zip(EXPERIENCES, changed, strict=False):
+            assert before.model_copy(update={"reward": 0}) == after.model_copy(update={"reward": 0})
+    assert rewards(EXPERIENCES) == [0.0, 0.2, 1.0, 0.2], "the input is unchanged"

@@ -1,16 +1,34 @@
-"""Choices are converted to vLLM's requests, its outputs to tokens, and unsupported parameters are refused."""
+"""Choices are converted to vLLM's requests, its outputs to tokens, and unsupported parameters are refused.
+
+An engine core ends by itself if its service is killed.
+
+Adapter folders that vLLM would load only in part are refused with the reason.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace_inference.engine import Sampling, Start, Tokens
-from headrace_inference.errors import EngineFailed
+from headrace_inference.errors import EngineFailed, VersionUnusable
+from headrace_inference.vllm_engine import orphans
+from headrace_inference.vllm_engine.adapters import CONFIG, check
+from headrace_inference.vllm_engine.orphans import VARIABLE, end_with_the_service
 from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, seed_of, tokens_of, until_stopped
 from headrace_runtime.errors import Refused
+from tests.unit.inference.conftest import Models
 
 
 @dataclass(frozen=True)
@@ -154,3 +172,98 @@ def test_a_stop_token_is_no_text_to_look_at() -> None:
     assert (tokens.token_ids, tokens.finish) == ([5, 6], "stop")
     assert watch.seen == [5]
     assert until_stopped(piece([5, 6]), Start()).finish is None, "nobody watches"
+
+
+CORE = """
+import os, time
+from headrace_inference.vllm_engine.orphans import end_with_the_service
+end_with_the_service()
+print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+SERVICE = f"""
+import os, subprocess, sys
+os.environ["{VARIABLE}"] = str(os.getpid())
+subprocess.run([sys.executable, "-c", {CORE!r}])
+"""
+
+
+def test_a_core_ends_with_its_service() -> None:
+    service = subprocess.Popen([sys.executable, "-c", SERVICE], stdout=subprocess.PIPE, text=True)
+    assert service.stdout is not None
+    core = psutil.Process(int(service.stdout.readline()))
+    try:
+        assert core.is_running()
+        service.kill()
+        service.wait(10)
+        _, alive = psutil.wait_procs([core], 30)
+        assert alive == []
+    finally:
+        if core.is_running():
+            os.kill(core.pid, signal.SIGKILL)
+
+
+def test_the_service_itself_watches_nobody() -> None:
+    before = psutil.Process().num_threads()
+    end_with_the_service()
+    os.environ[VARIABLE] = str(os.getpid())
+    try:
+        end_with_the_service()
+    finally:
+        del os.environ[VARIABLE]
+    assert psutil.Process().num_threads() == before
+
+
+def test_vllm_is_told_of_it() -> None:
+    (plugin,) = [
+        entry_point for entry_point in entry_points(group="vllm.general_plugins") if entry_point.name == "headrace"
+    ]
+    assert plugin.load() is orphans.end_with_the_service
+
+
+def changed(models: Models, folder: Path, **changes: object) -> Path:
+    shutil.copytree(models.adapter.folder, folder, dirs_exist_ok=True)
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def test_a_plain_adapter_is_taken(models: Models) -> None:
+    check(models.adapter.folder, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"r": 5}, "the adapter has rank 5, inference.vllm.adapter_rank_max allows 4"),
+        ({"peft_type": "IA3"}, "adapters of type IA3"),
+        ({"use_dora": True}, "sets use_dora = true, which vLLM does not support"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "the adapter has rank 8"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"r": None, "rank_pattern": {"q_proj": 2}}, "cannot be read: TypeError"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_what_vllm_would_leave_out_is_refused(
+    models: Models, tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(VersionUnusable, match=reason):
+        check(changed(models, tmp_path / "changed", **changes), 4)
+
+
+@pytest.mark.parametrize("name", [CONFIG, "adapter_model.safetensors"])
+def test_a_missing_file_is_named(models: Models, tmp_path: Path, name: str) -> None:
+    folder = changed(models, tmp_path / "changed")
+    (folder / name).unlink()
+    with pytest.raises(VersionUnusable, match=name):
+        check(folder, 4)
+
+
+def test_a_configuration_that_is_no_json_is_named(models: Models, tmp_path: Path) -> None:
+    folder = changed(models, tmp_path / "changed")
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(VersionUnusable, match=f"{CONFIG} cannot be read: JSONDecodeError"):
+        check(folder, 4)
