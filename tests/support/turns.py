@@ -14,6 +14,8 @@ from hashlib import sha256
 from typing import Any
 
 from headrace_schemas import Choice, Feedback, Message, Sampling, SessionEnd, Turn, Usage
+from headrace_schemas.events.turn import TurnReference
+from headrace_schemas.rules.turn_history import token_digest
 from headrace_schemas.values import ids
 from tests.support.streams import START
 
@@ -98,6 +100,34 @@ def _choice(index: int, text: str, stop: bool) -> Choice:
 def after(turn: Turn, *messages: Message, choice: int = 0) -> list[Message]:
     """Return a client's next messages: the conversation, the chosen answer, and a new message."""
     return [*turn.messages, turn.choices[choice].message, *messages]
+
+
+def extending(turn: Turn, earlier: Turn, choice: int = 0, *, tokens: int | None = None) -> Turn:
+    """Return `turn` as one that extends `earlier`, which must be whole: with all that they share, or fewer `tokens`."""
+    history = earlier.prompt_token_ids + earlier.choices[choice].token_ids
+    shared = _shared_length(history, turn.prompt_token_ids) if tokens is None else tokens
+    messages = _shared_length((*earlier.messages, earlier.choices[choice].message), turn.messages[:-1])
+    same_tools = turn.tools == earlier.tools
+    reference = TurnReference(
+        turn_id=earlier.turn_id,
+        choice=choice,
+        tokens=shared,
+        messages=messages,
+        tools=same_tools,
+        digest=token_digest(history[:shared]),
+    )
+    fields = dict(turn) | {
+        "extends": reference,
+        "messages": turn.messages[messages:],
+        "prompt_token_ids": turn.prompt_token_ids[shared:],
+        "tools": () if same_tools else turn.tools,
+    }
+    return Turn.model_validate(fields)
+
+
+def _shared_length(first: Sequence[object], second: Sequence[object]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def feedback(

@@ -146,6 +146,8 @@ class Replica(Event):
     stopping: bool = False
     resumes: bool = False
     """Whether it can continue an answer that another replica began (`headrace_resume`)."""
+    histories: bool = False
+    """Whether it continues the tokens of a call that another replica answered (`headrace_history`)."""
     scores: bool = False
     """Whether it serves logprobs of given answers (`headrace_schemas.http.replica_api`)."""
     grammars: tuple[Text, ...] = Field(default=(), max_length=16)

@@ -13,6 +13,8 @@ from headrace_schemas.values.bounds import INT32
 
 SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
 Purpose = Literal["train", "eval"]
+MESSAGES_MAX = 8192
+"""Maximum number of messages of one turn."""
 
 
 class Choice(Model):
@@ -62,8 +64,29 @@ class SubAgent(Model):
     """The agent that called it: another sub-agent, or None for the session's own agent."""
 
 
+class TurnReference(Model):
+    """The beginning of a prompt that an earlier turn of the same session contains already.
+
+    The shared token ids are the first `tokens` of the earlier prompt followed by the sampled ids of `choice`, and the
+    shared messages are the first `messages` of the earlier messages followed by the message of `choice`.
+    """
+
+    turn_id: Text
+    choice: Annotated[int, Field(ge=0), INT32] = 0
+    """The position of the choice in the earlier turn's choices."""
+    tokens: Annotated[int, Field(ge=1), INT32]
+    messages: Annotated[int, Field(ge=0), INT32] = 0
+    tools: bool = False
+    """Whether the turn was offered exactly the tools of the earlier one."""
+    digest: Sha256
+    """SHA-256 of the shared token ids as little-endian int32."""
+
+
 class Turn(Event):
     """One model call as the engine executed it. Produced by the gateway once the response is complete.
+
+    A turn that `extends` an earlier one contains only the messages, prompt ids and tools that it adds.
+    `headrace_schemas.rules.turn_history` returns it whole.
 
     P2: the lengths of prompt ids, token ids and logprobs and the usage agree, or the event is invalid.
     P3: `version` is the one that the engine reported, never the requested one.
@@ -94,7 +117,9 @@ class Turn(Event):
     untrained: Text | None = None
     """The reason why turns of this version are never trained, such as `registered`, or None if they may be."""
 
-    messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
+    extends: TurnReference | None = None
+    """The earlier turn whose prompt this one continues, or None if this turn contains its whole prompt."""
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=MESSAGES_MAX)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     sampling: Sampling
     prompt_token_ids: TokenIds
@@ -119,11 +144,30 @@ class Turn(Event):
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:
         sampled = sum(len(choice.token_ids) for choice in self.choices)
-        if len(self.prompt_token_ids) != self.usage.prompt_tokens:
-            raise ValueError(f"{len(self.prompt_token_ids)} prompt ids, usage says {self.usage.prompt_tokens}")
+        shared = self.extends.tokens if self.extends else 0
+        if shared + len(self.prompt_token_ids) != self.usage.prompt_tokens:
+            counted = f"{shared} shared and {len(self.prompt_token_ids)}" if shared else f"{len(self.prompt_token_ids)}"
+            raise ValueError(f"{counted} prompt ids, usage says {self.usage.prompt_tokens}")
         if sampled != self.usage.completion_tokens:
             raise ValueError(f"{sampled} sampled ids, usage says {self.usage.completion_tokens}")
         return self
+
+    @model_validator(mode="after")
+    def _extends_an_earlier_turn(self) -> Self:
+        if self.extends is None:
+            return self
+        if self.extends.turn_id == self.turn_id:
+            raise ValueError("extends.turn_id is the turn itself")
+        if self.extends.tools and self.tools:
+            raise ValueError("extends.tools is set, so the turn must not contain tools of its own")
+        if self.message_count > MESSAGES_MAX:
+            raise ValueError(f"{self.message_count} messages with the shared ones, a turn has at most {MESSAGES_MAX}")
+        return self
+
+    @property
+    def message_count(self) -> int:
+        """The number of messages of the whole prompt."""
+        return len(self.messages) + (self.extends.messages if self.extends else 0)
 
     @property
     def event_id(self) -> str:

@@ -8,6 +8,9 @@
   continues as if it had sampled these tokens itself after exactly this prompt: it streams only the tokens that follow,
   and its penalties, stop strings, `max_tokens` and `usage` include the given tokens. A choice with a `finish_reason` is
   complete and gets no further chunk.
+- The request field `headrace_history` has the exact tokens of an earlier call of the conversation. The gateway adds it
+  where a replica that sets `Replica.histories` did not answer that call itself, or has been restarted since then, so
+  that the prompt continues the sampled tokens and not a second tokenization of their text.
 - HTTP headers describe a call, so that replicas can schedule the calls of all gateways fairly. The request's
   `cache_salt` identifies the tenant of a call.
 """
@@ -76,6 +79,25 @@ class Resume(Model):
     def _indices_differ(self) -> Self:
         if len({choice.index for choice in self.choices}) != len(self.choices):
             raise ValueError("choices: two entries have the same index")
+        return self
+
+
+HISTORY_FIELD = "headrace_history"
+"""The name of the field in the request body of `POST /v1/chat/completions`."""
+
+
+class History(Model):
+    """The field `headrace_history`: the prompt and the answer of an earlier call of the conversation."""
+
+    messages: Annotated[int, Field(ge=1)]
+    """Number of the request's messages that were the earlier prompt. The next message is its answer."""
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+
+    @model_validator(mode="after")
+    def _has_an_answer(self) -> Self:
+        if not self.token_ids:
+            raise ValueError("token_ids: is empty; leave out the history of a call without an answer")
         return self
 
 
