@@ -16,6 +16,7 @@ from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
 from headrace_runtime.kafka.wire import decode
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.rules.turn_history import TurnHistory
 from tests.chaos.client import Acked, digest, tokens_digest
 
 TOPICS = (*turn_account.TOPICS, Feedback.topic)
@@ -55,6 +56,7 @@ class Facts:
     """Events that were repeated with other contents: not allowed."""
     account: turn_account.TurnAccountBuilder = field(default_factory=turn_account.TurnAccountBuilder)
     """Account of `headrace status`, built in parallel for a comparison."""
+    _history: TurnHistory = field(default_factory=TurnHistory)
     _bodies: dict[str, str] = field(default_factory=dict)
     """Digest by topic and event id."""
 
@@ -80,6 +82,7 @@ class Facts:
                 self.letters.append(f"{event.service} refused {event.source_topic}: {event.reason}, {event.error}")
 
     def _turn(self, event: Turn) -> None:
+        event = self._history.whole_turn(event)
         first = event.choices[0]
         tokens = tokens_digest(event.prompt_token_ids, first.token_ids)
         self.turns[event.turn_id] = Acked(event.session_id, digest(first.message.text), tokens, event.version)

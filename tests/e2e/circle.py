@@ -36,6 +36,7 @@ from headrace_schemas import (
     Turn,
 )
 from headrace_schemas.http.registry_api import VersionState
+from headrace_schemas.rules.turn_history import TurnHistory
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp, as_setting
 
@@ -106,12 +107,14 @@ class Observed:
 async def observe(bus: str) -> Observed:
     """Read the topics from their beginning, outside all consumer groups. A record that is no event fails the test."""
     events: dict[type[Event], list[Event]] = {kind: [] for kind in FACTS}
+    history = TurnHistory()
     async with connected(bus) as topics:
         for kind in FACTS:
             async for entry in topics.read(Range(kind.topic)):
                 position = f"{entry.topic}/{entry.partition}/{entry.offset}"
                 assert entry.event is not None, f"{position}: {entry.problem}"
-                events[kind].append(entry.event)
+                event = entry.event
+                events[kind].append(history.whole_turn(event) if isinstance(event, Turn) else event)
     return Observed(events)
 
 

@@ -21,7 +21,8 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import decode
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import Event
+from headrace_schemas import Event, Turn
+from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.ports import free_port, wait_open
 
@@ -92,16 +93,19 @@ class BusView:
     """Produces and reads events as any other service would. Use `bus_view`."""
 
     def __init__(self, settings: BusSettings, producer: EventProducer, blobs: BlobStore) -> None:
-        self._settings = settings
+        self.settings = settings
         self._blobs = blobs
         self.producer = producer
 
     async def read(self, kind: type[E]) -> list[E]:
-        """Return every event that is on the topic now, in order per partition. Damaged records are skipped."""
+        """Return every event that is on the topic now, in order per partition, and turns whole. Damaged records are
+        skipped."""
         events: list[E] = []
-        for message in await read_topic(self._settings, kind.topic):
+        history = TurnHistory()
+        for message in await read_topic(self.settings, kind.topic):
             with contextlib.suppress(InvalidEvent):
                 event = (await decode(record_of(message), self._blobs)).event
+                event = history.whole_turn(event) if isinstance(event, Turn) else event
                 assert isinstance(event, kind)
                 events.append(event)
         return events

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_collector.branches import build_branches
+from headrace_collector.prompts import Prompts
 from headrace_schemas import Branch, Choice, Sampling, Turn
-from tests.support.turns import EOS, after, ask, render, said, text_ids, tool, user
+from headrace_schemas.rules.turn_history import TurnHistory
+from tests.support.turns import EOS, after, ask, extending, render, said, text_ids, tool, user
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -189,6 +191,23 @@ def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle
     shuffled = list(turns)
     shuffle.shuffle(shuffled)
     assert build_branches(shuffled) == (graph, dialogues), "in whatever order they arrived"
+
+
+@settings(max_examples=200, deadline=None)
+@given(conversations(), st.randoms(use_true_random=False))
+def test_p2_turns_that_extend_others_give_the_branches_of_whole_turns(turns: list[Turn], draw: random.Random) -> None:
+    stored: list[Turn] = []
+    for turn in turns:
+        bases = [(other, at) for other in turns[: len(stored)] for at in range(len(other.choices))]
+        base, choice = draw.choice(bases) if bases and draw.random() < 0.8 else (turn, 0)
+        shares_tokens = base is not turn and base.prompt_token_ids[0] == turn.prompt_token_ids[0]
+        stored.append(extending(turn, base, choice) if shares_tokens else turn)
+    prompts = Prompts(draw.sample(stored, len(stored)))
+    assert prompts.unresolved == {}
+    assert build_branches(stored, prompts) == build_branches(turns)
+    assert [prompts.whole_turn(turn.turn_id) for turn in turns] == turns
+    history = TurnHistory()
+    assert [history.whole_turn(turn) for turn in stored] == turns, "every other reader resolves them equally"
 
 
 @settings(max_examples=100, deadline=None)

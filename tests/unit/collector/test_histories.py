@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace_collector.branches import build_branches, pack_ids
+from headrace_collector.branches import build_branches
 from headrace_collector.continuations import TurnContent
 from headrace_collector.facts import turn_facts
 from headrace_collector.runs import SessionRun, partition_runs
@@ -19,6 +19,7 @@ from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Turn
+from headrace_schemas.rules.turn_history import token_bytes
 from tests.support.chat_templates import TEMPLATES, render
 from tests.support.seeds import draw_seed
 from tests.support.streams import START
@@ -157,8 +158,8 @@ def _runs(turns: Sequence[Turn]) -> Sequence[SessionRun]:
 
 def leaves(turns: Sequence[Turn]) -> int:
     """Return the number of sequences that no later turn of the run continues exactly: one branch each."""
-    prompts = [pack_ids(turn.prompt_token_ids) for turn in turns]
-    whole = [prompt + pack_ids(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
+    prompts = [token_bytes(turn.prompt_token_ids) for turn in turns]
+    whole = [prompt + token_bytes(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
     parents = set()
     for prompt in prompts:
         fitting = [at for at, sequence in enumerate(whole) if prompt.startswith(sequence)]

@@ -8,23 +8,23 @@ context. So a sampled token lies in exactly one span of exactly one branch (P2).
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace_collector.prompts import Prompts, Vertex
 from headrace_schemas import Branch, Choice, Dialogue, Span, Turn
 from headrace_schemas.events.trajectory import NoLogprobs
 from headrace_schemas.rules.training import no_logprobs_reason
+from headrace_schemas.rules.turn_history import token_ids_of
 
 
 @dataclass(slots=True)
 class _Node:
     turn: Turn
     choice: Choice
-    prompt: bytes
-    """Token ids as int32, so that a prefix of a sequence is a prefix of its bytes."""
-    sequence: bytes
+    prompt: Vertex
+    sequence: Vertex
     no_logprobs: NoLogprobs | None
     children: list[_Node] = field(default_factory=list)
     longest: tuple[int, int] = field(init=False)
@@ -35,19 +35,19 @@ class _Node:
         return (self.turn.started_at, self.turn.turn_id, self.choice.index)
 
 
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as int32 bytes."""
-    return array("i", ids).tobytes()
-
-
-def build_branches(turns: Sequence[Turn]) -> tuple[list[Branch], list[Dialogue]]:
+def build_branches(turns: Sequence[Turn], prompts: Prompts | None = None) -> tuple[list[Branch], list[Dialogue]]:
     """Return the branches of a run and the dialogue of each, first those with logprobs, by their first token that has
     some.
 
     The order of `turns` makes no difference.
+
+    Args:
+        turns: The turns of the run.
+        prompts: The prompts of these turns; by default they are built from the turns.
     """
-    sequences = sorted(_sequences(_roots(_nodes(turns))), key=_sequence_order)
-    return [_branch(sequence) for sequence in sequences], [_dialogue(sequence) for sequence in sequences]
+    prompts = prompts or Prompts(turns)
+    sequences = sorted(_sequences(_roots(_nodes(turns, prompts))), key=_sequence_order)
+    return [_branch(sequence) for sequence in sequences], [_dialogue(sequence, prompts) for sequence in sequences]
 
 
 def _sequence_order(sequence: Sequence[_Node]) -> tuple[object, ...]:
@@ -55,15 +55,14 @@ def _sequence_order(sequence: Sequence[_Node]) -> tuple[object, ...]:
     return (False, *sampled) if sampled is not None else (True, *sequence[0].order)
 
 
-def _nodes(turns: Sequence[Turn]) -> list[_Node]:
+def _nodes(turns: Sequence[Turn], prompts: Prompts) -> list[_Node]:
     nodes = []
     for turn in turns:
-        prompt, no_logprobs = pack_ids(turn.prompt_token_ids), no_logprobs_reason(turn)
-        for choice in turn.choices:
+        prompt, no_logprobs = prompts.prompt(turn.turn_id), no_logprobs_reason(turn)
+        for choice, sequence in zip(turn.choices, prompts.answers(turn.turn_id), strict=True):
             if choice.token_ids:
-                sequence = prompt + pack_ids(choice.token_ids)
                 nodes.append(_Node(turn, choice, prompt, sequence, no_logprobs))
-    return sorted(nodes, key=lambda node: (len(node.prompt), node.order))
+    return sorted(nodes, key=lambda node: (node.prompt.length, node.order))
 
 
 def _roots(nodes: Sequence[_Node]) -> list[_Node]:
@@ -72,24 +71,35 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
     roots: list[_Node] = []
     parent_of: dict[str, _Node | None] = {}
     continued: Counter[int] = Counter()
-    for position, node in enumerate(nodes):
+    by_end: dict[int, list[_Node]] = defaultdict(list)
+    for node in nodes:
+        by_end[id(node.sequence)].append(node)
+    for node in nodes:
         turn_id = node.turn.turn_id
         if turn_id not in parent_of:  # the choices of one turn have one parent
-            parent = parent_of[turn_id] = _parent(node, nodes[:position], continued)
+            parent = parent_of[turn_id] = _parent(node, by_end, continued)
             continued[id(parent)] += 1
         parent = parent_of[turn_id]
         (roots if parent is None else parent.children).append(node)
     for node in reversed(nodes):
-        own_length = (0 if node.no_logprobs else len(node.sequence), len(node.sequence))
+        own_length = (0 if node.no_logprobs else node.sequence.length, node.sequence.length)
         node.longest = max([own_length, *(child.longest for child in node.children)])
     return roots
 
 
-def _parent(node: _Node, earlier: Sequence[_Node], continued: Counter[int]) -> _Node | None:
+def _parent(node: _Node, by_end: Mapping[int, Sequence[_Node]], continued: Counter[int]) -> _Node | None:
     """Return the node with the longest sequence that is a prefix of the prompt. Equal parallel samples are continued in
-    turn."""
-    fitting = [other for other in earlier if node.prompt.startswith(other.sequence)]
-    return min(fitting, key=lambda other: (-len(other.sequence), continued[id(other)], other.order), default=None)
+    turn.
+
+    Args:
+        node: A node.
+        by_end: All nodes by the vertex of their sequence.
+        continued: How often each node was continued.
+    """
+    for vertex in node.prompt.upwards():
+        if id(vertex) in by_end:
+            return min(by_end[id(vertex)], key=lambda other: (continued[id(other)], other.order))
+    return None
 
 
 def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
@@ -109,15 +119,14 @@ def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
 
 
 def _branch(sequence: Sequence[_Node]) -> Branch:
-    last = sequence[-1]
-    spans = tuple(_span(node.turn, node.choice, node.no_logprobs) for node in sequence)
-    return Branch(token_ids=last.turn.prompt_token_ids + last.choice.token_ids, spans=spans)
+    spans = tuple(_span(node.turn, node.choice, node.prompt.length, node.no_logprobs) for node in sequence)
+    return Branch(token_ids=token_ids_of(sequence[-1].sequence.sequence()), spans=spans)
 
 
-def _span(turn: Turn, choice: Choice, no_logprobs: NoLogprobs | None) -> Span:
+def _span(turn: Turn, choice: Choice, start: int, no_logprobs: NoLogprobs | None) -> Span:
     sampled = no_logprobs is None
     return Span(
-        start=len(turn.prompt_token_ids),
+        start=start,
         logprobs=choice.logprobs if sampled else (0.0,) * len(choice.token_ids),
         turn_id=turn.turn_id,
         choice=choice.index,
@@ -128,6 +137,6 @@ def _span(turn: Turn, choice: Choice, no_logprobs: NoLogprobs | None) -> Span:
     )
 
 
-def _dialogue(sequence: Sequence[_Node]) -> Dialogue:
+def _dialogue(sequence: Sequence[_Node], prompts: Prompts) -> Dialogue:
     last = sequence[-1]
-    return Dialogue(messages=(*last.turn.messages, last.choice.message))
+    return Dialogue(messages=(*prompts.messages(last.turn.turn_id), last.choice.message))

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import feedback_targets, metrics, store
+from headrace_collector import feedback_targets, metrics, references, store
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback
+from headrace_collector.prompts import Prompts
 from headrace_collector.retries import superseded_turns
 from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
@@ -25,6 +26,7 @@ from headrace_runtime.process.worker_threads import run_off_loop
 from headrace_runtime.storage.isolation import each
 from headrace_schemas import Event, Feedback, Trajectory, Turn
 from headrace_schemas.events.trajectory import EndReason
+from headrace_schemas.rules.turn_history import UNRESOLVED
 
 _DEAD_LETTER_BYTES_MAX = 1_500_000
 
@@ -78,6 +80,8 @@ async def close_runs(
 
     events = await each(tx, "collector.close", chosen, close, refuse)
     still_open = [candidate.run for candidate in candidates if candidate not in chosen]
+    if still_open:
+        await references.detach_open_turns(tx, session_key)
     await store.update_open_size(tx, session_key, still_open, round(settings.idle_s * 1000))
     await store.mark_used(tx, feedback_targets.used_feedback(feedback, still_open, turns), now)
     return events
@@ -111,7 +115,11 @@ async def find_open_runs(
 async def _close(
     tx: AsyncConnection, now: datetime, candidate: Candidate, superseded: Collection[str], reason: EndReason
 ) -> list[Event]:
-    turns = await store.load_turns(tx, candidate.run.turn_ids)
+    stored_turns, prompts = await store.load_turns(tx, candidate.run.turn_ids)
+    letters = await _refuse_unresolved(tx, now, prompts, candidate.run.turn_ids)
+    turns = [turn for turn in stored_turns if turn.turn_id in prompts]
+    if not turns:
+        return letters
     build = partial(
         build_trajectory,
         turns,
@@ -123,16 +131,27 @@ async def _close(
         is_side_call=candidate.run.is_side_call,
         turns_from=candidate.run.log_offset,
         now=now,
+        prompts=prompts,
     )
     try:
-        trajectory = await run_off_loop(store.packed_bytes(turns), build)
+        trajectory = await run_off_loop(prompts.size_bytes, build)
     except ValidationError as error:  # one run that fits no event must not delay all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        return await _refuse(tx, now, candidate.run.turn_ids, text)
-    await store.close(tx, candidate.run.turn_ids, trajectory.trajectory_id, now)
+        return [*letters, *await _refuse(tx, now, [turn.turn_id for turn in turns], text)]
+    await store.close(tx, [turn.turn_id for turn in turns], trajectory.trajectory_id, now)
     _count_metrics(trajectory)
-    return [trajectory]
+    return [*letters, trajectory]
+
+
+async def _refuse_unresolved(
+    tx: AsyncConnection, now: datetime, prompts: Prompts, turn_ids: Collection[str]
+) -> list[Event]:
+    """Close the turns of a run with references that cannot be followed, and return their dead letters."""
+    letters: list[Event] = []
+    for turn_id in sorted(prompts.unresolved.keys() & set(turn_ids)):
+        letters += await _refuse(tx, now, [turn_id], prompts.unresolved[turn_id], UNRESOLVED)
+    return letters
 
 
 async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, tenant: str, error: str) -> list[Event]:
@@ -146,13 +165,15 @@ async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, t
     return letters
 
 
-async def _refuse(tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str) -> list[Event]:
+async def _refuse(
+    tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str, reason: str = "invalid_trajectory"
+) -> list[Event]:
     """Close turns without a trajectory, and return the dead letter of each, with the content as it was stored."""
     letters: list[Event] = []
     for turn_id, session_key, payload in await store.load_payloads(tx, turn_ids):
         value, headers = (payload or b"")[:_DEAD_LETTER_BYTES_MAX], (("ce_id", turn_id.encode("utf-8", "replace")),)
         record = Record(Turn.topic, -1, -1, session_key.encode(), value, headers)
-        letters.append(dead_letter("collector", record, "invalid_trajectory", error))
+        letters.append(dead_letter("collector", record, reason, error))
     await store.close(tx, turn_ids, "refused", now)
     return letters
 

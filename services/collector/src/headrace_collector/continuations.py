@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace_collector.branches import pack_ids
 from headrace_schemas import Message, Turn
+from headrace_schemas.rules.turn_history import token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class TurnContent:
 
     @classmethod
     def of(cls, turn: Turn) -> TurnContent:
-        prompt = pack_ids(turn.prompt_token_ids)
-        sequences = tuple(prompt + pack_ids(choice.token_ids) for choice in turn.choices)
+        prompt = token_bytes(turn.prompt_token_ids)
+        sequences = tuple(prompt + token_bytes(choice.token_ids) for choice in turn.choices)
         return cls(prompt, sequences, turn.messages, tuple(choice.message for choice in turn.choices))
 
     def shared_bytes(self, parent: TurnContent, choice: int) -> int:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import ends, store
+from headrace_collector import ends, references, store
 from headrace_collector.closing import Candidate, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import turn_facts
@@ -25,6 +25,10 @@ from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX
 from headrace_schemas.values.ids import key_of_response, session_key
 from headrace_schemas.values.text import printable
 
+_COMPLETIONS_MAX = 4000
+"""Number of open completions at which a session is closed: a branch holds 4,096 spans."""
+_ADDED_TOKENS_MAX = 64_000_000
+"""Number of tokens that the open turns of a session add, at which it is closed. It bounds the memory of closing it."""
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 """Topics whose earlier records an end must not overtake. Feedback may list the turns of a run, so an end waits for it,
 too."""
@@ -42,12 +46,13 @@ class Collector:
         """Store the turn. If its session has become too large, close the runs that were idle for longest.
 
         Raises:
-            InvalidEvent: The turn is too long, or it is not of the session that it names.
+            InvalidEvent: The turn is too long, is not of the session that it names, or extends an unknown turn.
         """
         _check_session(turn)
         _check_size(turn)
+        turn, shared = await references.resolve(handling.tx, turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
-        facts = turn_facts(turn, handling.now, handling.received.log_offset)
+        facts = turn_facts(turn, handling.now, handling.received.log_offset, shared)
         size = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
         if size is None or not self._too_large(size):
             return []
@@ -106,8 +111,12 @@ class Collector:
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
     def _too_large(self, size: store.SessionSize) -> bool:
-        limits = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
-        return size.completions >= limits[0] or size.longest_tokens >= limits[1]
+        return (
+            size.sequences >= self.settings.completions_per_session_max
+            or size.completions >= _COMPLETIONS_MAX
+            or size.longest_tokens >= self.settings.tokens_per_session_max
+            or size.added_tokens >= _ADDED_TOKENS_MAX
+        )
 
     def _surplus_runs(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the runs to close in a session that is too large.
@@ -119,7 +128,10 @@ class Collector:
         remaining: list[SessionRun] = []
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
             together = store.SessionSize.of([*remaining, candidate.run])
-            crowded = bool(remaining) and together.completions >= self.settings.completions_per_session_max / 2
+            crowded = bool(remaining) and (
+                together.sequences >= self.settings.completions_per_session_max / 2
+                or together.completions >= _COMPLETIONS_MAX / 2
+            )
             if crowded or self._too_large(store.SessionSize.of([candidate.run])):
                 surplus.append(candidate)
             else:
@@ -136,10 +148,10 @@ def _check_session(turn: Turn) -> None:
 
 
 def _check_size(turn: Turn) -> None:
-    longest = len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices)
+    longest = turn.usage.prompt_tokens + max(len(choice.token_ids) for choice in turn.choices)
     if longest > MAX_LENGTH:
         raise InvalidEvent("too_long", f"prompt and answer have {longest} tokens, a branch holds {MAX_LENGTH}")
-    if len(turn.messages) > PROMPT_MESSAGES_MAX:
+    if turn.message_count > PROMPT_MESSAGES_MAX:
         raise InvalidEvent(
-            "too_long", f"{len(turn.messages)} messages, a dialogue holds {PROMPT_MESSAGES_MAX} and the answer"
+            "too_long", f"{turn.message_count} messages, a dialogue holds {PROMPT_MESSAGES_MAX} and the answer"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, pairwise
 
 from headrace_collector.continuations import Contents
 from headrace_collector.facts import TurnFacts
@@ -137,8 +138,10 @@ class _Labels:
         original = self._original.get(turn.turn_id)
         if original in self._label and self._may_be_joined(original):
             return self._label[original]
-        for position in reversed(range(len(turn.prefixes) - 1)):
-            replies = self._replies(turn, position)
+        positions = range(turn.messages - 2, -1, -1)
+        prefixes = islice(turn.newest_prefixes(), 1, None)
+        for position, (prefix, before) in zip(positions, pairwise(chain(prefixes, [b""])), strict=False):
+            replies = self._replies(turn, position, prefix, before)
             if replies:
                 parent, choice = self._closest(turn, replies)
                 self._continued[parent.turn_id, choice] += 1
@@ -147,13 +150,20 @@ class _Labels:
             return ("session", turn.agent)
         return ("starts", turn.turn_id)
 
-    def _replies(self, turn: TurnFacts, position: int) -> list[_Reply]:
-        """Return the answers that a message of `turn` may be: equal ones, else those that it rewrites."""
-        equal_replies = self._by_reply.get(turn.prefixes[position], ())
+    def _replies(self, turn: TurnFacts, position: int, prefix: bytes, before: bytes) -> list[_Reply]:
+        """Return the answers that a message of `turn` may be: equal ones, else those that it rewrites.
+
+        Args:
+            turn: A turn.
+            position: The position of the message.
+            prefix: The digest of the prefix that ends with the message.
+            before: The digest of the prefix before it.
+        """
+        equal_replies = self._by_reply.get(prefix, ())
         replies = [reply for reply in equal_replies if self._have_one_role(turn, reply[0])]
         if replies or position == 0:
             return replies
-        requests = self._by_request.get(turn.prefixes[position - 1], ())
+        requests = self._by_request.get(before, ())
         replies = [reply for reply in requests if self._have_one_role(turn, reply[0])]
         if replies and turn.turn_id not in self._contents:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in replies)}

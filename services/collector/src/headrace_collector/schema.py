@@ -40,6 +40,8 @@ sessions = Table(
     Column("open_turns", Integer, nullable=False),
     Column("open_completions", Integer, nullable=False),
     Column("open_tokens", BigInteger, nullable=False),
+    Column("open_sequences", Integer, nullable=False),  # completions that continue no other one
+    Column("open_added", BigInteger, nullable=False),  # tokens that each open turn adds to the one that it extends
     Column("began", BigInteger, nullable=False),  # offset of its first turn
     Column("seen_ms", BigInteger, nullable=False),
     Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
@@ -77,6 +79,11 @@ turns = Table(
     Column("trajectory_id", Text),  # null while the run is open
     Column("closed_ms", BigInteger),
     Column("payload", LargeBinary),  # the event; null once a closed run's retention is over
+    Column("extends", Text),  # the turn whose prompt it continues; an open turn extends open turns only
+    Column("shared_messages", Integer, nullable=False),  # messages of that turn without digests in `prefixes`
+    Column("sequences", Integer, nullable=False),
+    Column("added_tokens", Integer, nullable=False),
+    Column("continued", Boolean, nullable=False, server_default=text("false")),  # whether a turn continues an answer
     Index("ix_turns_session", "session_key", "closed_ms"),
     Index("ix_turns_closed", "closed_ms"),
     _partial("ix_turns_kept", "closed_ms", where="payload IS NOT NULL"),

@@ -24,7 +24,8 @@ class CollectorSettings(ServiceSettings):
     feedback_wait_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that feedback waits for its turns before it is dead-lettered as `unknown_target`."""
     completions_per_session_max: Annotated[int, Field(ge=1, le=896)] = 800
-    """Number of open completions at which a session is closed (`limit`); later turns start a new trajectory."""
+    """Number of open completions at which a session is closed (`limit`); later turns start a new trajectory. A
+    completion whose turn extends another one's answer (`Turn.extends`) does not count, up to 4,000 completions."""
     tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
     """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000

@@ -14,10 +14,10 @@ def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
     The gateway's guess holds if the session has calls with tools, and if none of these begins with the message that the
     call begins with, which is the system prompt in most cases.
     """
-    first_messages = {turn.prefixes[0] for turn in turns if turn.side_call is None}
+    first_messages = {turn.opening for turn in turns if turn.side_call is None}
     return frozenset(
         turn.turn_id
         for turn in turns
         if turn.side_call is not None
-        and (turn.side_call != NO_TOOLS or (first_messages and turn.prefixes[0] not in first_messages))
+        and (turn.side_call != NO_TOOLS or (first_messages and turn.opening not in first_messages))
     )

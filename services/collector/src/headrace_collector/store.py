@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from headrace_collector import digests
 from headrace_collector.continuations import Contents, TurnContent
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback
+from headrace_collector.prompts import Prompts
 from headrace_collector.runs import SessionRun
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
@@ -28,23 +29,34 @@ from headrace_schemas.values.text import printable
 
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
-_TOKEN_BYTES = 4
+_SUMMED = ("open_turns", "open_completions", "open_sequences", "open_added")
 _COLUMN_NAMES = {"log_offset": "place"}
 """Columns that are named differently from the field of `TurnFacts`."""
-_FACTS = [turns.c[_COLUMN_NAMES.get(field.name, field.name)].label(field.name) for field in fields(TurnFacts)]
+_STORED_FACTS = [field.name for field in fields(TurnFacts) if field.name not in ("base", "opening")]
+_FACTS = [turns.c[_COLUMN_NAMES.get(name, name)].label(name) for name in _STORED_FACTS]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """The size of a session's open turns: the sum of completions, and the tokens of the longest branch."""
+    """The size of a session's open turns."""
 
     completions: int
+    sequences: int
+    """Number of completions that may continue no other one, and so need a branch or a dialogue of their own."""
     longest_tokens: int
+    """Tokens of the longest prompt with its completion."""
+    added_tokens: int
+    """Tokens of all turns, without those that a turn shares with the turn that it extends."""
 
     @classmethod
     def of(cls, runs: Iterable[SessionRun]) -> SessionSize:
         turns = [turn for run in runs for turn in run.turns]
-        return cls(sum(turn.completions for turn in turns), max((turn.tokens for turn in turns), default=0))
+        return cls(
+            sum(turn.completions for turn in turns),
+            sum(turn.sequences for turn in turns),
+            max((turn.tokens for turn in turns), default=0),
+            sum(turn.added_tokens for turn in turns),
+        )
 
 
 async def add_turn(
@@ -55,13 +67,12 @@ async def add_turn(
     Raises:
         InvalidEvent: Another session has a turn of this id.
     """
-    row = asdict(facts) | {
+    row = {_COLUMN_NAMES.get(name, name): getattr(facts, name) for name in _STORED_FACTS} | {
         "session_key": turn.session_key,
         "prefixes": digests.join_digests(facts.prefixes),
         "replies": digests.join_digests(facts.replies),
         "payload": turn.to_json(),
     }
-    row["place"] = row.pop("log_offset")
     if not await upsert(tx, turns, {"turn_id": row.pop("turn_id")}, row, update=False):
         owner = await tx.scalar(select(turns.c.session_key).where(turns.c.turn_id == turn.turn_id))
         if owner not in (None, turn.session_key):
@@ -77,13 +88,15 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
         "partition": partition,
         "open_turns": 1,
         "open_completions": facts.completions,
+        "open_sequences": facts.sequences,
         "open_tokens": facts.tokens,
+        "open_added": facts.added_tokens,
         "began": facts.log_offset,
         "seen_ms": facts.seen_ms,
         "check_ms": check_ms,
     }
     row = (await tx.execute(_open_turn_statement(tx.dialect.name), added)).one()
-    return SessionSize(row.open_completions, row.open_tokens)
+    return SessionSize(row.open_completions, row.open_sequences, row.open_tokens, row.open_added)
 
 
 @cache
@@ -92,7 +105,7 @@ def _open_turn_statement(dialect: str) -> Any:
     check."""
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
-    summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions")}
+    summed = {name: sessions.c[name] + new[name] for name in _SUMMED}
     earlier, later = (func.min, func.max) if dialect == "sqlite" else (func.least, func.greatest)
     changes = {
         "partition": new.partition,
@@ -104,7 +117,7 @@ def _open_turn_statement(dialect: str) -> Any:
     return insert.on_conflict_do_update(
         index_elements=[sessions.c.session_key],
         set_={**changes, "check_ms": func.coalesce(sessions.c.check_ms, new.check_ms)},
-    ).returning(sessions.c.open_completions, sessions.c.open_tokens)
+    ).returning(sessions.c.open_completions, sessions.c.open_sequences, sessions.c.open_tokens, sessions.c.open_added)
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
@@ -120,27 +133,40 @@ async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int)
     """
     session_turns = select(*_FACTS).where(turns.c.session_key == session_key)
     closed = session_turns.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
-    facts = []
+    rows: list[RowMapping] = []
     for query in (session_turns.where(turns.c.closed_ms.is_(None)), closed):
-        facts += [_facts(row) for row in (await tx.execute(query)).mappings()]
-    return facts
+        rows += (await tx.execute(query)).mappings()
+    facts: dict[str, TurnFacts] = {}
+    for row in sorted(rows, key=lambda row: row["log_offset"]):  # a turn comes after the one that it extends
+        facts[row["turn_id"]] = _facts(row, facts.get(row["extends"]))
+    return [facts[row["turn_id"]] for row in rows]
 
 
-def _facts(row: RowMapping) -> TurnFacts:
+def _facts(row: RowMapping, base: TurnFacts | None = None) -> TurnFacts:
     packed = {name: digests.split_digests(row[name]) for name in ("prefixes", "replies")}
-    return TurnFacts(**{**row, **packed})
+    return TurnFacts(**{**row, **packed}, base=base)
 
 
-async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Turn]:
-    """Return the events of those turns whose content is still stored, in the order in which they were captured."""
-    query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
-    payloads = [payload for payload in (await tx.execute(query)).scalars() if payload is not None]
-    return await run_off_loop(sum(map(len, payloads)), lambda: _read_turns(payloads))
+async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> tuple[list[Turn], Prompts]:
+    """Return the events of those turns whose content is still stored, in the order in which they were captured, and
+    their prompts. The prompts include the turns that these turns extend, whatever their runs."""
+    first = select(turns.c.turn_id, turns.c.extends).where(turns.c.turn_id.in_(turn_ids))
+    chain = first.cte("chain", recursive=True)
+    chain = chain.union(select(turns.c.turn_id, turns.c.extends).join(chain, turns.c.turn_id == chain.c.extends))
+    query = (
+        select(turns.c.turn_id, turns.c.payload)
+        .join(chain, turns.c.turn_id == chain.c.turn_id)
+        .where(turns.c.payload.is_not(None))
+        .order_by(turns.c.place, turns.c.turn_id)
+    )
+    payloads = {row.turn_id: row.payload for row in await tx.execute(query)}
+    return await run_off_loop(sum(map(len, payloads.values())), lambda: _read_turns(payloads, set(turn_ids)))
 
 
-def _read_turns(payloads: Iterable[bytes]) -> list[Turn]:
+def _read_turns(payloads: Mapping[str, bytes], turn_ids: Collection[str]) -> tuple[list[Turn], Prompts]:
     shared: dict[int, int] = {}
-    return [_share_token_objects(Turn.from_stored(payload), shared) for payload in payloads]
+    events = {name: _share_token_objects(Turn.from_stored(payload), shared) for name, payload in payloads.items()}
+    return [turn for name, turn in events.items() if name in turn_ids], Prompts(events.values())
 
 
 def _share_token_objects(turn: Turn, shared: dict[int, int]) -> Turn:
@@ -167,13 +193,10 @@ async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
 
 async def load_contents(tx: AsyncConnection, turn_ids: Collection[str]) -> Contents:
     """Return the tokens and messages of the turns."""
-    turns = await load_turns(tx, turn_ids)
-    return await run_off_loop(packed_bytes(turns), lambda: {turn.turn_id: TurnContent.of(turn) for turn in turns})
-
-
-def packed_bytes(turns: Iterable[Turn]) -> int:
-    """Return about how many bytes the tokens of the turns take."""
-    return sum(_TOKEN_BYTES * len(turn.prompt_token_ids) for turn in turns)
+    turns, prompts = await load_turns(tx, turn_ids)
+    names = [turn.turn_id for turn in turns if turn.turn_id in prompts]
+    size_bytes = sum(prompts.prompt(name).length_bytes for name in names)
+    return await run_off_loop(size_bytes, lambda: {name: TurnContent.of(prompts.whole_turn(name)) for name in names})
 
 
 async def feedback_of_session(
@@ -224,7 +247,9 @@ async def update_open_size(
     values = {
         "open_turns": sum(len(run.turns) for run in runs),
         "open_completions": size.completions,
+        "open_sequences": size.sequences,
         "open_tokens": size.longest_tokens,
+        "open_added": size.added_tokens,
         "check_ms": min((run.seen_ms + idle_ms for run in runs), default=None),
     }
     await tx.execute(update(sessions).where(sessions.c.session_key == session_key).values(values))

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from headrace_collector.branches import build_branches
 from headrace_collector.feedback_targets import has_judgement
+from headrace_collector.prompts import Prompts
 from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
 from headrace_schemas.events.trajectory import SIDE_CALL, EndReason, LeftOutReason
 from headrace_schemas.rules.training import left_out_reason
@@ -27,6 +28,7 @@ def build_trajectory(
     is_side_call: bool = False,
     turns_from: int,
     now: datetime,
+    prompts: Prompts | None = None,
 ) -> Trajectory:
     """Return the trajectory of a run's turns, all of one model, in the order in which they were captured.
 
@@ -37,13 +39,15 @@ def build_trajectory(
         models: Number of models that the run called.
         is_side_call: Whether its calls are no part of the client's task. Then only feedback about the run trains it.
         turns_from: Offset of its first turn on `turns`.
+        prompts: The prompts of the turns; by default they are built from the turns.
 
     Raises:
         ValidationError: The run does not fit an event. The bounds in the settings prevent this.
     """
     ordered, first = turns, turns[0]
+    prompts = prompts or Prompts(turns)
     reasons = {turn.turn_id: cause for turn in ordered if (cause := _left_out_reason(turn, superseded))}
-    graph, dialogues = build_branches([turn for turn in ordered if turn.turn_id not in reasons])
+    graph, dialogues = build_branches([turn for turn in ordered if turn.turn_id not in reasons], prompts)
     feedback = [*about_session, *about_run]
     side_call = SIDE_CALL if is_side_call and not has_judgement(about_run) else None
     return Trajectory(
@@ -58,7 +62,7 @@ def build_trajectory(
         model=first.model,
         branches=tuple(graph),
         dialogues=tuple(dialogues),
-        tools=_tools(ordered),
+        tools=_tools([prompts.tools(turn.turn_id) for turn in ordered]),
         left_out=tuple(
             LeftOut(turn_id=turn.turn_id, reason=reasons[turn.turn_id], version=turn.version)
             for turn in ordered
@@ -84,6 +88,10 @@ def _last_value(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: s
     return next((value for value in reversed(values) if value), None)
 
 
-def _tools(turns: Sequence[Turn]) -> tuple[Tool, ...]:
+def _tools(offers: Sequence[Sequence[Tool]]) -> tuple[Tool, ...]:
     """Return every tool that the run was offered, with the last of several definitions."""
-    return tuple({tool.function.name: tool for turn in turns for tool in turn.tools}.values())[:_TOOLS_MAX]
+    by_name: dict[str, Tool] = {}
+    for offer, earlier in zip(offers, [None, *offers], strict=False):
+        if offer is not earlier:  # turns that extend each other share the same object
+            by_name |= {tool.function.name: tool for tool in offer}
+    return tuple(by_name.values())[:_TOOLS_MAX]

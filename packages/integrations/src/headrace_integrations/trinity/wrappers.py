@@ -12,6 +12,7 @@ from headrace.following import Follower
 from headrace.topics import connected
 from headrace_integrations.practice.runs import SOLO, Run
 from headrace_schemas import Turn
+from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values import ids
 
 
@@ -95,6 +96,7 @@ class ModelWrapper:
         self.enable_history = enable_history
         self._run, self._role = run, role
         self._follow = Follower(Turn.topic)
+        self._history = TurnHistory()
         self._began = False
         self._turns: list[Turn] = []
 
@@ -136,7 +138,7 @@ class ModelWrapper:
         key = ids.session_key(stack.tenant, session)
         async with connected(stack.bus) as topics:
             async for turn in self._new_turns(topics, key):
-                self._turns.append(turn)
+                self._turns.append(self._history.whole_turn(turn))
 
     async def _new_turns(self, topics: Any, key: str) -> AsyncIterator[Turn]:
         async for turn in self._follow.events(topics, Turn, keys=[key]):

@@ -26,6 +26,7 @@ class SessionRecord:
 
     session_key: str
     turns: tuple[Turn, ...] = ()
+    """Whole turns; those that extend a turn which was not stored are as they were on the topic."""
     trajectories: tuple[Trajectory, ...] = ()
     rewards: tuple[Reward, ...] = ()
     feedback: tuple[Feedback, ...] = ()
@@ -67,9 +68,11 @@ class SessionRecord:
     @property
     def dialogue(self) -> tuple[Message, ...]:
         """The longest conversation of the session with the answer at its end; empty without turns."""
-        if not self.turns:
+        longest = max(
+            (turn for turn in self.turns if turn.extends is None), key=lambda turn: len(turn.messages), default=None
+        )
+        if longest is None:
             return ()
-        longest = max(self.turns, key=lambda turn: len(turn.messages))
         return (*longest.messages, longest.choices[0].message)
 
     @property

@@ -17,8 +17,8 @@ from headrace_schemas import FunctionCall, Message, Turn
 
 
 def is_opening(turn: Turn) -> bool:
-    """Return whether no answer precedes the turn."""
-    return all(message.role in ("system", "developer", "user") for message in turn.messages)
+    """Return whether no answer precedes the turn. The first turn of a session contains its whole prompt."""
+    return turn.extends is None and all(message.role in ("system", "developer", "user") for message in turn.messages)
 
 
 def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -107,6 +107,8 @@ def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None
     """Return the answers of a run, or None if one was not sampled from the version's own distribution and has no
     weight."""
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
+        return None
+    if any(turn.extends is not None for turn in turns):  # its prompt is not known
         return None
     return tuple(
         ScorableAnswer(

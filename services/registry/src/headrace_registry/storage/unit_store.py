@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.storage.tables import AT_ONCE_MAX, delete_batch, upsert
 from headrace_schemas import EVENTS as KINDS
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
+from headrace_schemas.rules.turn_history import TurnHistory
+from headrace_schemas.values.errors import InvalidEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +196,12 @@ async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
 def session_records(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:
     """Group the events of a unit into records of its sessions."""
     by_session: dict[str, list[Event]] = {}
+    history = TurnHistory()
     for topic, value in events:
         event = KINDS[topic].from_stored(value)
+        if isinstance(event, Turn):
+            with contextlib.suppress(InvalidEvent):  # it extends a turn that was not stored; readers check `extends`
+                event = history.whole_turn(event)
         by_session.setdefault(event.key, []).append(event)
     return [
         SessionRecord(

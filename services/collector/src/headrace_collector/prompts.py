@@ -1,0 +1,214 @@
+"""Prompts of the turns of a session, each token and message stored once.
+
+Token sequences are paths of a radix tree, so that turns that extend each other share their beginning, and whether one
+sequence is a prefix of another is seen at their vertices. A turn that extends another begins at that turn's vertex;
+a whole turn begins at the root. So the work is in proportion to the content of the turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_schemas import Message, Tool, Turn
+from headrace_schemas.events.turn import TurnReference
+from headrace_schemas.rules.turn_history import shared_bytes, token_bytes, token_ids_of
+
+_ID_BYTES = 4
+
+
+class Vertex:
+    """The end of a token sequence in the tree. `label` has the bytes between `parent` and this vertex."""
+
+    __slots__ = ("_state", "children", "label", "length_bytes", "parent")
+
+    def __init__(self, parent: Vertex | None = None, label: bytes = b"") -> None:
+        self.parent = parent
+        self.label = label
+        self.length_bytes: int = (parent.length_bytes if parent else 0) + len(label)
+        self.children: dict[bytes, Vertex] = {}
+        self._state: Any = None
+        """SHA-256 of the sequence, once it was needed."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the sequence."""
+        return self.length_bytes // _ID_BYTES
+
+    def upwards(self) -> Iterator[Vertex]:
+        """Yield this vertex and the ones above it; their sequences are prefixes of this one."""
+        vertex: Vertex | None = self
+        while vertex is not None:
+            yield vertex
+            vertex = vertex.parent
+
+    def sequence(self) -> bytes:
+        """Return the token ids of the sequence as int32 bytes."""
+        return b"".join([vertex.label for vertex in self.upwards()][::-1])
+
+    def insert(self, ids: bytes) -> Vertex:
+        """Return the vertex of this sequence followed by `ids`."""
+        vertex, position = self, 0
+        while position < len(ids):
+            child = vertex.children.get(ids[position : position + _ID_BYTES])
+            if child is None:
+                child = vertex.children[ids[position : position + _ID_BYTES]] = Vertex(vertex, ids[position:])
+                return child
+            shared = shared_bytes(ids, position, child.label, _ID_BYTES)
+            position += shared
+            vertex = child if shared == len(child.label) else child._split(shared)
+        return vertex
+
+    def prefix(self, length: int) -> Vertex:
+        """Return the vertex of the first `length` tokens of this sequence, which must have so many."""
+        length_bytes = length * _ID_BYTES
+        vertex = self
+        while vertex.parent is not None and vertex.parent.length_bytes >= length_bytes:
+            vertex = vertex.parent
+        if vertex.parent is None or vertex.length_bytes == length_bytes:
+            return vertex
+        return vertex._split(length_bytes - vertex.parent.length_bytes)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the sequence. Only bytes below the last vertex with a known digest are read."""
+        path = []
+        for vertex in self.upwards():
+            if vertex._state is not None:
+                break
+            path.append(vertex)
+        state = path[-1].parent._state if path and path[-1].parent else None
+        for vertex in reversed(path):
+            state = state.copy() if state is not None else hashlib.sha256()
+            state.update(vertex.label)
+            vertex._state = state
+        return str(self._state.hexdigest())
+
+    def _split(self, at: int) -> Vertex:
+        """Insert a vertex above this one after the first `at` bytes of its label, and return it."""
+        assert self.parent is not None
+        above = Vertex(self.parent, self.label[:at])
+        self.parent.children[above.label[:_ID_BYTES]] = above
+        self.parent, self.label = above, self.label[at:]
+        above.children[self.label[:_ID_BYTES]] = self
+        return above
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A turn with the vertices of its prompt and of each choice."""
+
+    turn: Turn
+    base: _Prompt | None
+    vertex: Vertex
+    answers: tuple[Vertex, ...]
+    tools: tuple[Tool, ...]
+
+
+class Prompts:
+    """The prompts of turns, of which some extend others.
+
+    `unresolved` names the turns with a reference that cannot be followed, and the problem. These turns have no prompt.
+    """
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._root = Vertex()
+        self._prompts: dict[str, _Prompt] = {}
+        self.unresolved: dict[str, str] = {}
+        waiting = list(turns)
+        while waiting:
+            ids = {turn.turn_id for turn in waiting}
+            later = [turn for turn in waiting if not self._add(turn, ids)]
+            if len(later) == len(waiting):
+                self.unresolved |= {turn.turn_id: "the turns refer to each other in a circle" for turn in later}
+                break
+            waiting = later
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn after those that it may extend."""
+        self._add(turn, set())
+
+    def __contains__(self, turn_id: object) -> bool:
+        return turn_id in self._prompts
+
+    @property
+    def size_bytes(self) -> int:
+        """About how many bytes the tokens of all turns take."""
+        return sum(_ID_BYTES * len(prompt.turn.prompt_token_ids) for prompt in self._prompts.values())
+
+    def prompt(self, turn_id: str) -> Vertex:
+        """Return the end of a turn's prompt."""
+        return self._prompts[turn_id].vertex
+
+    def answers(self, turn_id: str) -> tuple[Vertex, ...]:
+        """Return the ends of the answers of a turn, in the order of its choices."""
+        return self._prompts[turn_id].answers
+
+    def tools(self, turn_id: str) -> tuple[Tool, ...]:
+        """Return the tools that a turn was offered."""
+        return self._prompts[turn_id].tools
+
+    def messages(self, turn_id: str) -> tuple[Message, ...]:
+        """Return all messages of a turn's prompt."""
+        prompt: _Prompt | None = self._prompts[turn_id]
+        assert prompt is not None
+        count, choice, parts = prompt.turn.message_count, 0, []
+        while prompt is not None and count:
+            turn, reference = prompt.turn, prompt.turn.extends
+            shared = reference.messages if reference else 0
+            if count > shared:
+                answer = (turn.choices[choice].message,) if count > turn.message_count else ()
+                parts.append((*turn.messages, *answer)[: count - shared])
+            if reference is not None:
+                count, choice = min(count, shared), reference.choice
+            prompt = prompt.base
+        return tuple(message for part in reversed(parts) for message in part)
+
+    def whole_turn(self, turn_id: str) -> Turn:
+        """Return a turn with its whole prompt."""
+        prompt = self._prompts[turn_id]
+        if prompt.turn.extends is None:
+            return prompt.turn
+        changes = {
+            "extends": None,
+            "messages": self.messages(turn_id),
+            "prompt_token_ids": token_ids_of(prompt.vertex.sequence()),
+            "tools": prompt.tools,
+        }
+        return prompt.turn.model_copy(update=changes)
+
+    def _add(self, turn: Turn, waiting: set[str]) -> bool:
+        """Add a turn, and return False if it extends one of the `waiting` ones that was not added yet."""
+        reference = turn.extends
+        base = None if reference is None else self._prompts.get(reference.turn_id)
+        start = self._root
+        if reference is not None:
+            if base is None and reference.turn_id in waiting and reference.turn_id not in self.unresolved:
+                return False
+            problem = "the turn that it extends is not known" if base is None else _misfit(base, reference)
+            if base is None or problem is not None:
+                self.unresolved[turn.turn_id] = problem or ""
+                return True
+            start = _end(base, reference).prefix(reference.tokens)
+        vertex = start.insert(token_bytes(turn.prompt_token_ids))
+        answers = tuple(vertex.insert(token_bytes(choice.token_ids)) for choice in turn.choices)
+        tools = base.tools if base is not None and reference is not None and reference.tools else turn.tools
+        self._prompts[turn.turn_id] = _Prompt(turn, base, vertex, answers, tools)
+        return True
+
+
+def _end(base: _Prompt, reference: TurnReference) -> Vertex:
+    return base.answers[reference.choice]
+
+
+def _misfit(base: _Prompt, reference: TurnReference) -> str | None:
+    """Return the problem of a reference to `base`, or None if it fits."""
+    if reference.choice >= len(base.answers):
+        return f"turn {reference.turn_id} has no choice {reference.choice}"
+    end = _end(base, reference)
+    if reference.messages > base.turn.message_count + 1:
+        return f"turn {reference.turn_id} has fewer than {reference.messages} messages"
+    if reference.tokens > end.length or end.prefix(reference.tokens).digest() != reference.digest:
+        return f"turn {reference.turn_id} does not have the {reference.tokens} shared token ids"
+    return None
