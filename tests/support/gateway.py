@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from headrace_gateway.access import KeyRing, read_keys
 from headrace_gateway.admission import Admission
+from headrace_gateway.captured_turns import CapturedTurns
 from headrace_gateway.engine import Engines
 from headrace_gateway.http import Parts, application
 from headrace_gateway.limits import RequestLimits
@@ -36,6 +37,7 @@ from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Routing, ServedVersion, Turn
 from headrace_schemas.events.checkpoint import LearnedSignals
+from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.fake_replica import VERSION, FakeReplica
 
@@ -114,6 +116,13 @@ class Gateway:
 
     @property
     def turns(self) -> list[Turn]:
+        """The captured turns, with their whole prompts."""
+        history = TurnHistory()
+        return [history.whole_turn(turn) for turn in self.stored_turns]
+
+    @property
+    def stored_turns(self) -> list[Turn]:
+        """The captured turns as they are on the topic."""
         return self.bus.events(Turn)
 
 
@@ -135,6 +144,7 @@ async def gateway(
     *replicas: FakeReplica,
     values: SourceValues | None = None,
     learns: LearnedSignals | None = None,
+    captured: CapturedTurns | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
@@ -185,6 +195,7 @@ async def gateway(
                 clock,
                 signals_of=lambda *_: learns,
                 values=values or SourceValues(),
+                captured=captured,
             )
         )
         try:

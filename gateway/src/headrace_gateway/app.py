@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from headrace_gateway import metrics
 from headrace_gateway.access import KeyRing, read_keys
 from headrace_gateway.admission import Admission
+from headrace_gateway.captured_log import recall_turns
+from headrace_gateway.captured_turns import CapturedTurns
 from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.engine import Engines
 from headrace_gateway.http import Parts, application
@@ -122,6 +124,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             except Unavailable:  # the scorer checks everything again
                 return KnownModels()
 
+        captured = CapturedTurns(settings.capture.references_bytes_max, recalls=True)
         watch = ReplicaWatch(replica_set, engines, settings.upstream, clock)
         work = (
             publisher.run(),
@@ -131,12 +134,12 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             replica_cache.run(),
             versions.run(),
             watch.run(),
+            recall_turns(common.bus, blobs, captured, f"{SOURCE}-turns"),
         )
         beside = [group.create_task(coroutine) for coroutine in work]
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
-        parts = Parts(
-            settings, admission, catalog, replica_set, engines, clock, common, known_models, versions.signals_of, values
-        )
+        known = (known_models, versions.signals_of, values)
+        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, *known, captured)
         app = application(parts)
         try:
             async with (

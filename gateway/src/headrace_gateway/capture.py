@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 from pydantic import JsonValue, ValidationError
 from pydantic_core import to_json
 
 from headrace_gateway import metrics
+from headrace_gateway.captured_turns import CapturedTurn, captured_turn, reference
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.transcript import ChoiceSoFar, Transcript
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import DeadLetter, Turn
+from headrace_schemas.events.turn import TurnReference
+from headrace_schemas.rules.turn_history import token_bytes
 from headrace_schemas.values.base import utcnow
 
 log = get_logger(__name__)
@@ -22,15 +26,51 @@ _RAW_BYTES_MAX = 1_500_000
 """Most bytes that fit into a dead letter's value after base64."""
 
 
+def capture(
+    call: ChatCall,
+    transcript: Transcript,
+    earlier: Sequence[CapturedTurn],
+    *,
+    delivered: bool,
+    untrained: str | None = None,
+) -> tuple[Turn | DeadLetter, CapturedTurn | None]:
+    """Return the event of a finished call, and the parts of it that later turns of its session may share.
+
+    Args:
+        call: The call.
+        transcript: Its answer.
+        earlier: Turns of the session that the turn may extend.
+        delivered: Whether the client was still connected.
+        untrained: Why turns of the version are never trained.
+    """
+    try:
+        prompt = token_bytes(transcript.prompt_token_ids)
+    except OverflowError:  # no token id; the event names it
+        return event_of(call, transcript, delivered=delivered, untrained=untrained), None
+    extended = reference(call, prompt, transcript.assignment, earlier)
+    named = extended[0] if extended else None
+    event = event_of(call, transcript, delivered=delivered, untrained=untrained, extends=named)
+    if isinstance(event, DeadLetter):
+        return event, None
+    started_at = transcript.replica_started_at
+    replica = (transcript.replica_id, started_at) if started_at is not None else None
+    return event, captured_turn(call, event, prompt, extended[1] if extended else None, replica)
+
+
 def event_of(
-    call: ChatCall, transcript: Transcript, *, delivered: bool, untrained: str | None = None
+    call: ChatCall,
+    transcript: Transcript,
+    *,
+    delivered: bool,
+    untrained: str | None = None,
+    extends: TurnReference | None = None,
 ) -> Turn | DeadLetter:
     """Return the turn of a finished call, or the dead letter that replaces it."""
     disagreement = transcript.disagreement()
     if disagreement:
         return _refused(call, transcript, "token_mismatch", disagreement)
     try:
-        turn = _turn(call, transcript, delivered, untrained)
+        turn = _turn(call, transcript, delivered, untrained, extends)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -43,7 +83,9 @@ def event_of(
     return turn
 
 
-def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: str | None) -> Turn:
+def _turn(
+    call: ChatCall, transcript: Transcript, delivered: bool, untrained: str | None, extends: TurnReference | None
+) -> Turn:
     identity = call.identity
     usage = transcript.usage
     assert usage is not None
@@ -65,10 +107,11 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
             "retry": call.retry,
             "delivered": delivered,
             "untrained": untrained,
-            "messages": call.messages,
-            "tools": call.request.tools or (),
+            "extends": extends,
+            "messages": call.messages[extends.messages :] if extends else call.messages,
+            "tools": () if extends and extends.tools else call.request.tools or (),
             "sampling": call.sampling,
-            "prompt_token_ids": transcript.prompt_token_ids,
+            "prompt_token_ids": transcript.prompt_token_ids[extends.tokens if extends else 0 :],
             "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,

@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from headrace_gateway import metrics
 from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer
-from headrace_gateway.capture import event_of
-from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
+from headrace_gateway.capture import capture
+from headrace_gateway.captured_turns import CapturedTurns, message_digests
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of, message_json
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_calls import side_call, sub_agent
 from headrace_gateway.client_connection import ClientConnection
@@ -46,8 +47,7 @@ _ANSWERED_BYTES = 100
 
 
 _STORED_PROMPT_BYTES = 6
-_STORED_ANSWER_BYTES = 18
-"""Estimated bytes of a token in a turn: its id, and for sampled tokens their logprob and text."""
+"""Estimated bytes of a prompt token in the dead letter of a call."""
 _PROMPT_TOKEN_BYTES = 4
 _ANSWER_TOKENS = 1024
 """Expected tokens of a choice of a request without a limit."""
@@ -80,6 +80,7 @@ class Chat:
     workers: WorkerThreads
     recent: RecentTurns
     repeated: RepeatedRequests
+    captured: CapturedTurns
     responses: ResponseStore
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +131,8 @@ class Chat:
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
         cache_key = (request.model_extra or {}).get("prompt_cache_key")
         identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user, cache_key)
-        asked_json = canonical_request(request, messages, sampling)
+        encoded = [message_json(message) for message in messages]
+        asked_json = canonical_request(request, messages, sampling, encoded)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(
             request=request,
@@ -146,6 +148,7 @@ class Chat:
             cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
             side_call=side_call(admitted.headers, self.settings.side_calls, messages, has_tools=bool(request.tools)),
             sub_agent=sub_agent(admitted.headers),
+            message_digests=message_digests(encoded),
             ignored=ignored,
         )
 
@@ -241,11 +244,14 @@ class Chat:
         work.used_tokens = prompt + transcript.sampled
         untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
         with metrics.CAPTURE_SECONDS.time():
-            event = await self.workers.run(
-                size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
+            earlier = self.captured.of_session(call.identity)
+            event, turn = await self.workers.run(
+                size_bytes, lambda: capture(call, transcript, earlier, delivered=delivered, untrained=untrained)
             )
             await self.admission.publish(event)
-        stored = len(call.core) + prompt * _STORED_PROMPT_BYTES + transcript.sampled * _STORED_ANSWER_BYTES
+        if turn is not None:
+            self.captured.add(call.identity, turn)
+        stored = turn.event_bytes if turn is not None else len(call.core) + prompt * _STORED_PROMPT_BYTES
         self.admission.limits.store(call.identity.tenant, stored)
         self.recent.note(call.identity.tenant, call.response_id, event)
         self.repeated.end(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -14,7 +15,15 @@ from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling, SubAgent
 from headrace_schemas.http.answer_form import constraint_fields
-from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, RESUME_FIELD, SESSION_HEADER, Resume
+from headrace_schemas.http.replica_api import (
+    BACKGROUND,
+    HISTORY_FIELD,
+    PURPOSE_HEADER,
+    RESUME_FIELD,
+    SESSION_HEADER,
+    History,
+    Resume,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,8 @@ class ChatCall:
     sub_agent: SubAgent | None = None
     repeats: str | None = None
     """The turn whose request came again, if its client may not have got the answer."""
+    message_digests: bytes = b""
+    """Digests of the conversation up to each message (`headrace_gateway.captured_turns`)."""
     ignored: tuple[str, ...] = ()
     """Names of fields of the request that were accepted without an effect."""
 
@@ -69,7 +80,7 @@ class ChatCall:
         field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
         return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))
 
-    def body(self, version: str, resume: Resume | None = None) -> bytes:
+    def body(self, version: str, resume: Resume | None = None, history: History | None = None) -> bytes:
         """The request for a replica that serves `version`."""
         parts = [b'{"model":', to_json(version), b","]
         if self.cache_salt:
@@ -78,13 +89,25 @@ class ChatCall:
             parts.append(b'"stream":true,"stream_options":{"include_usage":true},')
         if resume is not None:
             parts += [b'"', RESUME_FIELD.encode(), b'":', resume.model_dump_json().encode(), b","]
+        if history is not None:
+            parts += [b'"', HISTORY_FIELD.encode(), b'":', history.model_dump_json().encode(), b","]
         return b"".join([*parts, self.core[1:]])
 
 
-def canonical_request(request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling) -> bytes:
-    """All fields that decide the tokens besides the model, in a canonical form."""
+def canonical_request(
+    request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling, encoded: Sequence[bytes] | None = None
+) -> bytes:
+    """All fields that decide the tokens besides the model, in a canonical form.
+
+    Args:
+        request: The request.
+        messages: Its messages.
+        sampling: Its sampling parameters.
+        encoded: The messages as JSON, if they are known.
+    """
+    encoded = encoded if encoded is not None else [message_json(message) for message in messages]
+    texts = b",".join(map(_for_template, messages, encoded))
     fields: dict[str, JsonValue] = {
-        "messages": [_for_template(message) for message in messages],
         "n": request.choices,
         **sampling.model_dump(
             mode="json", exclude_none=True, exclude={"presence_penalty", "frequency_penalty", "stop", "grammar"}
@@ -103,7 +126,12 @@ def canonical_request(request: ChatRequest, messages: tuple[Message, ...], sampl
             fields[name] = value
     if request.chat_template_kwargs:
         fields["chat_template_kwargs"] = request.chat_template_kwargs
-    return to_json(fields)
+    return b"".join([b'{"messages":[', texts, b"],", to_json(fields)[1:]])
+
+
+def message_json(message: Message) -> bytes:
+    """Return a message as it is written into an event."""
+    return message.model_dump_json(exclude_none=True).encode()
 
 
 def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
@@ -116,8 +144,10 @@ def digest_of(model: str, asked_json: bytes) -> str:
     return hashlib.sha256(model.encode() + b"\0" + asked_json).hexdigest()
 
 
-def _for_template(message: Message) -> dict[str, JsonValue]:
-    """A message as chat templates expect it: content is always there, as one text."""
+def _for_template(message: Message, encoded: bytes) -> bytes:
+    """Return a message as chat templates expect it: content is always there, as one text."""
+    if isinstance(message.content, str):
+        return encoded
     fields: dict[str, JsonValue] = message.model_dump(mode="json", exclude_none=True)
     fields["content"] = message.text
-    return fields
+    return to_json(fields)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headrace_gateway.admission import Admission
+from headrace_gateway.captured_turns import CapturedTurns
 from headrace_gateway.chat import Chat, read_chat
 from headrace_gateway.counting import Counting
 from headrace_gateway.dispatch import Dispatchers
@@ -57,6 +58,8 @@ class Parts:
     known_models: Lookup = nothing_known
     signals_of: SignalsOf = no_signals
     values: SourceValues = field(default_factory=SourceValues)
+    captured: CapturedTurns | None = None
+    """The remembered turns; None for an empty memory."""
 
 
 async def _root(_request: Request) -> Response:
@@ -69,10 +72,13 @@ def application(parts: Parts) -> ASGIApp:
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     dispatchers = Dispatchers(parts.replica_set.capacity)
-    relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, parts.settings.upstream, parts.clock)
+    captured = parts.captured or CapturedTurns(parts.settings.capture.references_bytes_max)
+    upstream = parts.settings.upstream
+    relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, upstream, parts.clock, captured)
     workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns(parts.signals_of)
     repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
-    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, recent, repeated, stored)
+    memories = (recent, repeated, captured, stored)
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
     messages = Chat(read_messages, *shared)
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})

@@ -32,6 +32,7 @@ UPSTREAM_FAILURES = Counter(
     "headrace_gateway_upstream_failures_total", "Attempts that failed at a replica", ["trouble"]
 )
 RESUMES = Counter("headrace_gateway_resumes_total", "Streams that went on at another replica")
+HISTORIES = Counter("headrace_gateway_histories_total", "Calls sent with the exact tokens of their conversation")
 HOLDS = Counter("headrace_gateway_holds_total", "Waits for a replica that can take a call")
 PUBLISHED = Counter("headrace_gateway_published_total", "Events made durable, by where", ["topic", "where"])
 SPOOL_EVENTS = Gauge("headrace_gateway_spool_events", "Events in the spool")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 
 from pydantic import ValidationError
 
 from headrace_gateway import metrics
+from headrace_gateway.captured_turns import CapturedTurns, history_of, unseen_answer
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines, ReplicaFailed
@@ -23,6 +25,7 @@ from headrace_gateway.transcript import Transcript
 from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.worker_threads import run_off_loop
 
 log = get_logger(__name__)
 
@@ -73,6 +76,7 @@ class Relay:
         dispatchers: Dispatchers,
         settings: UpstreamSettings,
         clock: Clock,
+        captured: CapturedTurns,
     ) -> None:
         self._engines = engines
         self._replica_set = replica_set
@@ -80,6 +84,7 @@ class Relay:
         self._dispatchers = dispatchers
         self._settings = settings
         self._clock = clock
+        self._captured = captured
 
     def beside_users(self, call: ChatCall, load_max: float) -> None:
         """Raises `ApiError` 429 at once when the call would have to wait, or a user would for it."""
@@ -98,13 +103,13 @@ class Relay:
             upstream = await self._find(call, lambda: self._placement.assign(call, budget.avoid), budget)
             try:
                 with self._calling(upstream, lambda: self._placement.choose(call) is not None) as upstream_call:
-                    answer = await self._engines.complete(
-                        upstream.member.replica, call.body(upstream.version), upstream_call, call.headers
-                    )
+                    body = await self._body(call, upstream)
+                    answer = await self._engines.complete(upstream.member.replica, body, upstream_call, call.headers)
             except ReplicaFailed as failure:
                 self._note(upstream, failure, budget)
                 continue
-            transcript = Transcript(upstream.member.replica.replica_id, upstream.assignment)
+            replica = upstream.member.replica
+            transcript = Transcript(replica.replica_id, replica.started_at, upstream.assignment)
             transcript.add(answer, streamed=False)
             return answer, transcript
 
@@ -125,6 +130,7 @@ class Relay:
         while True:
             upstream = await self._find(call, lambda: self._next_place(call, transcript, budget), budget)
             transcript.replica_id = upstream.member.replica.replica_id
+            transcript.replica_started_at = upstream.member.replica.started_at
             if not transcript.begun:
                 transcript.assignment = upstream.assignment
             try:
@@ -171,7 +177,7 @@ class Relay:
         begun = set(transcript.choices)
         if resume:
             metrics.RESUMES.inc()
-        body = call.body(upstream.version, resume)
+        body = call.body(upstream.version, resume) if resume else await self._body(call, upstream)
         chunks = self._engines.stream(upstream.member.replica, body, upstream_call, call.headers)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -182,6 +188,16 @@ class Relay:
                 if resume:
                     chunk.prompt_token_ids = None  # and this
                 yield chunk
+
+    async def _body(self, call: ChatCall, upstream: Upstream) -> bytes:
+        """Return the request for a replica, with the exact tokens of the conversation if that replica lacks them."""
+        earlier = self._captured.of_session(call.identity)
+        unseen = unseen_answer(call, upstream.version, upstream.member.replica, earlier)
+        if unseen is None:
+            return call.body(upstream.version)
+        metrics.HISTORIES.inc()
+        build = partial(history_of, *unseen)
+        return call.body(upstream.version, history=await run_off_loop(unseen[0].size_bytes, build))
 
     async def _find(self, call: ChatCall, find: Callable[[], Upstream | None], budget: _RetryBudget) -> Upstream:
         while (upstream := find()) is None:

@@ -86,6 +86,11 @@ class CaptureSettings(Section):
     tenant_bytes_per_hour: Annotated[int, Field(ge=1_048_576)] = 34_359_738_368
     """About how many bytes of events one tenant may have stored per hour; beyond it new requests of that tenant are
     refused with 429. A turn is always kept."""
+    references_bytes_max: Annotated[int, Field(ge=0)] = 67_108_864
+    """Most bytes of the last turns of each session that this process remembers, so that a turn that continues one of
+    them contains the rest only (`extends`), and a replica that did not answer them, or was restarted, continues
+    their exact tokens. The tenant with most bytes forgets its least recently used session first, and the next turn of
+    that session is whole. 0: every turn is whole, for readers of `turns` that do not resolve references."""
     drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
     """Spooled events that are sent to the bus at one time."""
     undelivered_wait_s: Positive = 10.0

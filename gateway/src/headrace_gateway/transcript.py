@@ -4,6 +4,7 @@ stream."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
 from headrace_schemas import UnitAssignment
@@ -58,6 +59,7 @@ class Transcript:
     """The whole call so far. `version` is the first one that the engine reported; a resumed stream keeps it."""
 
     replica_id: str = ""
+    replica_started_at: datetime | None = None
     assignment: UnitAssignment | None = None
     """The assignment of the attempt that made this answer."""
     version: str = ""

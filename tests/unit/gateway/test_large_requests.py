@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from headrace_gateway.access import KeyRing
-from headrace_gateway.capture import event_of
+from headrace_gateway.capture import capture
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
-from headrace_schemas import DeadLetter, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway
 from tests.support.requests import strict
@@ -48,12 +47,12 @@ async def test_a_large_request_is_read_beside_the_loop_and_a_small_one_at_once(
         threads.append(threading.current_thread().name)
         return parse_chat(*given)
 
-    def capture(*given: Any, **more: Any) -> Turn | DeadLetter:
+    def capture_in_thread(*given: Any, **more: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return event_of(*given, **more)
+        return capture(*given, **more)
 
     monkeypatch.setattr("headrace_gateway.chat.parse_chat", parse)
-    monkeypatch.setattr("headrace_gateway.chat.event_of", capture)
+    monkeypatch.setattr("headrace_gateway.chat.capture", capture_in_thread)
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as running:
         for words in (1, 5_000, 100_000):

@@ -17,6 +17,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
+from headrace_schemas.http.replica_api import History
 from tests.unit.inference.conftest import Models
 
 SEARCH = Tool(function=FunctionDefinition(name="search", parameters={"type": "object"}))
@@ -74,6 +75,30 @@ def test_the_next_prompt_begins_with_the_tokens_that_were_sampled(tokenizer: Cha
     third_ids = [*letters(tokenizer, "answers"), talk.end]
     third = talk.prompt(QUESTION, message, MORE, talk.answer(second, third_ids), MORE)
     assert third.token_ids[: len(second.token_ids) + len(third_ids)] == second.token_ids + third_ids
+
+
+def test_replica_that_lost_its_memory_continues_the_exact_tokens_of_the_gateway(tokenizer: ChatTokenizer) -> None:
+    talk = Conversation(tokenizer)
+    first = talk.prompt(QUESTION)
+    sampled = [*letters(tokenizer, "the agent"), talk.end]
+    message = talk.answer(first, sampled)
+    second = talk.prompt(QUESTION, message, MORE)
+    restarted = Conversation(tokenizer)
+    history = History(messages=1, prompt_token_ids=tuple(first.token_ids), token_ids=tuple(sampled))
+    messages = (QUESTION, message, MORE)
+
+    def build(messages: Sequence[Message], history: History | None) -> Prompt:
+        return restarted.prompts.build(tokenizer, messages, (), {}, history=history)
+
+    assert build(messages, None).token_ids != second.token_ids, "without them it tokenizes the text again"
+    assert build(messages, history).token_ids == second.token_ids
+    third = restarted.answer(build(messages, history), [*letters(tokenizer, "answers"), talk.end])
+    longer = (*messages, third, MORE)
+    assert build(longer, None) == build(longer, history), "it remembers the rest itself"
+    edited = (QUESTION, message.model_copy(update={"content": "another"}), MORE)
+    assert build(edited, history).token_ids == talk.plain(build(edited, None)), "an edited answer is not continued"
+    beyond = history.model_copy(update={"messages": 2})
+    assert build(messages, beyond).token_ids == build(messages, None).token_ids, "no answer stands there"
 
 
 def test_a_client_may_put_its_agents_name_on_what_the_model_said(tokenizer: ChatTokenizer) -> None:

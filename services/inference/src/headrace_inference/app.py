@@ -168,6 +168,7 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine, forms: tup
         url=settings.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
         engine=engine.name,
         resumes=engine.resumes,
+        histories=True,
         scores=isinstance(engine, AnswerScorer),
         grammars=forms,
         capacity=engine.capacity,

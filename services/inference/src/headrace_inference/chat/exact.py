@@ -24,7 +24,7 @@ import hashlib
 import json
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -34,8 +34,10 @@ from headrace_inference.chat.answer import Answer, Reading, Text
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import argument_value, template_message
+from headrace_runtime.errors import Refused
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import Message, Tool
+from headrace_schemas.http.replica_api import History
 
 Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
 """Reasoning, content and calls of an answer. Arguments of calls are parsed JSON."""
@@ -83,12 +85,14 @@ class ExactPrompts:
         *,
         salt: str = "",
         limits: RenderLimits = UNLIMITED,
+        history: History | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation, with remembered tokens where possible.
 
         Args:
             extra: variables for the chat template.
             salt: only conversations with the same salt are used.
+            history: an earlier call of this conversation, which another replica or this one before a restart answered.
 
         Raises:
             Refused: the chat template refuses the messages (`ChatTokenizer.render`).
@@ -96,7 +100,12 @@ class ExactPrompts:
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
         text = tokenizer.render(list(map(template_message, messages)), offered, extra, limits)
         chain = list(_digests(tokenizer, messages, offered, extra, salt))
-        ids = self._continued(tokenizer, text, messages, chain, tools, salt)
+
+        def earlier_prompt(count: int) -> str:
+            return tokenizer.render(list(map(template_message, messages[:count])), offered, extra, limits)
+
+        conversation = self._newest(messages, chain, salt, history, earlier_prompt)
+        ids = self._continued(tokenizer, text, conversation, tools)
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
@@ -110,26 +119,39 @@ class ExactPrompts:
         with self._lock:
             return self._conversations.get(salt, digest)
 
-    def _continued(
+    def _newest(
         self,
-        tokenizer: ChatTokenizer,
-        text: str,
         messages: Sequence[Message],
         chain: Sequence[bytes],
-        tools: Sequence[Tool],
         salt: str,
-    ) -> list[int] | None:
-        """Return the tokens of a prompt that continues a remembered conversation; None if it does not."""
-        for digest, message in zip(reversed(chain), reversed(messages), strict=True):
-            if message.role != "assistant":
+        history: History | None,
+        earlier_prompt: Callable[[int], str],
+    ) -> _Conversation | None:
+        """Return the longest known conversation that `messages` begin with: a remembered one, or the `history`."""
+        for position in reversed(range(len(messages))):
+            if messages[position].role != "assistant":
                 continue
-            conversation = self._recall(salt, digest)
+            conversation = self._recall(salt, chain[position])
             if conversation is not None:
-                ids = self._continue_conversation(tokenizer, conversation, text, tools)
-                metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
-                return ids
-        metrics.EXACT_PROMPTS.labels("new").inc()
+                return conversation
+            if history is not None and history.messages == position:
+                ids = array("i", [*history.prompt_token_ids, *history.token_ids])
+                try:
+                    return _Conversation(earlier_prompt(position), len(history.prompt_token_ids), ids)
+                except Refused:  # the template renders the whole conversation, and no part of it
+                    return None
         return None
+
+    def _continued(
+        self, tokenizer: ChatTokenizer, text: str, conversation: _Conversation | None, tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """Return the tokens of a prompt that continues a known conversation; None if it does not."""
+        if conversation is None:
+            metrics.EXACT_PROMPTS.labels("new").inc()
+            return None
+        ids = self._continue_conversation(tokenizer, conversation, text, tools)
+        metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
+        return ids
 
     def _continue_conversation(
         self, tokenizer: ChatTokenizer, conversation: _Conversation, text: str, tools: Sequence[Tool]

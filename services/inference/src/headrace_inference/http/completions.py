@@ -148,7 +148,10 @@ class Completions:
         tools = request.offered_tools
         extra = request.chat_template_kwargs or {}
         salt = request.cache_salt or ""
-        prompt = self._prompts.build(tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits)
+        history = request.headrace_history
+        prompt = self._prompts.build(
+            tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits, history=history
+        )
         if request.resumed_prompt is not None:  # the replica that began had the exact tokens
             self._check_ids(request.resumed_prompt, version, tokenizer, RESUME)
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))

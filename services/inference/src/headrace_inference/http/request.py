@@ -13,7 +13,7 @@ from headrace_runtime.kafka.wire import more_values_than
 from headrace_schemas import Message, Tool
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
-from headrace_schemas.http.replica_api import Resume, ResumedChoice
+from headrace_schemas.http.replica_api import History, Resume, ResumedChoice
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_schemas.values.plain_values import none_if_empty, stop_strings
 
@@ -76,6 +76,7 @@ class ChatRequest(Model):
     metadata: dict[str, JsonValue] | None = None
     """`user` and `metadata` are labels without an effect."""
     headrace_resume: Resume | None = None
+    headrace_history: History | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
