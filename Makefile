@@ -256,6 +256,7 @@ LEARNING_SEEDS ?= 5
 bench_learning = --seeds $(LEARNING_SEEDS)
 #: NAME=replay               replay of 100,000 trajectories
 #: NAME=rollout              error rates of canaries on live traffic, on versions whose truth is known
+#: NAME=sessions             what a turn costs in sessions of 20, 200 and 2,000 turns; about four minutes
 #: NAME=shadow               what a shadow predicts of versions, on pairs whose truth is known
 #: NAME=signals              the gain of each signal, few and noisy thumbs, a drifting judge; an hour (SIGNALS="thumbs drift")
 SIGNALS ?= gains thumbs drift

@@ -59,7 +59,7 @@ class Side:
 
     async def load(self, seconds: float, model: str) -> None:
         """Call the gateway for one block."""
-        before_s, latencies = _cpu_s(self.gateway.pid), []
+        before_s, latencies = cpu_s(self.gateway.pid), []
         until = time.perf_counter() + seconds
         body = {"model": model, "messages": [{"role": "user", "content": "Is the meeting on Monday?"}]}
 
@@ -73,7 +73,7 @@ class Side:
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*(call(http) for _ in range(CONCURRENT)))
         self.latencies_ms.append(Summary.of(latencies))
-        self.cpu_ms.append((_cpu_s(self.gateway.pid) - before_s) * 1e3 / len(latencies))
+        self.cpu_ms.append((cpu_s(self.gateway.pid) - before_s) * 1e3 / len(latencies))
 
     def result(self) -> dict[str, Any]:
         quantiles = {f"p{share * 100:.0f}_ms": self.median(share) for share in (0.5, 0.99)}
@@ -140,7 +140,7 @@ def wake_ups(pid: int) -> int:
     return count
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / 100.0
 

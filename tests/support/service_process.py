@@ -32,6 +32,11 @@ class LoggedProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None, "it is started first"
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
