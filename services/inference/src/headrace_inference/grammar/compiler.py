@@ -125,7 +125,8 @@ class GrammarCompiler:
         metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
         if guide is None:
             guide = await self._compile_in_turn(grammar, tenant)
-        return CompiledGrammar(grammar.text, tuple(_resumed(guide, tokens) for tokens in resumed))
+        guides = await loop.run_in_executor(self._text_pool, _copies, guide, resumed)
+        return CompiledGrammar(grammar.text, guides)
 
     async def _compile_in_turn(self, grammar: _Grammar, tenant: str) -> GrammarGuide:
         await self._turns.take(tenant)
@@ -251,6 +252,10 @@ class GrammarCompiler:
 
 def _no_tokens(_text: str) -> None:
     return None
+
+
+def _copies(guide: GrammarGuide, resumed: Sequence[Sequence[int]]) -> tuple[GrammarGuide, ...]:
+    return tuple(_resumed(guide, tokens) for tokens in resumed)
 
 
 def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:
