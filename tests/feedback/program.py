@@ -18,6 +18,8 @@ from tests.system.line import Line, caught, no_problems
 from tests.system.program import Program, Run
 
 _PLANTED_EVENTS = 300
+_TRAINED_EVENTS = 1_000
+"""Events of a play whose experiences are trained. All answers that preferences connect wait for one batch of `dpo`."""
 
 
 def play(run: Run) -> None:
@@ -29,9 +31,16 @@ def play(run: Run) -> None:
         def tick(count: int) -> None:
             progress.advance(count, doing="sending feedback to the scorer")
 
-        problems = asyncio.run(differing(database, run.folder / "all", seed, events, tick=tick, algorithms=TRAINED))
-        trained = ", ".join(TRAINED)
-        run.add(no_problems(f"{events} events end as the oracle expects, in the weights of {trained} too", problems))
+        problems = asyncio.run(differing(database, run.folder / "all", seed, events, tick=tick))
+        run.add(no_problems(f"{events} events end as the oracle expects", problems))
+        problems = []
+        plays = max(1, events // _TRAINED_EVENTS)
+        for number in range(plays):
+            progress.update(doing=f"training what was said, play {number + 1} of {plays}")
+            folder, count = run.folder / f"trained-{number}", min(events, _TRAINED_EVENTS)
+            problems += asyncio.run(differing(database, folder, seed + number, count, algorithms=TRAINED))
+        name = f"{min(events, _TRAINED_EVENTS * plays)} events end in the weights of {', '.join(TRAINED)}, or are named"
+        run.add(no_problems(name, problems))
         for sampled, forms in _forms_by_sampling(feedbacks).items():
             name = f"edits, preferences and other feedback about answers of {sampled}"
             run.add(Line(name, str(forms), "each above 0", min(forms) > 0))
