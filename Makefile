@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 MEMBERS := schemas $(wildcard packages/*) gateway $(wildcard services/*)
+DISTRIBUTIONS := $(MEMBERS) examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install test test-long lint docs schemas lock check bench example
+.PHONY: help demo up install test test-long lint docs schemas lock dist check bench example
 .SUFFIXES:
 .PRECIOUS: .venv-%/installed
 
@@ -135,7 +136,7 @@ test-long: $(VENV)/installed ## run the tests that kill processes or take minute
 lint: $(VENV)/installed ## run ruff, mypy strict and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(foreach member,$(MEMBERS),$(patsubst %,-p %,$(notdir $(wildcard $(member)/src/*)))) -p docs.site
+	$(BIN)/mypy $(patsubst %,-p %,$(sort $(foreach member,$(MEMBERS),$(notdir $(wildcard $(member)/src/*))))) -p docs.site
 	$(BIN)/mypy tests benchmarks examples
 	$(BIN)/lint-imports
 
@@ -222,6 +223,9 @@ SEEDS ?= 1000
 FIRST ?= 0
 check_simulate = $(PROGRAM) simulation --seeds $(SEEDS) --first $(FIRST) $(ARGS)
 
+#: NAME=sizes          sizes of the repository beside their limits
+check_sizes = $(BIN)/python -m tests.repo.sizes
+
 #: NAME=trinity        our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
 needs_check_trinity = .venv-trinity/installed
 define check_trinity
@@ -284,6 +288,11 @@ lock: $(UV) ## resolve every dependency group again, with hashes for every platf
 	$(call cut,torch transformers peft safetensors numpy,workspace,torch)
 	$(call cut,hatchling,workspace,build)
 	$(call cut,openai,workspace,email-agent)
+
+dist: $(VENV)/installed ## build the wheel and the source archive of every distribution in dist/, and check their metadata
+	rm -rf dist
+	for folder in $(DISTRIBUTIONS); do $(UV) build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist $$folder || exit 1; done
+	$(UV) tool run --quiet twine@6 check --strict dist/*
 
 # Former names of targets. Each prints the name that it has now, and runs it.
 renamed = +@echo 'make $@ is now: make $(1)'; $(MAKE) --no-print-directory $(1)

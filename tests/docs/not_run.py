@@ -7,6 +7,10 @@ from tests.docs.fences import ROOT, RUN, Fence, all_fences, tutorials
 _DEMO = "takes minutes; tests/e2e plays the shortened demo"
 NOT_RUN = {
     ("README.md", "make demo"): f"{_DEMO}; the second line is what runs this test",
+    (
+        "packages/headrace/README.md",
+        "pip install",
+    ): "tests/integration/test_wheels.py installs the built wheels and plays the demo",
     ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
     ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make check NAME=compose` does that",
     ("examples/email_agent/README.md", "make demo"): _DEMO,

@@ -1,4 +1,4 @@
-"""Prints the sizes of the repository: `python -m tests.repo.sizes [REVISION]`."""
+"""Prints the sizes of the repository beside their limits: `python -m tests.repo.sizes [REVISION]`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ import statistics
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from tests.repo.compose_files import ROOT
+
+SETTING = re.compile(rb"^#?[a-z]\w* = ", re.MULTILINE)
+TARGET = re.compile(rb"^[a-z][a-z-]*:.*## ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One measure of the repository with its limits, if it has any."""
+
+    name: str
+    value: float
+    most: float | None = None
+    least: float = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.most is None or self.least <= self.value <= self.most
+
+    @property
+    def limit(self) -> str:
+        if self.most is None:
+            return ""
+        return f"{self.least:,.0f} to {self.most:,.0f}" if self.least else f"at most {self.most:,.0f}"
 
 
 def tracked_files(revision: str) -> dict[str, bytes]:
@@ -19,31 +44,34 @@ def tracked_files(revision: str) -> dict[str, bytes]:
         return {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}  # type: ignore[union-attr]
 
 
-def sizes(files: dict[str, bytes]) -> dict[str, int]:
-    """Return the sizes of the repository by name."""
+def sizes(files: Mapping[str, bytes]) -> Iterator[Size]:
+    """Yield the sizes of the repository."""
     python = {path: content.count(b"\n") for path, content in files.items() if path.endswith(".py")}
     sources = [
         lines for path, lines in python.items() if "/src/" in path and not path.endswith(("__init__.py", "__main__.py"))
     ]
-    pages = [content.decode() for path, content in files.items() if path.endswith(".md")]
-    return {
-        "tracked files": len(files),
-        "entries at the root": len({path.partition("/")[0] for path in files}),
-        "Python files": len(python),
-        "Python lines": sum(python.values()),
-        "source files": len(sources),
-        "median lines of a source file": round(statistics.median(sources)),
-        "source files below 40 lines": sum(lines < 40 for lines in sources),
-        "test files": sum("/test_" in path for path in python),
-        "words in pages": sum(len(re.findall(r"\S+", page)) for page in pages),
-    }
+    pages = [content for path, content in files.items() if path.endswith(".md")]
+    client = [lines for path, lines in python.items() if path.startswith("packages/client/")]
+    yield Size("tracked files", len(files), 1_500)
+    yield Size("entries at the root", len({path.partition("/")[0] for path in files}), 28)
+    yield Size("Python files", len(python), 1_150)
+    yield Size("Python lines", sum(python.values()), 165_000)
+    yield Size("source files", len(sources))
+    yield Size("median lines of a source file", statistics.median(sources), 200, least=120)
+    yield Size("source files below 40 lines", sum(lines < 40 for lines in sources))
+    yield Size("test files", sum("/test_" in path for path in python))
+    yield Size("lines of the client", sum(client), 3_000)
+    yield Size("settings", len(SETTING.findall(files.get("deploy/headrace.toml", b""))), 280)
+    yield Size("targets of make", len(TARGET.findall(files["Makefile"])), 24)
+    yield Size("decision records", sum(bool(re.match(r"docs/decisions/\d", path)) for path in files), 25)
+    yield Size("words in pages", sum(len(page.decode().split()) for page in pages), 90_000)
 
 
 def main() -> None:
     """Print one line for each size."""
     revision = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
-    for name, size in sizes(tracked_files(revision)).items():
-        print(f"{name:32}{size:>9,}")
+    for size in sizes(tracked_files(revision)):
+        print(f"{size.name:32}{size.value:>9,.0f}  {size.limit:18}{'' if size.holds else 'exceeded'}".rstrip())
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
 from headrace_cli.demo import recipe
+from headrace_cli.demo.performance import Options
+from headrace_operations.supervisor.state import Lock
 
 FOLDER = Path(__file__).parents[3] / "examples" / "email_agent"
 
@@ -27,3 +30,43 @@ def test_how_long_the_agent_works(monkeypatch: pytest.MonkeyPatch, short: bool, 
     demo_recipe = recipe.read(FOLDER)
     stop_condition = demo_recipe.short if short else demo_recipe.goal
     assert seen == [stop_condition.model_copy(update={"traffic_s_max": wanted_s or stop_condition.traffic_s_max})]
+
+
+def test_data_of_an_earlier_demo_is_removed_unless_it_still_runs(tmp_path: Path) -> None:
+    data_dir = tmp_path / "demo"
+    lock = Lock(data_dir)
+    lock.take()
+    (data_dir / "scorer.db").touch()
+    with pytest.raises(UsageError, match="Headrace is up already"):
+        command._emptied(data_dir)
+    assert (data_dir / "scorer.db").exists()
+    lock.release()
+    assert command._emptied(data_dir) == data_dir
+    assert not data_dir.exists()
+
+
+def test_keep_running_is_refused_with_several_seeds() -> None:
+    with pytest.raises(UsageError, match="--keep-running: has no effect with --seeds"):
+        command.demo(FOLDER, seeds=2, keep_running=True)
+
+
+def test_end_names_three_commands_with_the_path_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/opt/my env/bin/headrace", "demo"])
+    demo_recipe = recipe.read(FOLDER)
+    command._print_next(demo_recipe, Options(0, demo_recipe.goal, tmp_path, tmp_path, tmp_path, {}))
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(commands) == 3
+    assert all("'/opt/my env/bin/headrace' " in line for line in commands)
+    assert commands[0].startswith(f"  PYTHONPATH={FOLDER.parent} ")
+
+
+def test_without_the_demo_distribution_the_checkout_is_used_or_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(FOLDER.parents[1])
+    assert (recipe.default_folder() / "demo.toml").is_file()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"pip install 'headrace\[local\]'"):
+        recipe.default_folder()

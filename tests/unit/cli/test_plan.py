@@ -238,6 +238,6 @@ def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, a
         make(tmp_path, pythons=planning.parse_pythons([assignment]))
 
 
-def test_up_without_any_service_names_the_packages_to_install(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no Headrace service is installed .* install headrace-gateway"):
+def test_up_without_any_service_names_the_extra_to_install(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no Headrace service is installed .* pip install 'headrace\[local\]'"):
         planning.make(tmp_path, Overrides(None, {}, {}), {})

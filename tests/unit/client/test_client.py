@@ -202,3 +202,9 @@ async def test_async_client_sends_the_same_requests() -> None:
             await session_later.feedback(1.0, feedback_id="f", comment="c")
         assert len(await asyncio.gather(*(client_later.feedback(session_id="x", value=0.0) for _ in range(3)))) == 3
     assert later.bodies[1:3] == plain.bodies
+
+
+def test_address_without_a_scheme_is_refused_with_the_remedy() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=r"must begin with http:// or https://; write http://127\.0\.0\.1:8000"):
+            kind("127.0.0.1:8000")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from typing import Annotated
 
 import typer
 
@@ -37,6 +39,25 @@ app = typer.Typer(
     "Start the services with [bold]headrace up[/], point your agent's OpenAI base_url at them, and send feedback.",
     epilog="Settings: [bold]headrace config reference[/]. Each command has examples in its own --help.",
 )
+
+
+def _print_version(chosen: bool) -> None:
+    if chosen:
+        from headrace import __version__
+
+        typer.echo(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 up.add_to(app)
 demo.add_to(app)
 status.add_to(app)
@@ -58,5 +79,12 @@ connect.add_to(app)
 
 def main() -> None:
     """Run the `headrace` command; the console script calls this function."""
+    if os.name == "nt":
+        typer.echo(
+            "headrace: the command and the services run on Linux, on macOS and in WSL; "
+            "on Windows itself, use the client (headrace-client)",
+            err=True,
+        )
+        raise SystemExit(2)
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # commands report an unreachable bus themselves
     app()

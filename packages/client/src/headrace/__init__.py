@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas.lazy import lazily
 
+__version__ = "0.2.0"
 __path__ = extend_path(__path__, __name__)
 """Folders of the package: in a checkout, the modules of headrace-integrations are in a folder of their own."""
 

@@ -22,7 +22,13 @@ _LABEL = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def gateway_root(base_url: str) -> str:
-    """Return the root URL of the gateway. `base_url` may end in `/v1`."""
+    """Return the root URL of the gateway. `base_url` may end in `/v1`.
+
+    Raises:
+        ValueError: `base_url` has no scheme.
+    """
+    if not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"base_url = {base_url!r}: must begin with http:// or https://; write http://{base_url}")
     return base_url.rstrip("/").removesuffix("/v1")
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Overridden, Pythons, command, console
+from headrace_cli.commands.shared import Overridden, Pythons, command, console, echo
 
 if TYPE_CHECKING:
     from headrace_cli.demo.console_reporter import ConsoleReporter
-    from headrace_cli.demo.performance import Options
+    from headrace_cli.demo.performance import Options, StackAddress
     from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.report import Report
 
+DATA_DIR = Path(".headrace/demo")
+"""Data directory of the last demo."""
+
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Folder with a demo.toml.")] = Path("examples/email_agent"),
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder with a demo.toml; default: the e-mail agent of headrace-demo.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks, the base model, the agent and the trainer.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="Stop at a smaller goal.")] = False,
     signal: Annotated[
@@ -28,7 +35,13 @@ def demo(
     traffic_s: Annotated[
         float | None, typer.Option(min=1.0, help="Maximum time of the agent's work in seconds; default: the demo's.")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory to keep; default: a temporary one.")] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Data directory; default: .headrace/demo, which is emptied, or temporary with --seeds."),
+    ] = None,
+    keep_running: Annotated[
+        bool, typer.Option("--keep-running", help="Leave the services running after the demo, until Ctrl-C.")
+    ] = False,
     cache: Annotated[Path, typer.Option(help="Folder in which the base model is cached.")] = Path(".cache/demo"),
     out: Annotated[Path, typer.Option(help="Folder of the report and its chart.")] = Path("reports"),
     name: Annotated[str, typer.Option(help="Name of the report: NAME.json, and NAME.png for a single seed.")] = "demo",
@@ -44,12 +57,15 @@ def demo(
     Builds a tiny base model, starts every service, lets the agent work through the gateway, and scores each new version
     on held-out tasks before it takes over. Exit status 1 if the agent did not reach the goal.
     """
+    from headrace.errors import UsageError
     from headrace_cli.demo import recipe
     from headrace_cli.demo.performance import Options
     from headrace_operations.supervisor.overrides import parse_assignments
     from headrace_operations.supervisor.plan import parse_pythons
 
-    demo_recipe = recipe.read(folder)
+    if keep_running and seeds is not None:
+        raise UsageError("--keep-running: has no effect with --seeds, which plays several demos; leave one of them out")
+    demo_recipe = recipe.read(folder or recipe.default_folder())
     if signal is not None:
         demo_recipe = demo_recipe.with_signal(signal)
     goal = demo_recipe.short if short else demo_recipe.goal
@@ -58,31 +74,84 @@ def demo(
     overrides = parse_assignments(settings or [])
     folders = cache.absolute(), out.absolute()
     options = Options(seed, goal, data_dir or Path(), *folders, overrides, parse_pythons(pythons or []))
-    keep, path = data_dir is not None, out / f"{name}.json"
+    path = out / f"{name}.json"
     if seeds is None:
-        reached_goal = _play_one_seed(demo_recipe, options, keep=keep, path=path)
+        if data_dir is None:
+            options = replace(options, data_dir=_emptied(DATA_DIR))
+        reached_goal = _play_one_seed(demo_recipe, options, keep_running=keep_running, path=path)
     else:
-        reached_goal = _play_seeds(seeds, demo_recipe, options, keep=keep, path=path)
+        reached_goal = _play_seeds(seeds, demo_recipe, options, keep=data_dir is not None, path=path)
     if not reached_goal:
         raise typer.Exit(1)
 
 
-def _play_one_seed(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
-    """Play one seed and draw its chart."""
+def _emptied(data_dir: Path) -> Path:
+    """Remove the data of an earlier demo and return the directory. Raises `UsageError` if its services still run."""
+    import shutil
+
+    from headrace_operations.supervisor.state import Lock
+
+    lock = Lock(data_dir.absolute())
+    lock.take()
+    lock.release()
+    shutil.rmtree(data_dir)
+    return data_dir
+
+
+def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path: Path) -> bool:
+    """Play one seed, draw its chart and print what to do next."""
+    import asyncio
+
     from headrace_cli.demo import plot
     from headrace_cli.demo.console_reporter import ConsoleReporter
+    from headrace_cli.demo.runner import play
 
-    reporter = ConsoleReporter(console())
-    report = _play(recipe, options, reporter, keep=keep)
-    report.write(path)
-    has_chart = plot.draw(report, recipe.title, path.with_suffix(".png"))
-    shortfalls = report.shortfalls(options.goal)
-    reporter.print_summary(report, shortfalls)
-    reporter.table(recipe, [report])
-    reporter.print_example(report.shown)
-    files = [path, *([path.with_suffix(".png")] if has_chart else [])]
-    console().print(f"[dim]written: {', '.join(map(str, files))}[/]")
-    return not shortfalls
+    reporter, reached_goal = ConsoleReporter(console()), False
+
+    async def finish(report: Report, stack: StackAddress) -> None:
+        nonlocal reached_goal
+        report.write(path)
+        has_chart = plot.draw(report, recipe.title, path.with_suffix(".png"))
+        shortfalls = report.shortfalls(options.goal)
+        reached_goal = not shortfalls
+        reporter.print_summary(report, shortfalls)
+        reporter.table(recipe, [report])
+        reporter.print_example(report.shown)
+        files = [path, *([path.with_suffix(".png")] if has_chart else [])]
+        console().print(f"[dim]written: {', '.join(map(str, files))}; data of the services: {options.data_dir}[/]")
+        if keep_running:
+            console().print(f"base_url  [bold green]{stack.base_url}[/]\n[dim]Ctrl-C stops the services[/]")
+            await _interrupted()
+
+    asyncio.run(play(recipe, options, reporter, finish))
+    _print_next(recipe, options)
+    return reached_goal
+
+
+async def _interrupted() -> None:
+    """Wait for Ctrl-C or SIGTERM."""
+    import asyncio
+    import signal
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def _print_next(recipe: Recipe, options: Options) -> None:
+    """Print three commands that continue from the demo, with the path of this program."""
+    program = shlex.quote(sys.argv[0])
+    data_dir, config = shlex.quote(str(options.data_dir)), shlex.quote(str(recipe.folder / recipe.config))
+    serve = f"PYTHONPATH={shlex.quote(str(recipe.folder.parent))} {program} up --data-dir {data_dir} --config {config}"
+    commands = {
+        "serve what the agent has learned, until Ctrl-C": f"{serve} --auto-ports",
+        "see what the trainer did": f"{program} logs trainer --data-dir {data_dir}",
+        "list the settings for an agent of your own": f"{program} config reference --tier common",
+    }
+    for purpose, text in commands.items():
+        console().print(f"[dim]{purpose}:[/]")
+        echo(f"  {text}")
 
 
 def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
@@ -127,6 +196,7 @@ def add_to(app: typer.Typer) -> None:
     examples = (
         "--seed 7",
         "--signal edits --short",
+        "--keep-running",
         "examples/email_agent --data-dir kept",
         "examples/math_agent --seeds 5",
         "examples/werewolf --seeds 1",

@@ -43,6 +43,9 @@ def up(
             help="Do not start this service; may be repeated.", metavar="SERVICE", autocompletion=service_names
         ),
     ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the gateway; default: gateway.port, which is 8000.", min=1, max=65535)
+    ] = None,
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Use free ports instead of the default ports.")
     ] = False,
@@ -58,15 +61,21 @@ def up(
     trainer without [bold]trainer.base[/]. Each service is a process with its own log and is restarted when it ends or
     hangs. On Ctrl-C all services are stopped cleanly.
     """
+    from headrace.errors import UsageError
     from headrace_operations.supervisor import Limits, Supervisor
     from headrace_operations.supervisor.overrides import parse_assignments
-    from headrace_operations.supervisor.plan import parse_pythons
+    from headrace_operations.supervisor.plan import installed, parse_pythons
 
     out = console()
+    overrides = parse_assignments(settings or [])
+    if port is not None and overrides.setdefault("gateway.port", port) != port:
+        raise UsageError(
+            f"--port {port}: --set gateway.port={overrides['gateway.port']} differs; leave one of them out"
+        )
     supervisor = Supervisor(
         data_dir,
         config=config,
-        settings=parse_assignments(settings or []),
+        settings=overrides,
         only=only or (),
         without=without or (),
         auto_ports=auto_ports,
@@ -81,6 +90,8 @@ def up(
             state = _wait_up(supervisor, stopping, timeout)
         if state is not None:
             print_summary(state)
+            if not any("replicas" in info.produces for info in installed().values()):
+                out.print("[yellow]inference is not installed here; pip install 'headrace\\[local]' adds it[/]")
         with _print_decisions(state):
             while not supervisor.wait(0.2) and not stopping.is_set():
                 state = _print_changes(state, supervisor.state) if state is not None else None
@@ -200,7 +211,7 @@ def add_to(app: typer.Typer) -> None:
         app,
         up,
         "headrace up",
-        "headrace up --set trainer.base=models/base --set gateway.port=8100",
+        "headrace up --set trainer.base=models/base --port 8100",
         "headrace up --config headrace.toml --without trainer",
         "headrace up --python inference=.venv-vllm/bin/python --set inference.engine=vllm",
         "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",

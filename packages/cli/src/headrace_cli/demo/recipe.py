@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated
 
@@ -125,6 +126,21 @@ class Recipe(BaseModel):
         """Return a command with all placeholders replaced."""
         replacements = {"python": sys.executable, "model": self.model, **values}
         return [part.format(**replacements) for part in getattr(self, name)]
+
+
+def default_folder() -> Path:
+    """Return the e-mail agent: of the distribution headrace-demo, else of a checkout in the current directory.
+
+    Raises:
+        UsageError: neither is there.
+    """
+    try:
+        folder = Path(str(distribution("headrace-demo").locate_file("headrace_demo/email_agent")))
+    except PackageNotFoundError:
+        folder = Path("examples/email_agent")
+    if not (folder / "demo.toml").is_file():
+        raise UsageError("the data of the demo is not installed: pip install 'headrace[local]', or name its folder")
+    return folder
 
 
 def read(folder: Path) -> Recipe:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -24,8 +24,16 @@ from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 
 
-async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> Report:
+async def play(
+    recipe: Recipe,
+    options: Options,
+    reporter: ConsoleReporter,
+    finish: Callable[[Report, StackAddress], Awaitable[None]] | None = None,
+) -> Report:
     """Run a demo. All processes are stopped at the end.
+
+    Args:
+        finish: called with the report while the services still run.
 
     Raises:
         StartFailed: a service, the base model or the agent could not start.
@@ -55,10 +63,13 @@ async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> R
             with reporter.doing(f"registering {name}"):
                 await opponents.register(supervisor.url("registry"), name, Path(base), opponent.label, environ)
         report = await perform(recipe, options, stack, reporter)
+        report = replace(report, wall_s=round(time.monotonic() - began, 1))
+        if finish is not None:
+            await finish(report, stack)
     finally:
         with reporter.doing("stopping the services"):
             await asyncio.to_thread(supervisor.stop)
-    return replace(report, wall_s=round(time.monotonic() - began, 1))
+    return report
 
 
 async def perform(recipe: Recipe, options: Options, stack: StackAddress, reporter: ConsoleReporter) -> Report:

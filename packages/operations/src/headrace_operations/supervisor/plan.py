@@ -111,9 +111,8 @@ def make(
     """
     if not services:
         raise UsageError(
-            "no Headrace service is installed in this environment; install "
-            "headrace-gateway, headrace-collector, headrace-scorer, headrace-trainer, headrace-registry, "
-            "headrace-inference and headrace-broker"
+            "no Headrace service is installed in this environment; pip install 'headrace[local]' installs all of them, "
+            "and pip install headrace those that need no torch"
         )
     interpreters = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
     for name in (*only, *without, *interpreters):
