@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
@@ -44,8 +46,8 @@ class Installed:
             timeout=timeout_s, check=False,
         )  # fmt: skip
 
-    def interrupt_once(self, command: str, text: str, timeout_s: float = 240) -> tuple[int, str]:
-        """Run a command, press Ctrl-C when it has printed `text`, and return its exit status and its output."""
+    def interrupt_once(self, command: str, is_ready: Callable[[str], bool], timeout_s: float = 240) -> tuple[int, str]:
+        """Run a command, press Ctrl-C once its output is ready, and return its exit status and its output."""
         log = self.folder / "output.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -53,7 +55,7 @@ class Installed:
             )
         try:
             deadline = time.monotonic() + timeout_s
-            while text not in log.read_text(encoding="utf-8"):
+            while not is_ready(log.read_text(encoding="utf-8")):
                 assert process.poll() is None, log.read_text(encoding="utf-8")
                 assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
                 time.sleep(0.2)
@@ -93,6 +95,19 @@ def install(wheels: dict[str, Path], names: Collection[str], folder: Path) -> In
     return Installed(prefix, folder / "empty")
 
 
+def is_up(output: str) -> bool:
+    return "Ctrl-C stops everything" in output
+
+
+def serves_the_agent(output: str) -> bool:
+    """Return whether the gateway that `up` printed serves a version of the demo's model."""
+    base_url = re.search(r"base_url +(\S+)", output)
+    try:
+        return base_url is not None and urlopen(f"{base_url[1]}/models/email-agent").status == 200
+    except URLError:
+        return False
+
+
 def test_up_without_a_service_exits_2_and_names_the_extra(wheels: dict[str, Path], tmp_path: Path) -> None:
     installed = install(wheels, COMMAND, tmp_path)
     up = installed.run("headrace up")
@@ -111,7 +126,7 @@ def test_product_without_torch_starts_its_services_and_stops_with_status_0(
     installed = install(wheels, wheels.keys() - WITH_TORCH, tmp_path)
     tuner = installed.run("python -c 'from headrace.tuner import tune; from headrace.jobs import Job; print(tune)'")
     assert tuner.returncode == 0, tuner.stderr
-    status, output = installed.interrupt_once("headrace up --auto-ports", "Ctrl-C stops everything")
+    status, output = installed.interrupt_once("headrace up --auto-ports", is_up)
     assert status == 0, output
     assert "inference is not installed here; pip install 'headrace[local]' adds it" in output
 
@@ -129,6 +144,6 @@ def test_demo_runs_from_wheels_and_prints_commands_that_work(wheels: dict[str, P
         followed = installed.run(command)
         assert followed.returncode == 0, f"{command}: {followed.stderr}"
         assert followed.stdout
-    status, output = installed.interrupt_once(serve, "gateway: ready")
+    status, output = installed.interrupt_once(serve, serves_the_agent)
     assert status == 0, output
     assert shlex.split(serve)[1].startswith(str(installed.prefix))
