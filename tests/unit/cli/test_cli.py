@@ -10,14 +10,12 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.models import CommandInfo
 from typer.testing import CliRunner
 
-from headrace import __version__
-from headrace_cli.app import app, main
+from headrace_cli.app import app
 from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_runtime.services import SERVICES
 from headrace_schemas import ModelEvent
@@ -37,8 +35,8 @@ COMMANDS = [
     ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"],
     ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"],
     ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
-    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"], ["trinity", "convert"],
-    ["trinity", "config"],
+    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"], ["models", "pull"],
+    ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
 ]  # fmt: skip
 
 
@@ -87,26 +85,6 @@ def test_help_is_quick_because_it_imports_little() -> None:
     modules, heavy = process.stdout.splitlines()[-2:]
     assert heavy == "HEAVY []"
     assert int(modules.removeprefix("MODULES ")) < 500, "it takes 400 now, most of them the terminal's"
-
-
-def test_version_is_that_of_the_client() -> None:
-    assert headrace("--version") == (0, f"headrace {__version__}\n")
-
-
-def test_windows_gets_a_sentence_instead_of_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("headrace_cli.app.os", SimpleNamespace(name="nt"))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "run on Linux, on macOS and in WSL" in capsys.readouterr().err
-
-
-def test_up_refuses_two_different_ports_of_the_gateway(tmp_path: Path) -> None:
-    status, text = headrace("up", "--data-dir", str(tmp_path), "--port", "8100", "--set", "gateway.port=8200")
-    assert status == 2
-    assert "--port 8100: gateway.port = 8200 is set as well" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.decisions import figure
 from headrace_cli.commands import model_catalog, model_diff, model_hub
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
 from headrace_cli.commands.shared import AsJson, Commands, command, console, echo_json, table
@@ -221,6 +220,8 @@ def _last_statistics(version: VersionState, *decisions: str) -> dict[str, float]
 
 
 def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
+    from headrace.decisions import figure
+
     return figure(numbers, name, error, form) if name in numbers else "-"
 
 
