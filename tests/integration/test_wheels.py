@@ -20,7 +20,7 @@ import pytest
 from tests.repo.test_release import PROJECTS, project
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-UV = Path(sys.prefix) / "bin" / "uv"
+UV = str(Path(sys.prefix) / "bin" / "uv")
 COMMAND = {
     "headrace-schemas", "headrace-statistics", "headrace-runtime", "headrace-client", "headrace-operations",
     "headrace-integrations", "headrace-cli",
@@ -72,8 +72,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each distribution's wheel, built from its source archive."""
     folder = tmp_path_factory.mktemp("dist")
     for path in PROJECTS:
-        build = [UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder]
-        subprocess.run([*build, path.parent], check=True)
+        build = [UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(folder)]
+        subprocess.run([*build, str(path.parent)], check=True)
     names = {project(path)["name"] for path in PROJECTS}
     return {name: next(folder.glob(f"{name.replace('-', '_')}-[0-9]*.whl")) for name in names}
 
@@ -87,8 +87,8 @@ def install(wheels: dict[str, Path], names: Collection[str], folder: Path) -> In
         for entry in Path(site).iterdir():
             if not entry.name.startswith(("headrace", "_editable", "_headrace")) and entry.suffix != ".pth":
                 (packages / entry.name).symlink_to(entry)
-    install = [UV, "pip", "install", "--quiet", "--no-deps", "--no-index", "--python", prefix / "bin" / "python"]
-    subprocess.run([*install, *(wheels[name] for name in names)], check=True)
+    install = [UV, "pip", "install", "--quiet", "--no-deps", "--no-index", "--python", str(prefix / "bin" / "python")]
+    subprocess.run([*install, *(str(wheels[name]) for name in names)], check=True)
     (site_packages,) = prefix.glob("lib/python*/site-packages")
     (site_packages / "others.pth").write_text(f"{packages}\n")
     (folder / "empty").mkdir()
