@@ -60,8 +60,10 @@ def sizes(files: Mapping[str, bytes]) -> Iterator[Size]:
     yield Size("median lines of a source file", statistics.median(sources), 200, least=120)
     yield Size("source files below 40 lines", sum(lines < 40 for lines in sources))
     yield Size("test files", sum("/test_" in path for path in python))
-    yield Size("lines of the client", sum(client), 3_000)
-    yield Size("settings", len(SETTING.findall(files.get("deploy/headrace.toml", b""))), 280)
+    if client:
+        yield Size("lines of the client", sum(client), 3_000)
+    if (settings := files.get("deploy/headrace.toml")) is not None:
+        yield Size("settings", len(SETTING.findall(settings)), 280)
     yield Size("targets of make", len(TARGET.findall(files["Makefile"])), 24)
     yield Size("decision records", sum(bool(re.match(r"docs/decisions/\d", path)) for path in files), 25)
     yield Size("words in pages", sum(len(page.decode().split()) for page in pages), 90_000)
