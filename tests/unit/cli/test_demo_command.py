@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
-from headrace_cli.demo import recipe
+from headrace_cli.demo import recipe, runner
 from headrace_cli.demo.performance import Options
+from headrace_cli.demo.report import Report
 from headrace_operations.supervisor.state import Lock
 
 FOLDER = Path(__file__).parents[3] / "examples" / "email_agent"
@@ -70,3 +72,47 @@ def test_without_the_demo_distribution_the_checkout_is_used_or_the_extra_is_name
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"pip install 'headrace\[local\]'"):
         recipe.default_folder()
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.0])
+def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, gain: float
+) -> None:
+    demo_recipe, running = recipe.read(FOLDER), []
+
+    class Services:
+        plan = SimpleNamespace(bus="127.0.0.1:1")
+
+        def __init__(self, *_: object, **_options: object) -> None: ...
+
+        def start(self) -> None:
+            running.append(True)
+
+        def wait_up(self) -> None: ...
+
+        def url(self, _name: str) -> str:
+            return "http://127.0.0.1:2"
+
+        def stop(self) -> None:
+            running.clear()
+
+    async def perform(*_: object) -> Report:
+        return Report(
+            before=0.4, after=0.4 + gain, versions=(), turns_captured=1, turns_trained=1, turns_waiting=0,
+            turns_dropped={}, failed_requests=0, requests=1, swaps=9, wall_s=1.0, traffic_s=1.0, seed=0,
+        )  # fmt: skip
+
+    async def interrupted() -> None:
+        assert running
+        assert "held-out success" in capsys.readouterr().out
+
+    monkeypatch.setattr(runner, "Supervisor", Services)
+    monkeypatch.setattr(runner, "_build_base", lambda *_: "base")
+    monkeypatch.setattr(runner, "perform", perform)
+    monkeypatch.setattr(command, "_interrupted", interrupted)
+    options = Options(0, demo_recipe.goal, tmp_path / "data", tmp_path / "cache", tmp_path, {})
+    path = tmp_path / "demo.json"
+    assert command._play_one_seed(demo_recipe, options, keep_running=True, path=path) == (gain > 0)
+    assert not running
+    assert path.is_file()
+    assert f"logs trainer --data-dir {tmp_path / 'data'}" in capsys.readouterr().out
