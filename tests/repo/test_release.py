@@ -10,7 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import headrace
-from tests.repo.sizes import ROOT, sizes, tracked_files
+from tests.repo.compose_files import ROOT
+from tests.repo.sizes import sizes, tracked_files
 
 PROJECTS = sorted(ROOT / folder / "pyproject.toml" for folder in ("schemas", "gateway", "examples"))
 PROJECTS += sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")])
