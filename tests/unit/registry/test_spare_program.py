@@ -78,6 +78,20 @@ async def test_gate_session_does_without_a_spare_program_that_has_ended(
     assert len(pids(started)) == 2
 
 
+async def test_gate_cancellation_kills_a_spare_program_that_has_named_no_tasks(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    program = gate(COUNTED.replace("print(", "sys.stdin.read(); print("), str(started))
+    program.prepare()
+    pid = await started_in(started)
+    trial = asyncio.create_task(program.session(use_spare=True).__aenter__())
+    await asyncio.sleep(0)
+    trial.cancel()
+    async with asyncio.timeout(15):
+        with pytest.raises(asyncio.CancelledError):
+            await trial
+    assert not alive(pid)
+
+
 async def test_gate_spare_program_that_fails_is_reported_by_the_trial_alone() -> None:
     program = gate("import sys; sys.exit('no gateway')")
     program.prepare()

@@ -267,7 +267,6 @@ class SpareProgram:
     def __init__(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
         self._ready: asyncio.Future[GateSession | None] = asyncio.get_running_loop().create_future()
         self._claim = asyncio.Event()
-        self._released = asyncio.Event()
         self.ended = False
         """Whether the program can not be taken any more, because it failed or no trial came in `_SPARE_S`."""
         self._task = asyncio.create_task(self._hold(start))
@@ -278,9 +277,8 @@ class SpareProgram:
         return None if self.ended else await asyncio.shield(self._ready)
 
     async def release(self) -> None:
-        """Kill the program."""
-        self._released.set()
-        self._claim.set()
+        """Kill the program, also while it starts."""
+        self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _hold(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
@@ -288,9 +286,10 @@ class SpareProgram:
             async with start() as session:
                 self._ready.set_result(session)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._claim.wait(), _SPARE_S)
+                    async with asyncio.timeout(_SPARE_S):
+                        await self._claim.wait()
                 if self._claim.is_set():
-                    await self._released.wait()
+                    await asyncio.Event().wait()  # until `release` cancels this task
                 self.ended = True
         except (GateFailed, OSError) as error:  # the trial starts the program itself, and reports why it fails
             log.warning("spare_program_failed", error=str(error))
