@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Row, RowMapping, bindparam, insert, or_, select, update
+from sqlalchemy import RowMapping, bindparam, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -245,7 +245,7 @@ async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -
     """
     table = feedback.c
     query = select(table.tenant, table.task_id, table.partition, table.payload, table.place)
-    rows: list[Row[Any]] = []
+    rows: list[Any] = []
     for name in {tenant for tenant, _ in tasks.values()}:  # SQLite searches the index by one tenant and several tasks
         ids = {task_id for tenant, task_id in tasks.values() if tenant == name}
         of_tenant = query.where(table.tenant == name, table.task_id.in_(ids), table.task_id.is_not(None))
