@@ -54,8 +54,8 @@ def _followed(cluster: Cluster, that: Check) -> tuple[set[str], set[str]]:
                     without_logprobs.get(outcome.experience_id, left_out) & left_out
                 )
     trained: set[str] = set()
-    for name, status in fates.items():
-        lacking = without_logprobs.get(name, set()) if True in status else turns_of[name]
+    for name, is_trained in fates.items():
+        lacking = without_logprobs.get(name, set()) if True in is_trained else turns_of[name]
         trained |= turns_of[name] - lacking
         dropped |= lacking
     return trained, dropped
