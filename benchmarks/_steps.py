@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     compute = ComputeSettings(device="cpu", threads=options.threads)
     policy = Policy.open(options.model, compute, LoraSettings(), seed=0)
-    if options.unchunked_reason:
+    if options.whole:
         policy.head = Head(policy.head.module, unchunked_reason="for comparison")
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     batch = batch_of(**json.loads(options.data.read_text()))

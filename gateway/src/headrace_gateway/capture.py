@@ -89,6 +89,7 @@ def _turn(
     identity = call.identity
     usage = transcript.usage
     assert usage is not None
+    sets = transcript.recorded_sets if call.sampling.truncated else {}
     return Turn.model_validate(
         {
             "time": utcnow(),
@@ -111,8 +112,12 @@ def _turn(
             "messages": call.messages[extends.messages :] if extends else call.messages,
             "tools": () if extends and extends.tools else call.request.tools or (),
             "sampling": call.sampling,
+            "token_grammar": transcript.token_grammar if call.sampling.grammar else None,
             "prompt_token_ids": transcript.prompt_token_ids[extends.tokens if extends else 0 :],
-            "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
+            "choices": [
+                _choice(index, choice) | {"stored_sets": sets.get(index)}
+                for index, choice in sorted(transcript.choices.items())
+            ],
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,
             "assignment": transcript.assignment,

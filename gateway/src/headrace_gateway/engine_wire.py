@@ -100,6 +100,8 @@ class EngineChoice(EngineModel):
     delta: EngineMessage = Field(default_factory=EngineMessage)
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
+    headrace_stored_sets: list[int] | None = Field(default=None, exclude=True)
+    """Our engine's extension: the tokens that `top_p` and `top_k` left (`Choice.stored_sets`)."""
     finish_reason: str | None = None
 
 
@@ -110,6 +112,8 @@ class EngineAnswer(EngineModel):
     choices: list[EngineChoice] = []
     usage: EngineUsage | None = None
     prompt_token_ids: list[int] | None = None
+    headrace_grammar: JsonValue = Field(default=None, exclude=True)
+    """Our engine's extension: the grammar that the answer is sampled with (`TokenGrammar`)."""
     error: JsonValue = None
 
     def drop_abort(self) -> bool:

@@ -6,8 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from pydantic import JsonValue
+
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
 from headrace_schemas import UnitAssignment
+from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
 from headrace_schemas.http.replica_api import Resume
 
 
@@ -34,9 +37,13 @@ class ChoiceSoFar:
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, CallSoFar] = field(default_factory=dict)
     finish_reason: str | None = None
+    stored_sets: list[int] | None = field(default_factory=list)
+    """The sets of tokens that `top_p` and `top_k` left, or None if they are not known for all tokens."""
 
     def add(self, choice: EngineChoice, message: EngineMessage) -> None:
         self.token_ids += choice.token_ids or ()
+        if choice.token_ids:
+            self._add_sets(choice.headrace_stored_sets)
         if choice.logprobs is not None and choice.logprobs.content:
             self.logprobs += [entry["logprob"] for entry in choice.logprobs.content]
         if message.content:
@@ -46,6 +53,12 @@ class ChoiceSoFar:
         for index, call in message.indexed_calls:
             self._add_call(index, call)
         self.finish_reason = choice.finish_reason or self.finish_reason
+
+    def _add_sets(self, stored: list[int] | None) -> None:
+        if stored is None or self.stored_sets is None or len(self.stored_sets) + len(stored) > STORED_SETS_MAX:
+            self.stored_sets = None
+        else:
+            self.stored_sets += stored
 
     def _add_call(self, index: int, added: EngineToolCall) -> None:
         call = self.calls.setdefault(index, CallSoFar())
@@ -64,6 +77,8 @@ class Transcript:
     """The assignment of the attempt that made this answer."""
     version: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)
+    token_grammar: JsonValue = None
+    """The grammar that every replica of the call sampled with, or None if one of them reported none or another one."""
     choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
     usage: EngineUsage | None = None
     other_prompt: bool = False
@@ -73,9 +88,10 @@ class Transcript:
         self.version = self.version or answer.model
         if answer.prompt_token_ids is not None:
             if not self.sampled:
-                self.prompt_token_ids = answer.prompt_token_ids
-            elif self.prompt_token_ids != answer.prompt_token_ids:
-                self.other_prompt = True
+                self.prompt_token_ids, self.token_grammar = answer.prompt_token_ids, answer.headrace_grammar
+            else:
+                self.other_prompt = self.other_prompt or self.prompt_token_ids != answer.prompt_token_ids
+                self.token_grammar = self.token_grammar if self.token_grammar == answer.headrace_grammar else None
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
             state = self.choices.setdefault(choice.index, ChoiceSoFar())
@@ -83,8 +99,15 @@ class Transcript:
 
     def forget(self) -> None:
         """Discard the opening of a replica that failed before its first token: another replica begins again."""
-        self.version, self.prompt_token_ids, self.usage = "", [], None
+        self.version, self.prompt_token_ids, self.token_grammar, self.usage = "", [], None, None
         self.choices.clear()
+
+    @property
+    def recorded_sets(self) -> dict[int, list[int]]:
+        """The stored sets of every choice by its index, or none if one of them is not known or all are too large."""
+        sets = {index: choice.stored_sets for index, choice in self.choices.items() if choice.stored_sets is not None}
+        complete = len(sets) == len(self.choices) and sum(map(len, sets.values())) <= STORED_SETS_MAX
+        return sets if complete else {}
 
     @property
     def begun(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
+    from headrace_schemas.events.allowed_tokens import TokenGrammar
     from headrace_schemas.events.chat import (
         FunctionCall,
         FunctionDefinition,
@@ -42,6 +43,7 @@ else:
         {
             "headrace_schemas.values.base": ("Event",),
             "headrace_schemas.events.envelope": ("EVENTS",),
+            "headrace_schemas.events.allowed_tokens": ("TokenGrammar",),
             "headrace_schemas.events.chat": (
                 "FunctionCall",
                 "FunctionDefinition",
@@ -117,6 +119,7 @@ __all__ = [
     "Span",
     "SubAgent",
     "TextPart",
+    "TokenGrammar",
     "Tool",
     "ToolCall",
     "TrafficSplit",

@@ -37,7 +37,7 @@ async def compiled(ground: Ground, *resumed: Sequence[int]) -> tuple[CompiledGra
 async def sampled(ground: Ground, begun: Sequence[int] = (), **how: Any) -> tuple[str, Tokens]:
     compiled_form, tokenizer = await compiled(ground, begun)
     start = Start(resumed=begun, guide=compiled_form.guides[0])
-    options = {"max_tokens": 120, "stop_ids": tokenizer.stop_ids, "grammar": compiled_form.text, **how}
+    options = {"max_tokens": 120, "stop_ids": tokenizer.stop_ids, "grammar": compiled_form.record.text, **how}
     tokens = await ground.sample(prompt_of(20), ground.versions.first, start=start, **options)
     return tokenizer.text_of([*begun, *tokens.token_ids]), tokens
 

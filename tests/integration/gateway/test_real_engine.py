@@ -194,3 +194,4 @@ async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mor
         assert set(json.loads(json_text or "")) == {"mood", "sure"}
     assert {turn.turn_id for turn in turns} == {written.id, called.id, response.id, streamed.id}
     assert all(turn.sampling.grammar and not turn.sampling.untruncated for turn in turns)
+    assert all(turn.token_grammar and turn.recomputable for turn in turns)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_collector.branches import build_branches
 from headrace_collector.prompts import Prompts
-from headrace_schemas import Branch, Choice, Sampling, Turn
+from headrace_schemas import Branch, Choice, Grammar, Sampling, TokenGrammar, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
 from tests.support.turns import EOS, after, ask, extending, render, said, text_ids, tool, user
 
 GREEDY = Sampling(temperature=0.0)
+HELD = Sampling(grammar=Grammar(tool_choice="required"))
+REPORTED: dict[str, Any] = {
+    "sampling": HELD,
+    "token_grammar": TokenGrammar(
+        text="start: /.*/", library="llguidance", library_version="1", tokenizer_sha256="0" * 64, vocabulary=9,
+        end_id=EOS, stop_ids=(EOS,),
+    ),
+}  # fmt: skip
+UNREPORTED: dict[str, Any] = {"sampling": HELD}
 
 
 def spans(branch: Branch) -> list[tuple[str, int]]:
@@ -28,6 +38,20 @@ def test_branch_of_a_conversation_has_loss_on_sampled_tokens() -> None:
     sampled = [token for token, mask in zip(branch.token_ids, branch.loss_mask, strict=True) if mask]
     assert sampled == [*text_ids("call"), EOS, *text_ids("answer"), EOS]
     assert [message.text for message in dialogue.messages] == ["q", "call", "result", "answer"]
+
+
+def test_spans_have_the_sets_that_their_tokens_were_sampled_from() -> None:
+    first = ask([user("q")], "a", **REPORTED)
+    second = ask(after(first, user("m")), "b", **REPORTED)
+    third = ask(after(second, user("m")), "c", sampling=HELD.model_copy(update={"top_k": 1}))
+    stored = tuple(number for token in third.choices[0].token_ids for number in (1, token))
+    third = third.model_copy(update={"choices": (third.choices[0].model_copy(update={"stored_sets": stored}),)})
+    last = ask(after(third, user("m")), "d")
+    (branch,), _ = build_branches([first, second, third, last])
+    assert branch.grammars == (REPORTED["token_grammar"],), "each grammar once"
+    assert [span.grammar for span in branch.spans] == [0, 0, None, None]
+    assert [span.stored_sets for span in branch.spans] == [None, None, stored, None]
+    assert [span.restricted for span in branch.spans] == [True, True, True, False]
 
 
 def test_branches_fork_without_an_exact_prefix() -> None:
@@ -154,8 +178,9 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
                 prompt = (*history, 2, *text_ids(messages[-1].text), EOS, 3)
             elif kind == "continued":
                 prompt = history
-        sampling = draw(st.sampled_from([Sampling(), Sampling(), Sampling(), Sampling(temperature=0.0)]))
-        turns.append(ask(messages, *texts, at=at % 3, stop=stop, sampling=sampling, prompt_token_ids=prompt))
+        greedy: dict[str, Any] = {"sampling": Sampling(temperature=0.0)}
+        way = draw(st.sampled_from([{}, {}, {}, greedy, REPORTED, UNREPORTED]))
+        turns.append(ask(messages, *texts, at=at % 3, stop=stop, prompt_token_ids=prompt, **way))
     return turns
 
 
@@ -178,8 +203,11 @@ def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle
             turn, choice = expected[span.turn_id, span.choice]
             assert branch.token_ids[: span.start] == turn.prompt_token_ids, "the context is what the engine saw"
             assert branch.token_ids[span.start : span.stop] == choice.token_ids
-            assert (span.no_logprobs is None) == turn.sampling.untruncated
-            assert span.logprobs == (choice.logprobs if turn.sampling.untruncated else (0.0,) * len(choice.logprobs))
+            assert (span.no_logprobs is None) == turn.recomputable
+            assert span.logprobs == (choice.logprobs if turn.recomputable else (0.0,) * len(choice.logprobs))
+            grammar = None if span.grammar is None else branch.grammars[span.grammar]
+            assert grammar == turn.token_grammar
+        assert len({*branch.grammars}) == len(branch.grammars)
         assert sum(branch.loss_mask) == sum(len(span.logprobs) for span in branch.spans)
         assert branch.spans[-1].stop == len(branch.token_ids)
     assert len(dialogues) == len(graph)
@@ -213,7 +241,7 @@ def test_p2_turns_that_extend_others_give_the_branches_of_whole_turns(turns: lis
 @settings(max_examples=100, deadline=None)
 @given(conversations())
 def test_branches_never_fork_without_need(turns: list[Turn]) -> None:
-    graph, _ = build_branches([turn for turn in turns if turn.sampling.untruncated])
+    graph, _ = build_branches([turn for turn in turns if turn.recomputable])
     for fork in graph:
         context = fork.token_ids[: fork.spans[0].start]
         for other in graph:

@@ -52,6 +52,7 @@ class ScriptedEngine:
     name = "scripted"
     resumes = True
     grammars = True
+    reports_sets = False
     capacity = 4
     alive = True
 

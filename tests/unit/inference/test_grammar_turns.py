@@ -15,11 +15,11 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.errors import Overloaded
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
-from headrace_inference.grammar.trial import GrammarTrial, TrialFailed
 from headrace_inference.grammar.turns import Turns
 from headrace_runtime.errors import Refused
+from headrace_runtime.grammars.guides import GrammarGuide
+from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
 from tests.unit.inference.asking import Json
 from tests.unit.inference.test_grammars import compile_form, json_form
 
@@ -48,7 +48,7 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
         await first
     assert not second.done(), "it waits for a thread, which is not its fault"
     go_on.set()
-    assert (await second).text
+    assert (await second).record.text
     grammars.close()
 
 
@@ -66,7 +66,7 @@ async def test_a_schema_that_takes_too_long_holds_no_thread(tokenizer: ChatToken
     ]
     with pytest.raises(Refused, match="takes longer than 3 s to compile"):
         await slow
-    assert all([(await task).text for task in others])
+    assert all([(await task).record.text for task in others])
     grammars.close()
 
 

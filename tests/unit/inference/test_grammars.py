@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
-from headrace_schemas.http.answer_form import NamedFunction, NamedTool
+from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat
 from tests.unit.inference.asking import FULL, TOOLS, Json, joined
 from tests.unit.inference.conftest import Models, prompt_of, sample
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
@@ -70,7 +71,7 @@ async def answer(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammar: CompiledGrammar, **how: Any
 ) -> tuple[str, Any]:
     start = Start(guide=grammar.guides[0], resumed=how.pop("resumed", ()))
-    options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": grammar.text, **how}
+    options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": grammar.record.text, **how}
     tokens = await sample(engine, prompt_of(12), models.first.version, start=start, **options)
     return tokenizer.text_of([*start.resumed, *tokens.token_ids]), tokens
 
@@ -201,6 +202,10 @@ def test_grammars_as_text() -> None:
     forced = AnswerForm(None, (TOOL,), forced=True, several=False)
     assert 'call_0: <[3]> "\\n"? "{\\"name\\": \\"mark\\", \\"arguments\\": " arguments_0' in text(forced, apart=True)
     assert "answer: json | calls\n" in text(AnswerForm({"type": "object"}, (TOOL,)))
+    either = AnswerForm({"type": "object"}, (TOOL, OTHER))
+    assert "calls: (<[3]>) <[*]>*\n" in text(either, apart=True), "the model decides what it calls"
+    assert "arguments_0" in text(either), "without a token that opens calls, they are held"
+    assert "arguments_0" in text(AnswerForm({"type": "object"}, (TOOL,), several=False), apart=True)
     with pytest.raises(Refused, match="tool_choice"):
         grammar_of(forced, Parsers(NO_TOOLS, THINK), lambda _text: None, thinks=False, opened=False)
 
@@ -230,6 +235,21 @@ async def test_reasoning_comes_before_what_is_held(
     assert closed.guides[0].replay(tokenizer.encode('{"mood": "glad"')) or opened
     assert not closed.guides[0].replay([tag(tokenizer, "</think>")]) or opened
     grammars.close()
+
+
+async def test_calls_beside_a_typed_answer_are_free_after_their_first_token(
+    tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    form = form_of(ResponseFormat(type="json_object"), "auto", (TOOL,), several=True)
+    assert form is not None
+    (guide,) = (await compile_form(grammars, tokenizer, form)).guides
+    opening = tag(tokenizer, "<tool_call>")
+    assert guide.allowed()[opening // 32] >> opening % 32 & 1
+    assert np.bitwise_count(guide.allowed().view(np.uint32)).sum() < 10, "an object, or a call"
+    for token in (opening, *tokenizer.encode("any } text"), tag(tokenizer, "</tool_call>")):
+        guide.accept(token)
+        assert np.bitwise_count(guide.allowed().view(np.uint32)).sum() == 320
+    assert not guide.error
 
 
 REFUSED: list[tuple[Json, str, str]] = [
@@ -273,7 +293,7 @@ async def test_what_cannot_be_held_is_refused_by_name(
 
 async def test_a_long_description_is_no_text_of_the_answer(grammars: GrammarCompiler, tokenizer: ChatTokenizer) -> None:
     described = {"type": "object", "description": "x" * 2000, "properties": {"enum": {"title": "x" * 2000}}}
-    assert (await compile_form(grammars, tokenizer, json_form(described))).text
+    assert (await compile_form(grammars, tokenizer, json_form(described))).record.text
 
 
 async def test_a_grammar_is_compiled_once(
@@ -293,6 +313,8 @@ async def ask_real(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 
 class RealEngine(ScriptedEngine):
     """The HTTP tests' engine, with the real one behind it."""
+
+    reports_sets = True
 
     def __init__(self, tokenizer: ChatTokenizer, engine: TorchEngine, version: str) -> None:
         super().__init__(tokenizer)

@@ -167,7 +167,7 @@ def test_derivatives_agree_with_differences(tail: Tail) -> None:
     module, hidden, targets, temperature, _ = problem(7, 3, bias=True, dtype=torch.float64)
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        inputs = (hidden, weight, bias, targets, temperature, tail, torch.float64)
+        inputs = (hidden, weight, bias, targets, temperature, tail, torch.float64, None)
         logprobs: Tensor = head._Chunked.apply(*inputs)[0]  # type: ignore[no-untyped-call]
         return logprobs
 

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forced are in no loss that needs logprobs, from a gateway's turn to the rows of a step."""
+"""Held tokens whose grammar no replica reported are never in the loss, from a gateway's turn to the rows of a step."""
 
 from __future__ import annotations
 

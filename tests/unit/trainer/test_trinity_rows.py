@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.experiences.token_sets import TokenSets
 from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
 from tests.trinity.stand_in import parsed
@@ -143,3 +145,11 @@ def test_a_hand_over_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="NOT NULL"):
         buffer.hand_over([rows[0], broken])
     assert buffer.hand_over(rows), "none of them was there"
+
+
+def test_restricted_answers_are_left_out_by_name() -> None:
+    sets = TokenSets(np.array([6], np.int32), (np.array([3], np.int32),))
+    batch = Batch((row(0, 1.0), replace(row(1, 1.0), sets=sets)))
+    rows, out = rows_of(batch, 1.0, 2, 0)
+    assert len(rows) == 2
+    assert out == {batch.rows[1].name}

@@ -101,12 +101,20 @@ class Sampling(Model):
     """The constraints on the answer; None without any."""
 
     @property
-    def untruncated(self) -> bool:
-        """Whether tokens were sampled from the model's own softmax at this temperature.
+    def truncated(self) -> bool:
+        """Whether `top_p` or `top_k` removed unlikely tokens."""
+        return self.top_p < 1.0 or self.top_k not in (-1, 0)
 
-        Only such tokens can be trained, because the trainer cannot recompute the probabilities of a distribution that
-        was truncated, penalised or constrained by a grammar.
+    @property
+    def scaled_softmax(self) -> bool:
+        """Whether tokens were sampled from softmax(logits / temperature), perhaps restricted to a set of tokens.
+
+        It is false for greedy decoding, which has no distribution, and with penalties, which change the logits.
         """
-        full = self.top_p == 1.0 and self.top_k in (-1, 0) and self.grammar is None
         sampled = self.temperature >= SAMPLED_TEMPERATURE_MIN
-        return full and sampled and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return sampled and self.presence_penalty == 0 and self.frequency_penalty == 0
+
+    @property
+    def untruncated(self) -> bool:
+        """Whether tokens were sampled from the model's own softmax at this temperature, over all tokens."""
+        return self.scaled_softmax and not self.truncated and self.grammar is None

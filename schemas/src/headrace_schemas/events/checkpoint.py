@@ -91,7 +91,9 @@ class TrainingOutcome(Model):
     answers has the logprobs that the algorithm needs), `unpaired` (the other answer of its preference never arrived),
     `written` (its tokens were not sampled, and the algorithm needs logprobs), `equal_rewards` (all runs of its group
     have the same reward), `edit` (the chat template cannot render the edited answer), `examples` (it exceeds the number
-    of examples per experience), `excluded` (its version was rolled back)."""
+    of examples per experience), `excluded` (its version was rolled back), `grammar`,
+    `grammar_library`, `tokenizer`, `vocabulary`, `stored_sets`, `sets_size`, `restricted` (the tokens that its answers
+    were sampled from cannot be computed)."""
     left_out: tuple[Text, ...] = Field(default=(), max_length=4096)
     """Turns of the experience that were not trained, because the algorithm needs logprobs that their answers lack."""
 

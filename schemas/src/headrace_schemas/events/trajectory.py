@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace_schemas.events.allowed_tokens import StoredSets, TokenGrammar
 from headrace_schemas.events.chat import FinishReason, Message, Tool
 from headrace_schemas.events.turn import Purpose, SubAgent
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
@@ -36,6 +37,11 @@ class Span(Model):
     version: Version
     temperature: Annotated[Finite, Field(gt=0.0), SAMPLING] = 1.0
     finish_reason: FinishReason = "stop"
+    grammar: Annotated[int, Field(ge=0), INT32] | None = None
+    """Index in `Branch.grammars` of the grammar that restricted the tokens, or None. `logprobs` are those of the
+    restricted distribution."""
+    stored_sets: StoredSets | None = None
+    """The sets of tokens that `top_p` and `top_k` left, or None without these."""
     no_logprobs: NoLogprobs | None = None
     """The reason why the tokens have no logprobs of the policy that sampled them, or None if `logprobs` has them.
     Without them `logprobs` is 0 for each token, and `temperature` has no meaning. Only algorithms that need no logprobs
@@ -50,7 +56,16 @@ class Span(Model):
     @property
     def token_kind(self) -> Literal["free", "held", "stored", "left_out"]:
         """How the tokens were sampled (`headrace_schemas.rules.training.TokenKind`)."""
-        return "free" if self.no_logprobs is None else "left_out"
+        if self.no_logprobs is not None:
+            return "left_out"
+        if self.stored_sets is not None:
+            return "stored"
+        return "free" if self.grammar is None else "held"
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the tokens were sampled from a part of the vocabulary."""
+        return self.grammar is not None or self.stored_sets is not None
 
     @property
     def stop(self) -> int:
@@ -62,6 +77,15 @@ class Branch(Model):
 
     token_ids: TokenIds
     spans: tuple[Span, ...] = Field(min_length=1, max_length=4096)
+    grammars: tuple[TokenGrammar, ...] = Field(default=(), max_length=4096)
+    """The grammars that restricted tokens of the spans, each once."""
+
+    @model_validator(mode="after")
+    def _grammars_exist(self) -> Self:
+        for span in self.spans:
+            if span.grammar is not None and span.grammar >= len(self.grammars):
+                raise ValueError(f"span of turn {span.turn_id} has grammar {span.grammar} of {len(self.grammars)}")
+        return self
 
     @model_validator(mode="after")
     def _spans_lie_inside_in_order(self) -> Self:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX, StoredSets, TokenGrammar, check_sets
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
@@ -25,6 +26,14 @@ class Choice(Model):
     logprobs: SampledLogprobs
     finish_reason: FinishReason
     message: Message
+    stored_sets: StoredSets | None = None
+    """The sets of tokens that `top_p` and `top_k` left, or None if the engine did not report them."""
+
+    @model_validator(mode="after")
+    def _stored_sets_agree(self) -> Self:
+        if self.stored_sets is not None:
+            check_sets(self.stored_sets, self.token_ids)
+        return self
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:
@@ -122,6 +131,8 @@ class Turn(Event):
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MESSAGES_MAX)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     sampling: Sampling
+    token_grammar: TokenGrammar | None = None
+    """The grammar that the engine sampled with, or None without one and if the engine did not report it."""
     prompt_token_ids: TokenIds
     choices: tuple[Choice, ...] = Field(min_length=1, max_length=128)
     usage: Usage
@@ -168,6 +179,20 @@ class Turn(Event):
     def message_count(self) -> int:
         """The number of messages of the whole prompt."""
         return len(self.messages) + (self.extends.messages if self.extends else 0)
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether the distribution that each token was sampled from follows from the model's logits and this event.
+
+        Only such tokens are trained by algorithms that need their logprobs.
+        """
+        sampling = self.sampling
+        if not sampling.scaled_softmax:
+            return False
+        if sampling.truncated:
+            stored = [choice.stored_sets for choice in self.choices]
+            return None not in stored and sum(len(sets or ()) for sets in stored) <= STORED_SETS_MAX
+        return sampling.grammar is None or self.token_grammar is not None
 
     @property
     def event_id(self) -> str:

@@ -23,10 +23,10 @@ def left_out_reason(turn: Turn) -> LeftOutReason | None:
 def no_logprobs_reason(turn: Turn) -> NoLogprobs | None:
     """Return the reason why algorithms that need the logprobs of the sampling policy cannot train the turn, or None.
 
-    Its logprobs are those of another distribution than the model's own, or greedy decoding has no distribution. The
-    reason names a grammar, which the client may not have requested itself.
+    The distribution that the tokens were sampled from cannot be computed from the model's logits, or there is none, as
+    in greedy decoding. The reason names a grammar, which the client may not have requested itself.
     """
-    if turn.sampling.untruncated:
+    if turn.recomputable:
         return None
     return "truncated_sampling" if turn.sampling.grammar is None else "truncated_sampling (grammar)"
 
@@ -45,9 +45,9 @@ def token_kind(turn: Turn) -> TokenKind:
     """Return how the tokens of the turn were sampled."""
     if untrained_reason(turn) is not None or no_logprobs_reason(turn) is not None:
         return "left_out"
-    if turn.sampling.grammar is not None:
-        return "held"
-    return "free" if turn.sampling.untruncated else "stored"
+    if turn.sampling.truncated:
+        return "stored"
+    return "free" if turn.sampling.grammar is None else "held"
 
 
 def unused_reason(kind: Kind, untrained: str | None, no_logprobs: str | None, learns: LearnedSignals) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_collector.prompts import Prompts, Vertex
-from headrace_schemas import Branch, Choice, Dialogue, Span, Turn
+from headrace_schemas import Branch, Choice, Dialogue, Span, TokenGrammar, Turn
 from headrace_schemas.events.trajectory import NoLogprobs
 from headrace_schemas.rules.training import no_logprobs_reason
 from headrace_schemas.rules.turn_history import token_ids_of
@@ -119,14 +119,23 @@ def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
 
 
 def _branch(sequence: Sequence[_Node]) -> Branch:
-    spans = tuple(_span(node.turn, node.choice, node.prompt.length, node.no_logprobs) for node in sequence)
-    return Branch(token_ids=token_ids_of(sequence[-1].sequence.sequence()), spans=spans)
+    grammars: dict[TokenGrammar, int] = {}
+    spans = tuple(_span(node, grammars) for node in sequence)
+    token_ids = token_ids_of(sequence[-1].sequence.sequence())
+    return Branch(token_ids=token_ids, spans=spans, grammars=tuple(grammars))
 
 
-def _span(turn: Turn, choice: Choice, start: int, no_logprobs: NoLogprobs | None) -> Span:
+def _span(node: _Node, grammars: dict[TokenGrammar, int]) -> Span:
+    """Return the span of a choice. A grammar that is new to the branch is added to `grammars` with its index.
+
+    Stored sets contain the effect of a grammar, so they need none.
+    """
+    turn, choice, no_logprobs = node.turn, node.choice, node.no_logprobs
     sampled = no_logprobs is None
+    stored_sets = choice.stored_sets if sampled and turn.sampling.truncated else None
+    grammar = turn.token_grammar if sampled and turn.sampling.grammar and stored_sets is None else None
     return Span(
-        start=start,
+        start=node.prompt.length,
         logprobs=choice.logprobs if sampled else (0.0,) * len(choice.token_ids),
         turn_id=turn.turn_id,
         choice=choice.index,
@@ -134,6 +143,8 @@ def _span(turn: Turn, choice: Choice, start: int, no_logprobs: NoLogprobs | None
         temperature=turn.sampling.temperature if sampled else 1.0,
         finish_reason=choice.finish_reason,
         no_logprobs=no_logprobs,
+        grammar=None if grammar is None else grammars.setdefault(grammar, len(grammars)),
+        stored_sets=stored_sets,
     )
 
 

@@ -108,12 +108,17 @@ class Tokens:
     finish: Finish | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was in the cache."""
+    sets: list[int] | None = None
+    """Tokens that `top_p` and `top_k` left at each position (`headrace_schemas.events.allowed_tokens.StoredSets`).
+    None without these, if the engine does not report sets, and if they are too large."""
 
     def add(self, more: Tokens) -> None:
         """Append later tokens of the same choice."""
         self.token_ids += more.token_ids
         self.logprobs += more.logprobs
         self.top += more.top
+        if more.token_ids:
+            self.sets = None if self.sets is None or more.sets is None else self.sets + more.sets
         self.finish = more.finish
         self.cached_tokens = max(self.cached_tokens, more.cached_tokens)
 
@@ -153,6 +158,9 @@ class Engine(Protocol):
     """Whether it accepts `Start`s with resumed tokens. A stock vLLM server does not."""
     grammars: bool
     """Whether it can constrain choices to `Sampling.grammar`."""
+    reports_sets: bool
+    """Whether it samples by `Start.guide` and reports `Tokens.sets`, so that turns can record from which tokens each
+    one was sampled. Constrained and truncated turns of other engines are not trained."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         """Load a version while others continue to generate. The base of a LoRA version must be loaded before it.

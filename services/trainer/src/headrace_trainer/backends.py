@@ -29,6 +29,9 @@ class Backend:
     `SettingError` when the model and the settings do not fit. Blocks. The caller must close the learner."""
     offers: Needs = NOTHING
     """The needs of algorithms that it meets. Groups and the engine's logprobs are available with every back end."""
+    restricts: bool = False
+    """Whether it computes logprobs over the allowed tokens of a position (`headrace_trainer.batches.batch.Row.sets`).
+    Answers that were held to a grammar or truncated are not trained by other back ends."""
     adapters: bool = False
     """Whether it can train adapters (`lora.rank`)."""
     check: Callable[[TrainerSettings], None] | None = None

@@ -343,6 +343,8 @@ class Trainer:
             OTHER_MODELS.inc()
             return
         complete = await self._with_branch(experience, lineage)
+        if complete.branch is not None and any(span.restricted for span in complete.branch.spans):
+            await self._in_thread(partial(lineage.state.limits.restriction_problem, complete))  # its result is cached
         lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:

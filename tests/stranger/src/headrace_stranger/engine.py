@@ -31,6 +31,7 @@ class Parrot:
     capacity = 8
     resumes = True
     grammars = False
+    reports_sets = False
     alive = True
 
     def __init__(self, settings: ParrotSettings) -> None:

@@ -18,9 +18,9 @@ from pydantic import JsonValue
 from headrace_inference.chat.detokenizer import Decoding, Detokenizer
 from headrace_inference.chat.parsers import tags
 from headrace_inference.chat.plain import PlainText
-from headrace_inference.chat.vocabulary import byte_level_table
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
+from headrace_runtime.grammars.token_bytes import byte_level_table
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.values.blobs import Manifest
 from headrace_schemas.values.text import read_user_text
@@ -209,11 +209,6 @@ class ChatTokenizer:
     def outer(self) -> Any:
         """Tokenizer of transformers."""
         return self._outer
-
-    @cached_property
-    def control_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which are never part of a text."""
-        return frozenset(number for number, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def last_id(self) -> int:

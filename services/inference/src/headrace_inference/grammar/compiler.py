@@ -13,23 +13,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.grammar.forms import AnswerForm, check_schemas, grammar_of
-from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
-from headrace_inference.grammar.trial import GrammarTrial, TrialFailed, TrialTimedOut
 from headrace_inference.grammar.turns import Turns
-from headrace_inference.grammar.vocabulary import VocabularyUnreadable, read_vocabulary
+from headrace_inference.grammar.vocabulary import read_vocabulary
 from headrace_runtime.errors import Refused
+from headrace_runtime.grammars.guides import GrammarGuide, match_grammar
+from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed, TrialTimedOut
+from headrace_runtime.grammars.vocabulary import LIBRARY, LibraryVocabulary, VocabularyUnreadable, library_version
 from headrace_runtime.storage.tenant_memory import TenantMemory
+from headrace_schemas import TokenGrammar
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 _TOKENIZERS_MAX = 8
 _REASON_LENGTH_MAX = 300
@@ -42,8 +40,8 @@ _QUOTED_GRAMMAR = re.compile(r"\n[^\S\n]++\d++ \| ")
 class CompiledGrammar:
     """The grammar of one request, with a guide for each of its choices."""
 
-    text: str
-    """The grammar in llguidance's dialect of Lark."""
+    record: TokenGrammar
+    """The grammar with all that its masks depend on, as turns record it."""
     guides: tuple[GrammarGuide, ...]
     """One guide for each choice, which has accepted the choice's resumed tokens."""
 
@@ -58,14 +56,31 @@ class _Grammar:
     tokenizer: ChatTokenizer
     vocabulary: int
     """Number of token ids of the model."""
-    words: LLTokenizer
-    end_id: int
+    library: LibraryVocabulary
     field: str
     """Field of the request that errors name."""
 
     @property
     def key(self) -> tuple[bytes, int, str]:
         return self.tokenizer.digest, self.vocabulary, self.text
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens of the model that end an answer."""
+        return frozenset(token for token in self.tokenizer.stop_ids if token < self.vocabulary)
+
+    @property
+    def record(self) -> TokenGrammar:
+        """The grammar as turns record it."""
+        return TokenGrammar(
+            text=self.text,
+            library=LIBRARY,
+            library_version=library_version(),
+            tokenizer_sha256=self.library.digest,
+            vocabulary=self.vocabulary,
+            end_id=self.library.end_id,
+            stop_ids=tuple(sorted(self.stop_ids)),
+        )
 
 
 @dataclass(slots=True)
@@ -90,7 +105,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._guides: TenantMemory[tuple[bytes, int, str], GrammarGuide] = TenantMemory(settings.cached)
         """Each tenant has its own, so that none displaces those of others, or learns from the time what they use."""
-        self._tokenizers: OrderedDict[tuple[bytes, int], LLTokenizer] = OrderedDict()
+        self._tokenizers: OrderedDict[tuple[bytes, int], LibraryVocabulary] = OrderedDict()
 
     def close(self) -> None:
         """Cancel the compilations that wait. Those that have begun finish."""
@@ -126,7 +141,7 @@ class GrammarCompiler:
         if guide is None:
             guide = await self._compile_in_turn(grammar, tenant)
         guides = await loop.run_in_executor(self._text_pool, _copies, guide, resumed)
-        return CompiledGrammar(grammar.text, guides)
+        return CompiledGrammar(grammar.record, guides)
 
     async def _compile_in_turn(self, grammar: _Grammar, tenant: str) -> GrammarGuide:
         await self._turns.take(tenant)
@@ -144,7 +159,7 @@ class GrammarCompiler:
         try:
             if tokenizer.eos_id is None or tokenizer.eos_id >= vocabulary:
                 return "the tokenizer names no token that ends an answer"
-            self._library_tokenizer(tokenizer, vocabulary, tokenizer.eos_id, RESPONSE_FORMAT)
+            self._library_vocabulary(tokenizer, vocabulary, tokenizer.eos_id, RESPONSE_FORMAT)
         except Refused as error:
             return str(error)
         return ""
@@ -171,11 +186,11 @@ class GrammarCompiler:
         if end_id is None or end_id >= vocabulary:
             message = f"{field}: the model has no token that ends an answer, so answers cannot be constrained"
             raise Refused(400, "unsupported_value", message, field)
-        words = self._library_tokenizer(tokenizer, vocabulary, end_id, field)
+        library = self._library_vocabulary(tokenizer, vocabulary, end_id, field)
 
         def special(text: str) -> int | None:
             token = tokenizer.token_id(text)
-            if token is None or token >= vocabulary or not words.is_special_token(token):
+            if token is None or token >= vocabulary or not library.words.is_special_token(token):
                 return None
             return token
 
@@ -187,7 +202,7 @@ class GrammarCompiler:
         if len(text.encode()) > self._settings.bytes_max:
             limit = f"{self._settings.bytes_max} bytes (inference.grammar.bytes_max)"
             raise Refused(400, "schema_too_large", f"{field}: its grammar is larger than {limit}", field)
-        return _Grammar(text, trial_text, tokenizer, vocabulary, words, end_id, field)
+        return _Grammar(text, trial_text, tokenizer, vocabulary, library, field)
 
     def _compile(self, work: _Compilation) -> GrammarGuide:
         """Compile a grammar after a trial, unless another request has compiled it meanwhile. Raises `Refused`."""
@@ -213,37 +228,36 @@ class GrammarCompiler:
             raise Refused(400, "schema_too_large", message, grammar.field) from None
 
     def _guide(self, grammar: _Grammar) -> GrammarGuide:
-        from llguidance import LLMatcher, LLParserLimits
-
-        words = grammar.words
-        matcher = LLMatcher(words, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        words = grammar.library.words
+        matcher = match_grammar(words, grammar.text)
         if matcher.is_error():
             raise _unservable(matcher.get_error(), grammar.field)
-        stop_ids = frozenset(token for token in grammar.tokenizer.stop_ids if token < grammar.vocabulary)
-        guide = GrammarGuide(matcher, words.vocab_size, grammar.end_id, stop_ids)
+        guide = GrammarGuide(matcher, words.vocab_size, grammar.library.end_id, grammar.stop_ids)
         first = guide.fresh()
         first.allowed()
         if first.error:
             raise _unservable(first.error, grammar.field)
         return guide
 
-    def _library_tokenizer(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
+    def _library_vocabulary(
+        self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str
+    ) -> LibraryVocabulary:
         """Return the grammar library's form of the tokenizer. The first call takes up to a second."""
         key = (tokenizer.digest, vocabulary)
         with self._lock:
-            words = self._tokenizers.get(key)
-        if words is None:
+            library = self._tokenizers.get(key)
+        if library is None:
             try:
-                words = read_vocabulary(tokenizer, vocabulary, end_id)
+                library = read_vocabulary(tokenizer, vocabulary, end_id)
             except VocabularyUnreadable as error:
                 reason = str(error)[:_REASON_LENGTH_MAX]
                 message = f"{field}: the tokenizer of this model cannot be used with grammars: {reason}"
                 raise Refused(400, "unsupported_value", message, field) from error
             with self._lock:
-                self._tokenizers[key] = words
+                self._tokenizers[key] = library
                 while len(self._tokenizers) > _TOKENIZERS_MAX:
                     self._tokenizers.popitem(last=False)
-        return words
+        return library
 
     def _recall(self, tenant: str, key: tuple[bytes, int, str]) -> GrammarGuide | None:
         with self._lock:

@@ -34,6 +34,8 @@ _LITERAL_LENGTH_MAX = 1024
 characters it takes up to 0.1 s, which every sequence of the batch waits for."""
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 _ANYTHING = "/(?s:.*)/"
+_ANY_TOKENS = "<[*]>*"
+"""All tokens, special ones included."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": r",(\n[ \t]{0,64}| )?", "key_separator": ": ?"}
 """Whitespace in JSON: after a comma a line break with an indentation, a blank, or nothing. A model could fill its
 answer with more whitespace, and vLLM's release of the library (1.7) allows unlimited repetition of
@@ -89,7 +91,8 @@ def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: 
         write.rule("json", f"%json {_json(form.schema)}")
     if form.calls or form.forced:
         answers.append("calls")
-        write.calls(form.calls, forced=form.forced, several=form.several)
+        if form.forced or not form.several or not write.free_calls(form.calls):
+            write.calls(form.calls, forced=form.forced, several=form.several)
     write.rule("answer", " | ".join(answers))
     write.start(thinks=thinks, opened=opened)
     return "".join(write.rules)
@@ -119,6 +122,18 @@ class _Writer:
             self.rule(f"arguments_{number}", f"%json {_json(_arguments(number, tool))}")
         self.rule("call", " | ".join(names))
         self.rule("calls", "call (SPACE? call)*" if several else "call")
+
+    def free_calls(self, tools: Sequence[Tool]) -> bool:
+        """Write calls as the token that opens one and free text, and return whether the parser has such a token.
+
+        With `tool_choice` `auto` the model decides whether to call, and what it calls is sampled as without a grammar.
+        """
+        form = self._parsers.tools.form
+        openings = {next(self._pieces(form(tool.function.name)[0]), "") for tool in tools} if form else {""}
+        if not all(opening.startswith("<[") for opening in openings):
+            return False
+        self.rule("calls", f"({' | '.join(sorted(openings))}) {_ANY_TOKENS}")
+        return True
 
     def start(self, *, thinks: bool, opened: bool) -> None:
         reasoning = self._parsers.reasoning

@@ -14,7 +14,7 @@ class GrammarSettings(Section):
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
-    bytes_max: Annotated[int, Field(ge=256)] = 65_536
+    bytes_max: Annotated[int, Field(ge=256, le=1_048_576)] = 65_536
     """Largest grammar of a request as text: its JSON Schema, or those of the tools that it may call."""
     depth_max: Annotated[int, Field(ge=4, le=128)] = 48
     """Deepest nesting of a JSON Schema. References (`$ref`) are not followed."""

@@ -20,6 +20,7 @@ from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.errors import Refused
 from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_schemas import TokenGrammar
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.http.replica_api import RESUME_FIELD as RESUME
@@ -54,6 +55,8 @@ class _Prepared:
     """Form that the answers must have."""
     opened: bool
     """Whether the prompt ends inside reasoning."""
+    grammar: TokenGrammar | None = None
+    """The compiled form, if the engine samples by its guides."""
 
 
 class Completions:
@@ -106,7 +109,8 @@ class Completions:
                 stream=bool(request.stream),
                 share=replace(share, salt=request.cache_salt or ""),
             )
-        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
+        grammar = prepared.grammar.model_dump(mode="json") if prepared.grammar and request.return_token_ids else None
+        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs), grammar)
         return Completion(
             self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._worker_threads
         )
@@ -141,7 +145,9 @@ class Completions:
             form, tokenizer, vocabulary, resumed, opened=prepared.opened, tenant=tenant
         )
         starts = [replace(start, guide=guide) for start, guide in zip(prepared.starts, grammar.guides, strict=True)]
-        return replace(prepared, sampling=replace(prepared.sampling, grammar=grammar.text), starts=starts)
+        sampling = replace(prepared.sampling, grammar=grammar.record.text)
+        record = grammar.record if self._engine.reports_sets else None
+        return replace(prepared, sampling=sampling, starts=starts, grammar=record)
 
     def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
         """Render and tokenize the prompt, and create the choices. May be called in any thread."""

@@ -32,6 +32,8 @@ class Wire:
     model: str
     token_ids: bool
     logprobs: bool
+    grammar: Json | None = None
+    """The grammar that the answers are sampled with (`headrace_schemas.TokenGrammar`)."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -40,8 +42,7 @@ class Wire:
         body = self._frame("chat.completion", [])
         del body["choices"]
         body["usage"] = usage
-        if self.token_ids:
-            body["prompt_token_ids"] = prompt_ids
+        body |= self._about_prompt(prompt_ids)
         return b"".join([to_json(body)[:-1], b',"choices":[', b",".join(choices), b"]}"])
 
     def choice(self, tokens: Tokens, message: Message, finish: str) -> bytes:
@@ -52,8 +53,7 @@ class Wire:
         fields = message.model_dump(mode="json", exclude_none=True)
         fields.setdefault("content", None)
         body: Json = {"index": tokens.choice, "message": fields, "finish_reason": finish}
-        if self.token_ids:
-            body["token_ids"] = tokens.token_ids
+        body |= self._token_fields(tokens)
         if not self.logprobs:
             return to_json(body | {"logprobs": None})
         ends = range(0, len(tokens.token_ids), _PORTION)
@@ -65,16 +65,11 @@ class Wire:
         delta = {"role": "assistant", "content": ""}
         opened: Json = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         body = self._frame("chat.completion.chunk", [opened])
-        if first and self.token_ids:
-            body["prompt_token_ids"] = prompt_ids
-        return _event(body)
+        return _event(body | self._about_prompt(prompt_ids) if first else body)
 
     def prompt(self, prompt_ids: Sequence[int]) -> bytes:
         """Return the chunk with the prompt's token ids for a stream that opens no choice."""
-        body = self._frame("chat.completion.chunk", [])
-        if self.token_ids:
-            body["prompt_token_ids"] = prompt_ids
-        return _event(body)
+        return _event(self._frame("chat.completion.chunk", []) | self._about_prompt(prompt_ids))
 
     def chunk(self, tokens: Tokens, delta: Delta, first_call: int, finish: str | None) -> bytes:
         """Return a chunk with new tokens of a choice and the text that they complete, which may be empty."""
@@ -96,11 +91,21 @@ class Wire:
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
+    def _about_prompt(self, prompt_ids: Sequence[int]) -> Json:
+        if not self.token_ids:
+            return {}
+        grammar = {} if self.grammar is None else {"headrace_grammar": self.grammar}
+        return {"prompt_token_ids": prompt_ids, **grammar}
+
     def _with_tokens(self, choice: Json, tokens: Tokens) -> Json:
         choice["logprobs"] = {"content": self._logprobs(tokens, 0, len(tokens.token_ids))} if self.logprobs else None
-        if self.token_ids:
-            choice["token_ids"] = tokens.token_ids
-        return choice
+        return choice | self._token_fields(tokens)
+
+    def _token_fields(self, tokens: Tokens) -> Json:
+        if not self.token_ids:
+            return {}
+        sets = {} if tokens.sets is None else {"headrace_stored_sets": tokens.sets}
+        return {"token_ids": tokens.token_ids, **sets}
 
     def _logprobs(self, tokens: Tokens, begin: int, end: int) -> list[Json]:
         tops = tokens.top or [[]] * len(tokens.token_ids)

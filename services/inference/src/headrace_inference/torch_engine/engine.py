@@ -36,6 +36,7 @@ class TorchEngine:
     name = "torch"
     resumes = True
     grammars = True
+    reports_sets = True
 
     def __init__(self, settings: TorchSettings) -> None:
         self._settings = settings

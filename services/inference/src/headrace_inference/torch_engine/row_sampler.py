@@ -50,6 +50,8 @@ class RowSampler:
             logits = sampler.truncate(scaled, rows.tensor(rows.top_p, count), rows.tensor(rows.top_k, count))
             temperature = (temperature > 0).to(temperature.dtype)
         drawn = sampler.draw(logits, temperature, rows.uniform(count))
+        if special & TRUNCATED:
+            self._find_sets(running, drawn[2])
         if special & PENALISED:
             assert self.counts is not None
             ids = drawn[0][:, None]
@@ -77,6 +79,16 @@ class RowSampler:
                 allowed[index] = mask[: allowed.shape[1]]
         rows = torch.tensor(guided, device=device)
         return sampler.mask_forbidden(logits, rows, torch.from_numpy(allowed).to(device))
+
+    def _find_sets(self, running: SequenceOf[Sequence], logprobs: Tensor) -> None:
+        """Set the tokens that truncation left in each row. Their logprobs are finite."""
+        rows = [row for row, sequence in enumerate(running) if sequence.sets is not None]
+        if not rows:
+            return
+        allowed = logprobs[torch.tensor(rows, device=logprobs.device)] > float("-inf")
+        for row, count, allowed_V in zip(rows, allowed.sum(1).tolist(), allowed, strict=True):
+            fits = count < running[row].sets_room
+            running[row].allowed = allowed_V.nonzero().flatten().tolist() if fits else None
 
     def count_earlier(self, row: int, sequence: Sequence) -> None:
         """Count the tokens sampled before, also by other replicas, for the penalties of a row that begins to decode."""

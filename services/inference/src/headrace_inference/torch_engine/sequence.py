@@ -10,6 +10,7 @@ from headrace_inference.engine import Finish, Guide, Sampling, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.prefix import Entry
 from headrace_runtime.process.logs import get_logger
+from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
 
 log = get_logger(__name__)
 
@@ -44,6 +45,12 @@ class Sequence:
 
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    sets: list[list[int]] | None = field(init=False)
+    """Tokens that truncation left at each sampled position, or None without truncation and if there are too many."""
+    sets_room: int = STORED_SETS_MAX
+    """Integers that `sets` may still take."""
+    allowed: list[int] | None = None
+    """Tokens that truncation left in the present step, or None if they do not fit `sets_room`."""
     filled: int = 0
     """Tokens whose KV is in the row."""
     cached: int = 0
@@ -54,6 +61,11 @@ class Sequence:
     """Whether its last tokens, or its failure, were delivered or are about to be."""
     fault: str = ""
     """Error of the grammar that the guide itself could not report."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+        self.sets = [] if truncated else None
 
     @property
     def tenant(self) -> tuple[bool, str]:
@@ -69,6 +81,8 @@ class Sequence:
         """Append a sampled token, and return the reason if the sequence ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.sets is not None:
+            self._store_set(self.sets)
         if token in self.sampling.stop_ids:
             return "stop"
         if self.guide is not None:
@@ -94,6 +108,14 @@ class Sequence:
         self.ended = finish is not None
         return self.undelivered(finish)
 
+    def _store_set(self, sets: list[list[int]]) -> None:
+        if self.allowed is None:
+            self.sets = None
+            return
+        sets.append(self.allowed)
+        self.sets_room -= len(self.allowed) + 1
+        self.allowed = None
+
     def _fail(self, version: str, reason: str) -> EngineFailed:
         self.ended = True
         self.filled = 0  # its KV may contain NaN, so it must not be cached
@@ -103,8 +125,18 @@ class Sequence:
         """Return the tokens to deliver after a step: each token when streaming, otherwise all tokens at the end."""
         if self.stream:
             last = self.top[-1:] if self.sampling.top_logprobs else []
-            return Tokens(self.choice, self.tokens[-1:], self.logprobs[-1:], last, finish, self.cached)
+            return Tokens(
+                self.choice, self.tokens[-1:], self.logprobs[-1:], last, finish, self.cached, _flat(self.sets, 1)
+            )
         if finish is None:
             return None
         begin = self.prompt_length + self.resumed
-        return Tokens(self.choice, self.tokens[begin:], self.logprobs, self.top, finish, self.cached)
+        sets = _flat(self.sets, len(self.tokens) - begin)
+        return Tokens(self.choice, self.tokens[begin:], self.logprobs, self.top, finish, self.cached, sets)
+
+
+def _flat(sets: list[list[int]] | None, count: int) -> list[int] | None:
+    """Return the last `count` sets as one list: the size of each set, then its ids."""
+    if sets is None:
+        return None
+    return [number for ids in sets[len(sets) - count :] for number in (len(ids), *ids)]

@@ -59,6 +59,7 @@ class VllmEngine:
     name = "vllm"
     resumes = True
     grammars = True
+    reports_sets = False
 
     def __init__(self, settings: VllmSettings, library: Library) -> None:
         self._settings = settings

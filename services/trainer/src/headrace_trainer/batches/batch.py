@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_schemas import Experience
+from headrace_trainer.experiences.token_sets import TokenSets
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class Row:
     """Share of the run that the row is, where sequences are averaged and not tokens."""
     advantage_T: NDArray[np.float32] | None = None
     """The advantage of each token, where they differ; `advantage` is then their mean over the loss."""
+    sets: TokenSets | None = None
+    """The tokens that positions were sampled from, where these are not all tokens. Logprobs are those of the softmax
+    over these tokens."""
     hindsight: Hindsight | None = None
     """The reply to a contradicted answer, from which a teacher computes the advantages."""
     unsampled_T: NDArray[np.bool_] | None = None
@@ -97,7 +101,12 @@ class Row:
 
     @classmethod
     def of(
-        cls, experience: Experience, advantage: float, current: str | None, token_weight: float | None = None
+        cls,
+        experience: Experience,
+        advantage: float,
+        current: str | None,
+        token_weight: float | None = None,
+        sets: TokenSets | None = None,
     ) -> Row:
         """Build the row of a whole branch.
 
@@ -106,9 +115,11 @@ class Row:
             advantage: The advantage of all its tokens.
             current: The version whose weights equal the present ones, None when steps have changed them since.
             token_weight: The token weight of the first training, for a correction.
+            sets: The tokens that its spans were sampled from.
         """
         branch = experience.branch
         assert branch is not None
+        assert sets is not None or not any(span.restricted for span in branch.spans), "sets are missing"
         length = len(branch.token_ids)
         mask, fresh, unsampled = np.zeros(length, np.bool_), np.zeros(length, np.bool_), np.zeros(length, np.bool_)
         behaviour, temperature = np.zeros(length, np.float32), np.ones(length, np.float32)
@@ -132,6 +143,7 @@ class Row:
             token_weight is not None,
             token_weight or 0.0,
             written=experience.origin == "written",
+            sets=sets,
             unsampled_T=unsampled if unsampled.any() else None,
         )
 
@@ -239,7 +251,8 @@ def _special_fields(row: Row) -> bytes:
     hindsight = b"" if row.hindsight is None else row.hindsight.digest()
     if row.unsampled_T is not None and row.unsampled_T.any():
         fields.append(hashlib.sha256(row.unsampled_T.astype("<u1").tobytes()).hexdigest())
-    return json.dumps(fields).encode() + by_token + hindsight if any(fields) or by_token else b""
+    sets = b"" if row.sets is None else row.sets.digest()
+    return json.dumps(fields).encode() + by_token + hindsight + sets if any(fields) or by_token or sets else b""
 
 
 def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:

@@ -75,8 +75,9 @@ def prepare(
     agg_mode = loss.agg_mode if loss else "token-mean"
     by_sequence = agg_mode.startswith("seq-")
     replies = state.limits.replies
+    rules, sets = state.limits.rules, state.limits.sets
     rows = tuple(
-        row_of(record, state.current, pairs, state.limits.rules, by_sequence=by_sequence, replies=replies)
+        row_of(record, state.current, pairs, rules, by_sequence=by_sequence, replies=replies, sets=sets)
         for record in trained
     )
     size = full_rows if full_rows is None or len(rows) == len(items) else full_rows * len(rows) / len(items)

@@ -12,6 +12,7 @@ from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.replies import CONTRADICTED, ReplyReader
+from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.trained_experience import TrainedExperience
 
 
@@ -23,6 +24,7 @@ def row_of(
     *,
     by_sequence: bool = False,
     replies: ReplyReader | None = None,
+    sets: SetBuilder | None = None,
 ) -> Row:
     """Build the row of an example.
 
@@ -33,12 +35,14 @@ def row_of(
         rules: Whether answers without logprobs are trained.
         by_sequence: Whether sequences are averaged, so that a branch counts by its share of its run.
         replies: Finds users' replies, where they are trained.
+        sets: Builds the sets of tokens that answers were sampled from.
     """
     experience, example = record.waiting.experience, record.example
     trained = None if example.tokens else rules.trained_branch(_branch(experience))
     if trained is not None:
         experience = experience.model_copy(update={"branch": trained})
-    row = Row.of(experience, record.advantage, current, record.token_weight)
+    token_sets = None if sets is None else sets.build(_branch(experience))
+    row = Row.of(experience, record.advantage, current, record.token_weight, token_sets)
     if example.part:
         row = _answer_row(row, experience, example)
         row = replace(row, part=example.part, hindsight=_hindsight(experience, example, replies))
@@ -67,6 +71,7 @@ def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
             temperature_T=temperature,
             fresh_T=row.fresh_T[: span.stop] & mask,
             unsampled_T=None if row.unsampled_T is None else row.unsampled_T[: span.stop] & mask,
+            sets=None if row.sets is None else row.sets.between(span.start, span.stop),
         )
     length = span.start + len(example.tokens)
     return replace(
@@ -77,6 +82,7 @@ def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
         temperature_T=np.ones(length, np.float32),
         fresh_T=np.zeros(length, np.bool_),
         unsampled_T=None,
+        sets=None,
         written=True,
     )
 

@@ -32,11 +32,13 @@ from headrace_schemas.events.checkpoint import DropReason, LearnedSignals
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.algorithms.signals import REWARDS, Signals
+from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.examples import Example, WriteAnswer, examples, tokens_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, pending_updates
 from headrace_trainer.experiences.replies import ReplyReader
+from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
 
@@ -62,6 +64,8 @@ class AdmissionLimits:
     """Tokenizes edits, where they are trained."""
     replies: ReplyReader | None = None
     """Finds the user's replies to answers, where they are trained."""
+    sets: SetBuilder | None = None
+    """Builds the sets of tokens that answers were sampled from; None where the back end cannot use them."""
     examples_max: int = 64
     ranges: RangeLimits = NO_LIMITS
     """Bounds beyond which a reward is a stray."""
@@ -90,6 +94,18 @@ class AdmissionLimits:
             return ()
         trained_turns = {*edited, *(() if trained is None else trained.turn_ids)}
         return tuple(turn for turn in branch.turn_ids if turn not in trained_turns)
+
+    def restriction_problem(self, experience: Experience) -> str | None:
+        """Return why it is not known from which tokens the answers of a branch were sampled, or None if it is.
+
+        The first call for a branch may take seconds. A branch that is too long to be trained is not examined.
+        """
+        branch = experience.branch
+        if branch is None or len(branch.token_ids) > self.sequence_tokens:
+            return None
+        if not any(span.restricted for span in branch.spans):
+            return None
+        return "restricted" if self.sets is None else self.sets.problem(branch)
 
     @property
     def rules(self) -> CorrectionRules:
@@ -131,6 +147,7 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         correction_rules=correction_rules,
         write=EditWriter(Path(settings.base)) if signals.edits else None,
         replies=_open_reply_reader(settings) if signals.replies else None,
+        sets=SetBuilder(Path(settings.base), vocabulary) if BACKENDS.get(settings.backend).restricts else None,
         examples_max=settings.memory.examples,
         ranges=advantage.range_limits,
     )
@@ -312,4 +329,7 @@ def _find_malformation(experience: Experience, limits: AdmissionLimits) -> Objec
         return Objection("invalid")
     if len(limits.examples(experience)) > limits.examples_max:
         return Objection("invalid", "examples")
-    return Objection("invalid") if abs(experience.reward or 0.0) > limits.reward_max else None
+    if abs(experience.reward or 0.0) > limits.reward_max:
+        return Objection("invalid")
+    detail = limits.restriction_problem(experience)
+    return None if detail is None else Objection("invalid", detail)

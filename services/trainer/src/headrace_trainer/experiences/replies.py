@@ -92,17 +92,22 @@ class ReplyReader:
         self._cached = lru_cache(_CACHED_MAX)(self._find_boundaries)
 
     def examples(self, experience: Experience) -> Iterator[Example]:
-        """Yield contradicted answers with the value 1, and accepted ones with 0. Answers to which a tool replied are
-        skipped."""
+        """Yield contradicted answers with the value 1, and accepted ones with 0.
+
+        Answers to which a tool replied are skipped, and answers that were sampled from a part of the vocabulary: after
+        another prompt the parts would be others.
+        """
         branch, (contradicted_max, accepted_min) = experience.branch, self._bounds
         rewards = {reward.turn_id: reward.value for reward in experience.turn_rewards}
         if branch is None or experience.origin != "sampled":
             return
         for span in branch.spans:
             reward, name = rewards.get(span.turn_id), f"{span.turn_id}/{span.choice}"
-            if reward is None or contradicted_max < reward < accepted_min:
+            if reward is None or contradicted_max < reward < accepted_min or span.restricted:
                 continue
             reply = self.read(branch, span)
+            if reply is not None and reply.next_span.restricted:
+                continue
             if reward >= accepted_min and (reply is not None or span is branch.spans[-1]):
                 yield Example(f"{ACCEPTED}{name}", 0.0, "", span.turn_id, span.choice)
             if reply is not None and reward <= contradicted_max:

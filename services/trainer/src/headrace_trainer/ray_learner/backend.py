@@ -39,6 +39,7 @@ def _check_installed() -> None:
 RAY = Backend(
     _open,
     offers=Needs(reference=True),
+    restricts=True,
     adapters=True,
     check=_check,
     check_layout=TORCH.check_layout,

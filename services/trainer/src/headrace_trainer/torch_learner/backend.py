@@ -34,5 +34,5 @@ def _check_layout(settings: TrainerSettings) -> None:
 
 
 _OFFERS = Needs(reference=True, pairs=True, critic=True, teacher=True, hindsight=True)
-TORCH = Backend(_open, offers=_OFFERS, adapters=True, check=_check, check_layout=_check_layout)
+TORCH = Backend(_open, offers=_OFFERS, restricts=True, adapters=True, check=_check, check_layout=_check_layout)
 """Weights and optimizer in the trainer's own process, on one device."""

@@ -19,6 +19,8 @@ class Measures:
     drift: list[Tensor] = field(default_factory=list)
     """Logprobs at the start of the step minus the engine's."""
     fresh: list[Tensor] = field(default_factory=list)
+    restricted: list[Tensor] = field(default_factory=list)
+    """Tokens that were sampled from a part of the vocabulary."""
     entropy: list[Tensor] = field(default_factory=list)
     weight: list[Tensor] = field(default_factory=list)
     truncated: list[Tensor] = field(default_factory=list)
@@ -39,6 +41,7 @@ class Measures:
         drift_N = start_N - pack.behaviour_N
         self.drift.append(drift_N if pack.written_N is None else drift_N.where(~pack.written_N, 0.0))
         self.fresh.append(pack.fresh_N)
+        self.restricted.append(torch.zeros_like(pack.fresh_N) if pack.sets is None else pack.sets.restricted_N)
         self.entropy.append(entropy_N)
         self.weight.append(tokens.weight_N)
         self.truncated.append(tokens.truncated_N)
@@ -70,8 +73,22 @@ class Measures:
             effective_sample_size(drift_N),
             base,
             *_mismatch(drift_N.abs(), fresh_N),
+            *self._restricted_means(drift_N, fresh_N),
         ]
         return torch.cat([torch.stack(means), *(out_R.double() for out_R in self.left_out.values())])
+
+    def _restricted_means(self, drift_N: Tensor, fresh_N: Tensor) -> list[Tensor]:
+        """Return the share of restricted tokens and the number of fresh ones, then entropy, k3 and mismatch of them."""
+        restricted_N = torch.cat(self.restricted)
+        count, fresh_count = restricted_N.double().sum(), (restricted_N & fresh_N).double().sum()
+        entropy_N, kl_N = torch.cat(self.entropy).double(), k3(torch.zeros_like(drift_N), drift_N).double()
+        return [
+            count / len(restricted_N),
+            fresh_count,
+            entropy_N.where(restricted_N, 0.0).sum() / count.clamp(min=1),
+            kl_N.where(restricted_N, 0.0).sum() / count.clamp(min=1),
+            drift_N.abs().double().where(restricted_N & fresh_N, 0.0).sum() / fresh_count.clamp(min=1),
+        ]
 
     def values(self, batch: Batch, numbers: list[float]) -> tuple[dict[str, float], frozenset[str]]:
         """Return the means over tokens and updates, and the experiences that were left out of the loss.
@@ -80,10 +97,12 @@ class Measures:
             batch: The batch of the step.
             numbers: The values of the tensor that `numbers` returned.
 
-        `mismatch_*` is set only when the batch holds tokens sampled by the very weights of this step.
+        `mismatch_*` is set only when the batch holds tokens sampled by the very weights of this step, and
+        `restricted_*` only when it holds restricted tokens.
         """
         loss, kl, entropy, weight, truncated, masked, clipped, idle, effective, base, *rest = numbers
-        mismatch_tokens, mismatch_mean, mismatch_p99, *out = rest
+        mismatch_tokens, mismatch_mean, mismatch_p99, *rest = rest
+        restricted, restricted_fresh, restricted_entropy, restricted_kl, restricted_mismatch, *out = rest
         names = [name for pack_names in self.left_out for name in pack_names]
         left_out = frozenset(name for name, flag in zip(names, out, strict=True) if flag)
         advantages_B = torch.tensor([float(row.advantage) for row in batch.rows])
@@ -110,6 +129,12 @@ class Measures:
             values["mismatch_mean"] = mismatch_mean
             values["mismatch_p99"] = mismatch_p99
             values["mismatch_tokens"] = mismatch_tokens
+        if restricted:
+            values["restricted_fraction"] = restricted
+            values["restricted_entropy"] = restricted_entropy
+            values["restricted_kl_behaviour"] = restricted_kl
+            if restricted_fresh:
+                values["restricted_mismatch_mean"] = restricted_mismatch
         return values, left_out
 
 

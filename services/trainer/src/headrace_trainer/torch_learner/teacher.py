@@ -2,8 +2,8 @@
 engine's (`headrace_trainer.algorithms.catalog.on_policy_distill`).
 
 The teacher is a model's folder, loaded next to the policy, or an endpoint of OpenAI's completions API that takes token
-ids and returns `prompt_logprobs`, as vLLM's does. An endpoint computes logprobs at temperature 1: tokens that were
-sampled at another temperature have no advantage then.
+ids and returns `prompt_logprobs`, as vLLM's does. An endpoint computes logprobs at temperature 1 over all tokens, so
+tokens that were sampled at another temperature, or from a part of the vocabulary, have no advantage then.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class TeacherEndpoint:
         for token_ids, positions in _sequences(pack):
             logprobs = self._logprobs(token_ids)
             token_logprobs += [logprobs[position] for position in positions]
-        return torch.tensor(token_logprobs).to(pack.behaviour_N), pack.temperature_N == 1.0
+        usable_N = pack.temperature_N == 1.0
+        if pack.sets is not None:
+            usable_N = usable_N & ~pack.sets.restricted_N
+        return torch.tensor(token_logprobs).to(pack.behaviour_N), usable_N
 
     def _logprobs(self, token_ids: list[int]) -> list[float]:
         """Return the logprob of each token of the sequence; 0 for the first one. Raises `LearnerLost`."""

@@ -45,7 +45,7 @@ class TrinityRow:
 def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[TrinityRow], frozenset[str]]:
     """Return `size` rows for the step after `step`, and the names of the rows that were left out.
 
-    Rows are left out if they were sampled at another temperature.
+    Rows are left out if they were sampled at another temperature, or from a part of the vocabulary.
     """
     digest = batch.digest()
     out = frozenset(row.name for row in batch.rows if not _has_temperature(row, temperature))
@@ -65,12 +65,13 @@ def is_finite(batch: Batch) -> bool:
 
 
 def _has_temperature(row: Row, temperature: float) -> bool:
-    """Return whether the logprobs belong to a policy at this temperature; written tokens and some answers have none."""
-    return (
-        not row.written
-        and row.unsampled_T is None
-        and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
-    )
+    """Return whether the logprobs belong to a policy at this temperature; written tokens and some answers have none.
+
+    Trinity computes logprobs over the whole vocabulary, so restricted answers have none either.
+    """
+    if row.written or row.unsampled_T is not None or row.sets is not None:
+        return False
+    return bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
 
 
 def _idle(row: Row) -> Row:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace_trainer.torch_learner.model.pack_sets import EXCLUDED
+
 
 @dataclass(frozen=True)
 class DistillationTarget:
@@ -50,7 +52,8 @@ class DistillationTarget:
             return None
         index_m = self.positions_M[first:last] - part.start
         temperature_m = temperature_n[index_m, None]
-        teacher_mV = self.answer(self.hidden_MH[first:last]).div_(temperature_m).log_softmax(-1)
+        teacher_mV = self.answer(self.hidden_MH[first:last]).div_(temperature_m)
+        teacher_mV = teacher_mV.masked_fill_(log_nV[index_m] < EXCLUDED / 4, EXCLUDED).log_softmax(-1)
         advantage_mV = teacher_mV.sub_(log_nV[index_m]).clamp_(-self.limit, self.limit)
         shares_mV = shares_nV[index_m]
         mean_m = (shares_mV * advantage_mV).sum(-1, keepdim=True)

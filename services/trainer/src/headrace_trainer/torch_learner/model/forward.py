@@ -20,6 +20,7 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.torch_learner.model import attention, head
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head import Head, Slope
+from headrace_trainer.torch_learner.model.pack_sets import PackSets
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Pack:
     """Index of the row that each row is paired with, its own index where there is none, or None without pairs."""
     rows: tuple[Row, ...] = ()
     """The rows of the pack, from which a teacher builds other sequences."""
+    sets: PackSets | None = None
+    """The tokens that positions were sampled from, or None where every position allows all."""
     distillation: DistillationTarget | None = None
     """Tokens with a distillation target over all words; only with a head that is `plain`."""
 
@@ -97,6 +100,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         joined([_written(row) for row in rows]) if any(_written(row).any() for row in rows) else None,
         _to_device(device, _pairs(rows)) if any(row.together for row in rows) else None,
         tuple(rows),
+        PackSets.of(rows, device),
     )
 
 
@@ -134,8 +138,11 @@ def _to_device(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
 def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
     """Return `(logprobs_N, entropy_N)` of the loss tokens in float32, under `model` with the head `output`."""
     if output.unchunked_reason is not None:
-        return head.logprobs(logits(model, pack), pack.targets_N, pack.temperature_N)
-    return output.logprobs(hidden(model, output, pack), pack.targets_N, pack.temperature_N)
+        logits_NV = logits(model, pack)
+        if pack.sets is not None:
+            logits_NV = pack.sets.restrict(logits_NV, slice(0, len(logits_NV)))
+        return head.logprobs(logits_NV, pack.targets_N, pack.temperature_N)
+    return output.logprobs(hidden(model, output, pack), pack.targets_N, pack.temperature_N, pack.sets)
 
 
 def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
@@ -147,7 +154,7 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
             torch.autograd.backward(logprobs_N, slope(logprobs_N.detach(), slice(0, len(logprobs_N))))
         return logprobs_N.detach(), entropy_N
     hidden_NH = hidden(model, output, pack)
-    inputs = (hidden_NH, pack.targets_N, pack.temperature_N, slope, pack.distillation)
+    inputs = (hidden_NH, pack.targets_N, pack.temperature_N, slope, pack.distillation, pack.sets)
     logprobs_N, entropy_N, gradient_NH = output.backward(*inputs)
     if gradient_NH is not None:
         with torch.autocast(kind, enabled=False):

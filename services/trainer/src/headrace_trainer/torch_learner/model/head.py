@@ -27,6 +27,7 @@ from headrace_runtime.process import liveness
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head_tail import NO_TAIL, Tail, find_tail, planted_logits
+from headrace_trainer.torch_learner.model.pack_sets import PackSets
 from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 64 << 20
@@ -85,8 +86,10 @@ class Head:
             return cls(module, unchunked_reason="its code calls its output head differently each time")
         return cls(module, tail)
 
-    def logprobs(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `(logprobs_N, entropy_N)`, both after temperature; the entropy has no gradient."""
+    def logprobs(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, sets: PackSets | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(logprobs_N, entropy_N)`, both after temperature and over `sets`; the entropy has no gradient."""
         if self.plain:
             result: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden_NH,
@@ -96,12 +99,15 @@ class Head:
                 temperature_N,
                 self.tail,
                 _matrix_dtype(hidden_NH),
+                sets,
             )
             return result
-        rows = _rows(hidden_NH, self.module)
-        parts = zip(*(torch.split(tensor, rows) for tensor in (hidden_NH, targets_N, temperature_N)), strict=True)
+        tokens, rows = len(hidden_NH), _rows(hidden_NH, self.module)
+        parts = [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+        tensors = (hidden_NH, targets_N, temperature_N)
+        chunks = [(*(tensor[part] for tensor in tensors), sets, part) for part in parts]
         answers = [
-            checkpoint(self._compute_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+            checkpoint(self._compute_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
         ]
         logprobs, entropies = zip(*answers, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -114,10 +120,12 @@ class Head:
         temperature_N: Tensor,
         slope: Slope,
         target: DistillationTarget | None = None,
+        sets: PackSets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute logprobs and gradients in one pass, each matrix product once. For a `plain` head.
 
-        The gradients of the head's parameters are added to these. `taught` adds the gradient of a distillation target.
+        The gradients of the head's parameters are added to these. `target` adds the gradient of a distillation target,
+        and `sets` restricts the softmax of positions.
 
         Returns:
             `(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none.
@@ -127,7 +135,7 @@ class Head:
         if self.compiled and fusible:
             from headrace_trainer.torch_learner.model import head_compiled  # imports torch's compiler
 
-            inputs = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH))
+            inputs = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH), sets)
             return head_compiled.backward(weight_VH, bias_V, *inputs)
         logprobs_N, entropy_N = (hidden_NH.new_empty(len(hidden_NH), dtype=_wide_dtype(hidden_NH)) for _ in range(2))
         weight, bias = _gradient_of(weight_VH), _gradient_of(bias_V)
@@ -142,6 +150,8 @@ class Head:
                 logits, log = (buffer[: part.stop - part.start] for buffer in (logits_nV, log_nV))
                 matrix.answer_into(logits, hidden_NH[part])
                 answer = logits.clone() if self.tail.cap is not None else None
+                if sets is not None:
+                    sets.restrict(logits, part)
                 logits.div_(temperature_N[part, None])
                 torch.log_softmax(logits, -1, out=log)
                 logprobs_N[part] = log.gather(-1, targets_N[part, None]).squeeze(-1)
@@ -169,9 +179,12 @@ class Head:
             return False
         return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
-    def _compute_chunk(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_chunk(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor, sets: PackSets | None, part: slice
+    ) -> tuple[Tensor, Tensor]:
         """Compute a chunk with any kind of head."""
-        return logprobs(self.tail(_wide(self.module(hidden))), targets, temperature)
+        logits = self.tail(_wide(self.module(hidden)))
+        return logprobs(logits if sets is None else sets.restrict(logits, part), targets, temperature)
 
 
 @contextlib.contextmanager
@@ -217,13 +230,17 @@ class _Chunked(torch.autograd.Function):
         temperature_N: Tensor,
         tail: Tail,
         dtype: torch.dtype,
+        sets: PackSets | None,
     ) -> tuple[Tensor, Tensor]:
         wide, device = _wide_dtype(hidden_NH), hidden_NH.device
         logprobs_N, entropy_N, norm_N = (torch.empty(len(hidden_NH), dtype=wide, device=device) for _ in range(3))
         with torch.autocast(hidden_NH.device.type, enabled=False):
             matrix = _Matrix.of(weight_VH, bias_V, tail, dtype)
             for part in _chunks(hidden_NH, weight_VH):
-                logits = matrix.answer(hidden_NH[part]).div_(temperature_N[part, None])
+                logits = matrix.answer(hidden_NH[part])
+                if sets is not None:
+                    sets.restrict(logits, part)
+                logits.div_(temperature_N[part, None])
                 log = functional.log_softmax(logits, dim=-1)
                 at = targets_N[part, None]
                 logprobs_N[part] = log.gather(-1, at).squeeze(-1)
@@ -231,7 +248,7 @@ class _Chunked(torch.autograd.Function):
                 torch.exp(log, out=logits)
                 entropy_N[part] = logits.mul_(log).sum(-1).neg_()
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, norm_N)
-        ctx.tail, ctx.dtype = tail, dtype
+        ctx.tail, ctx.dtype, ctx.sets = tail, dtype, sets
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -250,11 +267,14 @@ class _Chunked(torch.autograd.Function):
             for part in _chunks(hidden_NH, weight_VH):
                 logits = matrix.answer(hidden_NH[part])
                 answer = logits.clone() if ctx.tail.cap is not None else None
+                if ctx.sets is not None:
+                    ctx.sets.restrict(logits, part)
                 shares = logits.div_(temperature_N[part, None]).sub_(norm_N[part, None]).exp_()
                 share = of_logprobs_N[part] / temperature_N[part]
                 sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer)
         of = zip((sums.hidden, sums.weight, sums.bias), (hidden_NH, weight_VH, bias_V), strict=True)
-        return *(None if gradient is None else gradient.to(was.dtype) for gradient, was in of), None, None, None, None
+        gradients = (None if gradient is None else gradient.to(was.dtype) for gradient, was in of)
+        return *gradients, None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.compiled import fused
+from headrace_trainer.torch_learner.model.pack_sets import PackSets
 from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 384 << 20
@@ -31,6 +32,7 @@ def backward(
     temperature_N: Tensor,
     slope: Callable[[Tensor, slice], Tensor],
     dtype: torch.dtype,
+    sets: PackSets | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute logprobs and gradients as `Head.backward` does."""
     tokens = len(hidden_NH)
@@ -50,6 +52,8 @@ def backward(
             at_N = functional.pad(targets_N[part], (0, missing))
             heat_N = functional.pad(temperature_N[part], (0, missing), value=1.0)
             logits_NV = functional.linear(chunk_NH, matrix_VH, added_V)
+            if sets is not None:
+                sets.restrict(logits_NV, part)
             chunk_logprobs_N, chunk_entropy_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
             logprobs_N[part], entropy_N[part] = chunk_logprobs_N[:count], chunk_entropy_N[:count]
             share_N = functional.pad(slope(logprobs_N[part], part), (0, missing)) / heat_N

@@ -70,7 +70,7 @@ class GrammarTrial:
             return self._process
         self.stop()
         process = self._process = subprocess.Popen(
-            bound_to_parent([sys.executable, "-m", "headrace_inference.grammar.trial"]),
+            bound_to_parent([sys.executable, "-m", "headrace_runtime.grammars.trial"]),
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Guide that constrains one choice to a grammar, with llguidance."""
+"""Guide that constrains one choice to a grammar, with llguidance. Replicas sample by it, the trainer masks by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+
+def match_grammar(words: LLTokenizer, text: str) -> LLMatcher:
+    """Compile a grammar in the library's dialect of Lark. The caller must check `LLMatcher.is_error`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
 class GrammarGuide:
@@ -19,13 +26,13 @@ class GrammarGuide:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._end_id = end_id
-        self._stop_ids = stop_ids
+        self.stop_ids = stop_ids
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
         self._violated = False
 
     def fresh(self) -> GrammarGuide:
         """Return a copy of the guide in its initial state, for another choice."""
-        return GrammarGuide(self._matcher.deep_copy(), self._vocabulary, self._end_id, self._stop_ids)
+        return GrammarGuide(self._matcher.deep_copy(), self._vocabulary, self._end_id, self.stop_ids)
 
     def replay(self, tokens: Sequence[int]) -> bool:
         """Accept tokens that another replica sampled, and return whether the grammar allows them."""
@@ -42,12 +49,12 @@ class GrammarGuide:
     def allowed(self) -> NDArray[np.int32]:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._mask[self._end_id // 32] >> (self._end_id % 32) & 1:
-            for token in self._stop_ids:
+            for token in self.stop_ids:
                 self._mask[token // 32] |= _BITS[token % 32]
         return self._mask
 
     def accept(self, token: int) -> None:
-        if token in self._stop_ids or self.error:
+        if token in self.stop_ids or self.error:
             return
         allowed = self._matcher.consume_token(token)
         self._violated = not allowed and not self._matcher.is_error()
