@@ -29,6 +29,7 @@ class Holder:
     name = "holder"
     resumes = False
     grammars = False
+    reports_sets = False
     capacity = 4
     alive = True
 
