@@ -33,12 +33,12 @@ def sync_agent(base_url: str, model: str) -> tuple[str, str]:
     assert call.type == "function"
     assert call.function.name == "search"
     messages += [message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "Ada"}]  # type: ignore[list-item]
-    plain = client.chat.completions.create(model=model, messages=messages, tools=[SEARCH])
+    plain = client.chat.completions.create(model=model, messages=messages, tools=[SEARCH], user="u")
     assert plain.usage
     assert plain.usage.completion_tokens == LENGTH
     assert plain._request_id == plain.id
     streamed = ""
-    with client.chat.completions.stream(model=model, messages=messages, tools=[SEARCH]) as stream:
+    with client.chat.completions.stream(model=model, messages=messages, tools=[SEARCH], user="u") as stream:
         for event in stream:
             if event.type == "content.delta":
                 streamed += event.delta

@@ -25,6 +25,7 @@ from headrace_registry.settings import RegistrySettings
 from headrace_registry.versions.routing import WITHDRAWN_MAX
 from headrace_runtime.kafka.dead_letters import _HEADERS_MAX
 from headrace_schemas import Event
+from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
 from headrace_schemas.events.checkpoint import LISTED_MAX
 from headrace_schemas.events.model_event import STATISTICS_MAX
 from headrace_schemas.values.base import Model
@@ -97,6 +98,7 @@ PRODUCERS = {
     "Trajectory.left_out": COMPLETIONS,
     "Trajectory.context": CONTEXT_KEYS_MAX,
     "Branch.token_ids": ISOLATED,
+    "Branch.grammars": COMPLETIONS,
     "Branch.spans": COMPLETIONS,
     "Span.logprobs": ISOLATED,
     "Dialogue.messages": upper_bound(ChatRequest, "messages") + 1,
@@ -106,6 +108,7 @@ PRODUCERS = {
     "Turn.prompt_token_ids": ISOLATED,
     "Choice.token_ids": ISOLATED,
     "Choice.logprobs": ISOLATED,
+    "TokenGrammar.stop_ids": STOP_IDS_MAX,
 }
 """Largest length that a producer builds. A larger turn becomes a dead letter, so its tokens are isolated."""
 

@@ -39,7 +39,7 @@ RECORDS = 150
 NAMED = {
     "invalid_event", "invalid_json", "too_many_values", "too_many_sources", "reserved_source", "unknown_field",
     "foreign_end_reason", "foreign_session_key", "no_branches", "captured_turn", "impossible_time", "turn_taken",
-    "too_long", "invalid_trajectory", "unknown_target",
+    "too_long", "invalid_trajectory", "unknown_target", "unresolved_turn",
 }  # fmt: skip
 """Every reason but `handler_error`, which is a fault of a handler."""
 

@@ -27,7 +27,7 @@ from headrace_cli.commands import (
     trinity,
     up,
 )
-from headrace_cli.commands.shared import Commands
+from headrace_cli.commands.shared import Commands, echo
 
 app = typer.Typer(
     cls=Commands,
@@ -45,7 +45,7 @@ def _print_version(chosen: bool) -> None:
     if chosen:
         from headrace import __version__
 
-        typer.echo(f"headrace {__version__}")
+        echo(f"headrace {__version__}")
         raise typer.Exit
 
 
@@ -80,10 +80,10 @@ connect.add_to(app)
 def main() -> None:
     """Run the `headrace` command; the console script calls this function."""
     if os.name == "nt":
-        typer.echo(
+        echo(
             "headrace: the command and the services run on Linux, on macOS and in WSL; "
             "on Windows itself, use the client (headrace-client)",
-            err=True,
+            error=True,
         )
         raise SystemExit(2)
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # commands report an unreachable bus themselves

@@ -21,6 +21,9 @@ from headrace_schemas.values.bounds import INT32
 STORED_SETS_MAX = 32_768
 """Largest number of integers in the stored sets of one turn. A turn with more is served, and left out of training."""
 
+STOP_IDS_MAX = 1024
+"""Largest number of tokens that end an answer. Models with more are not loaded."""
+
 TokenId = Annotated[int, Field(ge=0), INT32]
 
 StoredSets = Annotated[TokenIds, Field(max_length=STORED_SETS_MAX)]
@@ -40,7 +43,7 @@ class TokenGrammar(Model):
     """Number of token ids of the model."""
     end_id: TokenId
     """Token that ends an answer for the library."""
-    stop_ids: Annotated[tuple[TokenId, ...], Field(max_length=1024)]
+    stop_ids: Annotated[tuple[TokenId, ...], Field(max_length=STOP_IDS_MAX)]
     """Tokens that end an answer. All of them are allowed where `end_id` is."""
 
     @cached_property

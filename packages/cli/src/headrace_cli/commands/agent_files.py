@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace_schemas.values.text import read_user_text
 
 _TABLE = re.compile(r"^\s*\[")
 _KEY = re.compile(r"^\s*(?:export\s+)?([\w.-]+)\s*[:=]")
@@ -57,9 +58,9 @@ def write(file: Path, content: str) -> Path | None:
         if file.exists():
             backup = file.with_name(f"{file.name}.before-headrace")
             if not backup.exists():
-                _write_private(backup, file.read_text(encoding="utf-8"))
+                _write_private(backup, file.read_bytes())
         temporary = file.with_name(f".{file.name}.new")
-        _write_private(temporary, content)
+        _write_private(temporary, content.encode())
         temporary.replace(file)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}; check the folder and its permissions") from None
@@ -69,17 +70,17 @@ def write(file: Path, content: str) -> Path | None:
 def read(file: Path) -> str:
     """Return the text of a file, empty where there is none. Raises `UsageError`."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_user_text(file)
     except FileNotFoundError:
         return ""
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{file}: cannot be read: {error}; print the lines without --write, and add them") from None
 
 
-def _write_private(file: Path, content: str) -> None:
+def _write_private(file: Path, content: bytes) -> None:
     """Write a file that may hold an API key."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with os.fdopen(descriptor, "wb") as stream:
         stream.write(content)
 
 

@@ -22,6 +22,7 @@ from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.token_bytes import byte_level_table
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
+from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
 from headrace_schemas.values.blobs import Manifest
 from headrace_schemas.values.text import read_user_text
 
@@ -249,10 +250,16 @@ def _join(pieces: Iterator[str], limits: RenderLimits) -> str:
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
-    """Return every token that ends an answer: the tokenizer's, and those of the model's configuration."""
+    """Return every token that ends an answer: the tokenizer's, and those of the model's configuration.
+
+    Raises:
+        VersionUnusable: there are more of them than a turn can record.
+    """
     stop_ids = {eos_id} if eos_id is not None else set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         value = json.loads(read_user_text(path)).get("eos_token_id") if path.exists() else None
         stop_ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    if len(stop_ids) > STOP_IDS_MAX:
+        raise VersionUnusable(f"eos_token_id: {len(stop_ids)} tokens end an answer; a model may have {STOP_IDS_MAX}")
     return frozenset(stop_ids)
