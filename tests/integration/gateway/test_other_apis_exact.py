@@ -34,7 +34,8 @@ async def messages_loop(base_url: str) -> None:
     ) as client:
         for step in range(STEPS):
             choice: Any = {"type": "tool", "name": "search"} if step in (0, 2) else {"type": "auto"}
-            limit = 1_000_000 if step == 3 else 40
+            # A long answer of random weights may hold text that no rendering repeats, so none follows the long one.
+            limit = 1_000_000 if step == STEPS - 1 else 40
             async with client.messages.stream(
                 model="tiny", max_tokens=limit, system="Be brief.", messages=messages, tools=TOOLS, tool_choice=choice
             ) as stream:
