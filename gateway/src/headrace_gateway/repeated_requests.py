@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from headrace_gateway.chat_call import ChatCall
 from headrace_runtime.clock import Clock
+from headrace_runtime.storage.tenant_memory import TenantMemory
 
 _WITHIN_S = 10.0
 """Time after an answer within which the same request may be its retry: a proxy may have cut the connection unseen."""
 _REQUESTS_MAX = 16_384
-"""Requests that are remembered, about 8 MB; the oldest are forgotten first."""
+"""Requests that are remembered, about 8 MB. Beyond it the tenant with the most requests forgets its oldest."""
 _Key = tuple[str, str]
 
 
@@ -29,15 +29,13 @@ class RepeatedRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._requests: OrderedDict[_Key, _Request] = OrderedDict()
+        self._requests: TenantMemory[_Key, _Request] = TenantMemory(_REQUESTS_MAX)
 
     def begin(self, call: ChatCall) -> str | None:
         """Record a request. Return the turn that it repeats, if the client may not have got that turn's answer."""
         key = self._key(call)
-        earlier = self._requests.pop(key, None)
-        self._requests[key] = _Request(call.response_id)
-        if len(self._requests) > _REQUESTS_MAX:
-            self._requests.popitem(last=False)
+        earlier = self._requests.pop(call.identity.tenant, key)
+        self._requests.set(call.identity.tenant, key, _Request(call.response_id))
         if earlier is None:
             return None
         is_recent = earlier.ended_s is not None and self._clock.monotonic_s() - earlier.ended_s <= _WITHIN_S
@@ -56,7 +54,7 @@ class RepeatedRequests:
             request.ended_s = self._clock.monotonic_s()
 
     def _find(self, call: ChatCall) -> _Request | None:
-        request = self._requests.get(self._key(call))
+        request = self._requests.get(call.identity.tenant, self._key(call))
         return request if request is not None and request.turn_id == call.response_id else None
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -52,16 +51,16 @@ def write(file: Path, content: str) -> Path | None:
     Raises:
         UsageError: The file cannot be written.
     """
+    from headrace_runtime.storage.files import owner_alone, replace_file
+
     backup = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             backup = file.with_name(f"{file.name}.before-headrace")
             if not backup.exists():
-                _write_private(backup, file.read_bytes())
-        temporary = file.with_name(f".{file.name}.new")
-        _write_private(temporary, content.encode())
-        temporary.replace(file)
+                replace_file(backup, file.read_bytes(), opener=owner_alone)
+        replace_file(file, content.encode(), opener=owner_alone)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}; check the folder and its permissions") from None
     return backup
@@ -75,13 +74,6 @@ def read(file: Path) -> str:
         return ""
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: cannot be read: {error}; print the lines without --write, and add them") from None
-
-
-def _write_private(file: Path, content: bytes) -> None:
-    """Write a file that may hold an API key."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
 
 
 def _merged(current: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:

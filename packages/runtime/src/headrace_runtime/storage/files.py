@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes, *, opener: Callable[[str, int], int] |
     Args:
         path: the file.
         data: the new content.
-        opener: as in `open`, for example `private_files.owner_alone`.
+        opener: as in `open`, for example `owner_alone`.
 
     Raises:
         OSError: the file cannot be written.
