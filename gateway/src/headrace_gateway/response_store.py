@@ -7,11 +7,11 @@ is unknown: the client gets a refusal and sends its conversation whole.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from headrace_gateway.access import Caller
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values import ids
 
 _RESPONSE_PREFIX = "chatcmpl-"
@@ -35,13 +35,11 @@ class ResponseStore:
 
     Args:
         bytes_max: Most bytes of requests and responses that are stored. Beyond it the tenant with the most bytes loses
-            its oldest response.
+            the response that it has not used for longest.
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
-        self._sizes: dict[str, int] = {}
+        self._responses: TenantMemory[str, StoredResponse] = TenantMemory(bytes_max)
         self._lock = threading.Lock()
 
     def view(self, caller: Caller) -> CallerResponses:
@@ -49,33 +47,19 @@ class ResponseStore:
         return CallerResponses(self, caller)
 
     def add(self, tenant: str, response: StoredResponse) -> None:
-        """Store a response, and drop the oldest ones that there is no room for."""
+        """Store a response, and drop others that there is no room for."""
         with self._lock:
-            rows = self._tenants.setdefault(tenant, OrderedDict())
-            rows[response.body["id"]] = response
-            self._sizes[tenant] = self._sizes.get(tenant, 0) + response.size_bytes
-            while sum(self._sizes.values()) > self._bytes_max:
-                largest = max(self._sizes, key=lambda name: self._sizes[name])
-                self._drop(largest, next(iter(self._tenants[largest])))
+            self._responses.set(tenant, response.body["id"], response, response.size_bytes)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response of `tenant`, or None."""
         with self._lock:
-            rows = self._tenants.get(tenant)
-            return rows.get(response_id) if rows is not None else None
+            return self._responses.get(tenant, response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a response. Return whether it was stored."""
         with self._lock:
-            if response_id not in self._tenants.get(tenant, {}):
-                return False
-            self._drop(tenant, response_id)
-            return True
-
-    def _drop(self, tenant: str, response_id: str) -> None:
-        self._sizes[tenant] -= self._tenants[tenant].pop(response_id).size_bytes
-        if not self._tenants[tenant]:
-            del self._tenants[tenant], self._sizes[tenant]
+            return self._responses.pop(tenant, response_id) is not None
 
 
 class CallerResponses:

@@ -185,7 +185,7 @@ class GatewaySettings(ServiceSettings):
     reads text only]`, so that one screenshot does not end an agent's run."""
     responses_bytes_max: Annotated[int, Field(ge=0)] = 134_217_728
     """Most bytes of requests and responses of `POST /v1/responses` that this process stores in memory for
-    `previous_response_id`, `item_reference` and `GET`; the oldest are dropped first. 0: none is stored."""
+    `previous_response_id`, `item_reference` and `GET`; those unused for longest are dropped first. 0: none."""
     side_calls: dict[Label, Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default={})
     """Kinds of calls that your agent makes beside its task, each with a text that the first or the last message of such
     a call contains, e.g. `title = "Write a title for this conversation"`. Side calls are captured and do not get the
