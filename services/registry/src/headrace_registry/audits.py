@@ -4,7 +4,10 @@ from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
-    "registry", "Plays audit tasks with the gate's program.", RegistrySettings, "headrace_registry.gate.evaluation:run"
+    "registry",
+    "Plays audit tasks with the gate's program.",
+    RegistrySettings,
+    "headrace_registry.gate.evaluation:play_audits",
 )
 
 if __name__ == "__main__":
