@@ -188,7 +188,7 @@ def versions(circle: HeadraceUp) -> tuple[VersionState, ...]:
 
 def promotions(circle: HeadraceUp) -> int:
     """Return the number of versions that have been champion."""
-    return sum(any(decision.decision == "promoted" for decision in version.decisions) for version in versions(circle))
+    return sum(_decided(version, "promoted") for version in versions(circle))
 
 
 async def _talk(client: AsyncOpenAI, number: int) -> list[Received]:
@@ -223,18 +223,14 @@ async def settled(circle: HeadraceUp) -> TurnAccount:
     """Return the account once all captured turns are trained or dropped and every version has a decision.
 
     A version is announced before the outcomes of its batch, and the registry reads of it later: after the last open
-    turn a
-    gate may still have tasks to play.
+    turn a gate may still have tasks to play.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:
         account = await read_turn_account(circle.state.bus)
         all_versions = versions(circle)
-        undecided = [
-            entry.id
-            for entry in all_versions
-            if entry.state in ("registered", "probing", "evaluating") or _unmeasured(entry)
-        ]
+        undecided = [entry.id for entry in all_versions if entry.state in ("registered", "probing", "evaluating")]
+        undecided += [entry.id for entry in _last_champions(all_versions) if not _decided(entry, "evaluated")]
         if not account.waiting and not undecided:
             announced = {entry.version for entry in (await observe(circle.state.bus)).all(Checkpoint)}
             if announced == {entry.id for entry in all_versions}:
@@ -243,9 +239,13 @@ async def settled(circle: HeadraceUp) -> TurnAccount:
         await asyncio.sleep(0.5)
 
 
-def _unmeasured(version: VersionState) -> bool:
-    """Return whether the champion's audit is still open."""
-    return version.state == "promoted" and all(decision.decision != "evaluated" for decision in version.decisions)
+def _last_champions(all_versions: tuple[VersionState, ...]) -> list[VersionState]:
+    """Return the champion and the one before it. A version that is overtaken twice during its audit has no score."""
+    return [version for version in all_versions if _decided(version, "promoted")][:2]
+
+
+def _decided(version: VersionState, decision: str) -> bool:
+    return any(entry.decision == decision for entry in version.decisions)
 
 
 async def _until(condition: Callable[[], bool], label: str) -> None:

@@ -107,7 +107,8 @@ command = ["{{python}}", {json.dumps(str(folder / "gate.py"))}, "{{base_url}}"]
     command = [HEADRACE, "controls", "--from", "recorded.jsonl", "--config", "headrace.toml", "--json", *controls]
     command += ["--plays", "100", "--seeds", "1", "--out", "out"]
     process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1500)
-    assert process.returncode in (0, 1) and process.stdout, process.stderr[-3000:]
+    assert process.returncode in (0, 1), process.stderr[-3000:]
+    assert process.stdout, process.stderr[-3000:]
     controls_report: dict[str, Any] = json.loads(process.stdout)
     assert json.loads((folder / "out" / "controls.json").read_text()) == controls_report
     print(process.stdout)

@@ -134,7 +134,8 @@ def test_summarize_audit_equals_a_computation_by_hand() -> None:
     assert summarize_audit([("a", 1.0)]).statistics() == {"score": 1.0, "tasks": 1.0}
 
 
-async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays() -> None:
+@pytest.mark.parametrize(("hurried", "share"), [(False, 1), (True, 8)])
+async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays_or_half(hurried: bool, share: int) -> None:
     class Watched(FakeSession):
         async def play(self, version: str, task: str, seed: int) -> float:
             beside.append(self.under_way + 1)
@@ -142,17 +143,20 @@ async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays() -> None:
 
     beside: list[int] = []
     """Plays of the audit under way, at the begin of each."""
+    plays = 200 * share
     limiter, audits, trials = AuditLimiter(16), Watched(lambda *_: 0.5), FakeSession(lambda *_: 0.5)
-    auditing = asyncio.create_task(run_audit(audits, CHAMPION, plays=200, limiter=limiter))
+    auditing = asyncio.create_task(run_audit(audits, CHAMPION, plays=plays, limiter=limiter))
     while len(audits.requests) < 20:  # noqa: ASYNC110 (a play tells nobody)
         await asyncio.sleep(0)
+    limiter.hurry(hurried)
     with limiter.trial():
         begun = len(audits.requests)
         await run_trial(trials, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=16, timeout_s=60)
         ended = len(audits.requests)
-    assert begun < ended < 200, "it goes on, and the trial did not wait for its end"
-    assert max(beside[begun:ended]) <= 1
+    assert begun < ended < plays, "it goes on, and the trial did not wait for its end"
+    assert max(beside[begun:ended]) <= share
+    assert max(beside[begun + 16 : ended], default=share) == share, "once the plays before the trial have ended"
     audit = await auditing
-    assert audit.plays == len(audits.requests) == 200
-    assert sorted(seed for _, _, seed in audits.requests) == list(range(200)), "each play counts once"
+    assert audit.plays == len(audits.requests) == plays
+    assert sorted(seed for _, _, seed in audits.requests) == list(range(plays)), "each play counts once"
     assert audits.most == max(beside[ended:]) == 16

@@ -142,7 +142,7 @@ class ModelController:
         for _ in range(_STEPS_MAX):
             self._runner.reap(model)
             action, audit, roles = await self._step(model)
-            self._runner.abandon(model, roles)
+            self._runner.follow_roles(model, roles)
             if isinstance(action, RunTrial | RunAudit):
                 self._runner.begin(model, action)
             if isinstance(action, RunTrial) and audit is not None:
@@ -174,7 +174,7 @@ class ModelController:
             await _apply(action, record, view, transition, self._settings.rollout)
             updated = await store.load_model(tx, model)
             assert updated is not None
-            roles = Roles({updated.champion, updated.candidate, updated.anchor}, {updated.champion, updated.previous})
+            roles = Roles(updated.champion, updated.previous, updated.candidate, updated.anchor)
             results[:] = [(action, lifecycle.next_audit(view, inputs), roles)]
             return await transition.finish()
 

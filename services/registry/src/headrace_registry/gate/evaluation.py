@@ -108,13 +108,14 @@ async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> N
 class AuditLimiter:
     """Limits how many plays of audits run at once. Use `async with` around each play.
 
-    At most `concurrency` plays run while no trial does, and a sixteenth of that during a trial, because only trials
-    decide which version serves. A play that has begun is finished, so none is lost or counted twice.
+    At most `concurrency` plays run while no trial does. During a trial it is a sixteenth of that, because only trials
+    decide which version serves, and half of it while `hurried`. A play that has begun is finished, so none is lost or
+    counted twice.
     """
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
-        self._beside = max(1, concurrency // _SHARE_BESIDE_TRIAL)
+        self._hurried = False
         self._trials = 0
         self._plays = 0
         self._changed = asyncio.Event()
@@ -129,8 +130,18 @@ class AuditLimiter:
             self._trials -= 1
             self._changed.set()
 
+    def hurry(self, hurried: bool) -> None:
+        """Give audits half of the plays during trials, or a sixteenth again."""
+        self._hurried = hurried
+        self._changed.set()
+
+    def _limit(self) -> int:
+        if not self._trials:
+            return self._concurrency
+        return max(1, self._concurrency // (2 if self._hurried else _SHARE_BESIDE_TRIAL))
+
     async def __aenter__(self) -> None:
-        while self._plays >= (self._beside if self._trials else self._concurrency):
+        while self._plays >= self._limit():
             self._changed.clear()
             await self._changed.wait()
         self._plays += 1

@@ -61,10 +61,18 @@ StoreResult = Callable[[AsyncConnection, Transition], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The versions of a model that a trial and an audit may play. A run that plays another version is abandoned."""
+    """The versions of a model that runs may play. A run that plays another version is abandoned."""
 
-    trial: set[str | None]
-    audit: set[str | None]
+    champion: str | None
+    previous: str | None
+    candidate: str | None
+    anchor: str | None
+
+    def of(self, kind: RunKind) -> set[str | None]:
+        """Return the versions that a trial or an audit may play."""
+        if kind is RunAudit:
+            return {self.champion, self.previous}
+        return {self.champion, self.candidate, self.anchor}
 
 
 @dataclass(slots=True)
@@ -102,6 +110,8 @@ class GateRunner:
         audits = trials if settings.ray.workers else asyncio.Semaphore(1)
         self._turns: dict[RunKind, asyncio.Semaphore] = {RunTrial: trials, RunAudit: audits}
         self._audit_limiter = AuditLimiter(settings.concurrency)
+        self._overtaken: set[str] = set()
+        """Models whose audit under way measures the champion before the present one."""
         self.trials = Attempts()
         self.audits = Attempts()
 
@@ -113,14 +123,23 @@ class GateRunner:
                 del self._runs[model, kind]
                 run.task.result()
 
-    def abandon(self, model: str, roles: Roles) -> None:
-        """Cancel runs that play a version which has lost its role."""
-        for kind, allowed in ((RunTrial, roles.trial), (RunAudit, roles.audit)):
+    def follow_roles(self, model: str, roles: Roles) -> None:
+        """Cancel runs that play a version which has lost its role, and hurry the audit of the champion before.
+
+        The next promotion would end that audit, so that no version would be measured where trials follow each other.
+        """
+        for kind in self._turns:
             run = self._runs.get((model, kind))
-            if run is not None and not run.played and not allowed >= run.versions:
+            if run is not None and not run.played and not roles.of(kind) >= run.versions:
                 log.info("gate_run_abandoned", versions=sorted(run.versions))
                 run.task.cancel()
                 del self._runs[model, kind]
+        audit = self._runs.get((model, RunAudit))
+        if audit is not None and roles.champion not in audit.versions:
+            self._overtaken.add(model)
+        else:
+            self._overtaken.discard(model)
+        self._audit_limiter.hurry(bool(self._overtaken))
 
     def begin(self, model: str, action: RunTrial | RunAudit) -> None:
         """Start the run of the plan, unless the model has one of its kind.
