@@ -15,7 +15,9 @@ from collections.abc import Callable
 from os.path import relpath
 from pathlib import Path
 
-from docs.site.pages import ROOT, Link, links, navigation, outside_code, pages, tracked
+import yaml
+
+from docs.site.pages import CONFIG, ROOT, Link, address, links, navigation, outside_code, pages, tracked
 
 _FENCE = re.compile(r"^( *)```(\w+)([^\n`]*)$", re.MULTILINE)
 _FILE = re.compile(r"file=([\w./-]+)")
@@ -45,6 +47,33 @@ def main() -> None:
     for path, link in shown_links.items():
         if path not in pages():
             _show(target, path, link, shown_links)
+    (target / "llms.txt").write_text(index_for_models(), encoding="utf-8")
+
+
+def index_for_models() -> str:
+    """Return `llms.txt` (llmstxt.org): each page of the navigation by section, with its title and first sentence."""
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
+    for entry in config["nav"]:
+        (section, content), *_ = entry.items()
+        named = content if isinstance(content, list) else [{section: content}]
+        lines += ["", f"## {section}", ""]
+        lines += [_entry(title, page) for item in named for title, page in item.items()]
+    return "\n".join([*lines, ""])
+
+
+def _entry(title: str, page: str) -> str:
+    """Return the line of a page, whose address is relative to the root of the site."""
+    source = ROOT / page
+    return f"- [{title}]({address(page) or './'})" + (f": {_first_sentence(source)}" if source.exists() else "")
+
+
+def _first_sentence(page: Path) -> str:
+    """Return the first sentence below the title, without marks of Markdown."""
+    paragraphs = page.read_text(encoding="utf-8").split("\n\n")[1:]
+    text = next((each for each in paragraphs if each[:1].isalnum() or each.startswith(("*", "`", "["))), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", " ".join(text.split()))
+    return re.split(r"(?<=\.)\s(?=[A-Z])", plain, maxsplit=1)[0]
 
 
 def page_text(page: str, text: str) -> str:

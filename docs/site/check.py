@@ -6,12 +6,15 @@ python -m docs.site.check SITE REPORT
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from os.path import normpath
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from docs.site.pages import address
 from docs.site.pages import pages as documentation
 
 _CLICKS_MAX = 2
@@ -72,34 +75,36 @@ def elsewhere(pages: dict[str, Page]) -> list[str]:
     return sorted({target for page in pages.values() for target in page.loads if urlsplit(target).netloc})
 
 
+def unbuilt(index: str, pages: Mapping[str, Page]) -> list[str]:
+    """Return the addresses of `llms.txt` at which the site has no page."""
+    addresses = re.findall(r"^- \[[^\]]*\]\(([^)]*)\)", index, re.MULTILINE)
+    return [each for each in addresses if f"{each.removeprefix('./')}index.html" not in pages]
+
+
 def main() -> None:
     """Return 1 when a page is too far away or needs another host; the report has the reasons."""
     site, report = map(Path, sys.argv[1:])
     pages = read(site)
     clicks_to = clicks(pages)
-    written = {_name(page) for page in documentation()}
+    written = {f"{address(page)}index.html" for page in documentation()}
     far = sorted(name for name in written if clicks_to.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
     lost = sorted(pages.keys() - clicks_to.keys())
+    dead = unbuilt((site / "llms.txt").read_text(encoding="utf-8"), pages)
     summary = {
         "pages": len(written),
         "texts_of_files": len(pages) - len(written),
         "clicks_max": max(clicks_to[name] for name in written if name in clicks_to),
         "too_far": far,
         "not_reachable": lost,
+        "unbuilt_in_llms_txt": dead,
         "elsewhere": elsewhere(pages),
     }
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    wrong = far + lost + elsewhere(pages)
+    wrong = far + lost + dead + elsewhere(pages)
     sys.stdout.write(f"{len(written)} pages, each {summary['clicks_max']} clicks at most from the front page\n")
     if wrong:
-        sys.exit(f"further than {_CLICKS_MAX} clicks, or from elsewhere: {', '.join(wrong[:20])}")
-
-
-def _name(page: str) -> str:
-    """Return the path at which the generator puts a page of the repository."""
-    path = page.removesuffix(".md")
-    return (path.removesuffix("README") if path.endswith("README") else f"{path}/") + "index.html"
+        sys.exit(f"further than {_CLICKS_MAX} clicks, not built, or from elsewhere: {', '.join(wrong[:20])}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,12 @@ def pages() -> tuple[str, ...]:
     return tuple(path for path in tracked() if path.endswith(".md") and not path.startswith(_NO_PAGES))
 
 
+def address(page: str) -> str:
+    """Return the folder of the site in which the generator puts a page; empty for the front page."""
+    folder, _, name = page.removesuffix(".md").rpartition("/")
+    return f"{page.removesuffix('.md')}/" if name not in ("README", "index") else f"{folder}/" if folder else ""
+
+
 def outside_code(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
     """Matches that stand neither in code nor in a comment."""
     code = [match.span() for match in _CODE.finditer(text)]

@@ -2,17 +2,15 @@
 
 python -m docs.site.results [--take reports/demo.json ...]
 
-A block of a page begins with its text as a comment, in which `{chaos.kafka.client.turns_acked:,}` is a value of the
-file. This program writes the text after the comment; a test compares.
+A block of a page names its text in `docs/site/templates.toml`, in which `{chaos.kafka.client.turns_acked:,}` is a
+value of the file. This program writes the text between the two comments of the block; a test compares.
 
-<!-- results
-{demo.0.failed_requests} requests failed.
--->
+<!-- results: demo -->
 0 requests failed.
 <!-- end of results -->
 
-After the colon comes a format of Python's, or `p`: a share as a number of percent. `--take` reads the report of a
-program and takes the values that pages name.
+After the colon of a value comes a format of Python's, or `p`: a share as a number of percent. `--take` reads the report
+of a program and takes the values that pages name.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from headrace_operations.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
 PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md")
-BLOCK = re.compile(r"(<!-- results\n(.*?)-->\n).*?(<!-- end of results -->)", re.DOTALL)
+TEMPLATES = ROOT / "docs" / "site" / "templates.toml"
+BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
 Values = Mapping[str, Any]
 
@@ -41,22 +40,26 @@ def results() -> dict[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def written(text: str, values: Values) -> str:
-    """A page with its blocks as the results are. Raises `KeyError` for a value that is not there."""
+def templates() -> dict[str, str]:
+    """Return the text of each block by its name."""
+    return tomllib.loads(TEMPLATES.read_text(encoding="utf-8"))
+
+
+def written(text: str, values: Values, texts: Mapping[str, str]) -> str:
+    """Return the page with its blocks filled. Raises `KeyError` for a value or a template that does not exist."""
 
     def filled(block: re.Match[str]) -> str:
-        text_of_block = FIELD.sub(
-            lambda field_match: as_text(at(values, field_match[1]), field_match[2] or ""), block[2]
-        )
-        return block[1] + text_of_block + block[3]
+        if block[2] not in texts:
+            raise KeyError(f"results: {block[2]}: {TEMPLATES.name} has no such text; write it there")
+        fields = FIELD.sub(lambda field: as_text(at(values, field[1]), field[2] or ""), texts[block[2]])
+        return block[1] + fields + block[3]
 
     return BLOCK.sub(filled, text)
 
 
-def named(text: str) -> Iterator[str]:
-    """The paths of all values that a page names."""
-    for block in BLOCK.finditer(text):
-        yield from (field[1] for field in FIELD.finditer(block[2]))
+def named(texts: Mapping[str, str]) -> dict[str, None]:
+    """Return the paths of all values that the templates name."""
+    return dict.fromkeys(field[1] for text in texts.values() for field in FIELD.finditer(text))
 
 
 def at(values: Values, path: str) -> Any:
@@ -207,16 +210,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write measurements into the pages that name them.")
     parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="REPORT", help="reports/demo.json, ...")
     options = parser.parse_args()
-    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    texts = templates()
     values = results()
     for path in options.take:
-        for name in take(path, values, dict.fromkeys(name for text in texts.values() for name in named(text))):
+        for name in take(path, values, named(texts)):
             sys.stdout.write(f"{path} has no {name}: it stays as it was\n")
     if options.take:
         head = FILE.read_text(encoding="utf-8").partition("\n[")[0]
         FILE.write_text(head + as_toml(values), encoding="utf-8")
-    for page, text in texts.items():
-        (ROOT / page).write_text(written(text, values), encoding="utf-8")
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        (ROOT / page).write_text(written(text, values, texts), encoding="utf-8")
 
 
 if __name__ == "__main__":

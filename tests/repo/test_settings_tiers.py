@@ -33,16 +33,6 @@ def test_the_page_shows_the_common_ones(described: Described) -> None:
     assert f"```toml\n{as_toml(described, tier='common')}```" in page, "paste: headrace config reference --tier common"
 
 
-def test_the_readme_names_the_common_ones(described: Described) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = page.split("<!-- common settings -->")[1].split("<!-- end of common settings -->")[0]
-    names: set[str] = set()
-    for prefix, listed in re.findall(r"^\| (?:shared|`(\w+\.)`) \| (.+) \|$", block, re.MULTILINE):
-        names |= {prefix + name for name in re.findall(r"`([\w.]+)`", listed)}
-    common = {one.name for settings in described.values() for one in settings if one.tier == "common"}
-    assert names == common
-
-
 def test_a_section_stands_once_in_the_reference(described: Described) -> None:
     """Tiers are an order inside a table: TOML takes no table twice."""
     tables = re.findall(r"^\[[\w.]+\]$", as_toml(described), re.MULTILINE)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from docs.site import check, results
-from docs.site.assemble import page_text
+from docs.site.assemble import index_for_models, page_text
 from docs.site.pages import CONFIG, FRONT, ROOT, links, navigation, outside_code, pages, shown_as
 
 FOLDERS = {"docs/decisions/index.md": "docs/decisions"}
@@ -73,23 +73,30 @@ def test_a_link_to_code_leads_to_a_page_that_shows_it() -> None:
 
 
 def test_figures_are_those_of_the_one_file() -> None:
-    values = results.results()
-    wrong = [page for page in results.PAGES if results.written(read(page), values) != read(page)]
+    values, texts = results.results(), results.templates()
+    wrong = [page for page in results.PAGES if results.written(read(page), values, texts) != read(page)]
     assert not wrong, "run python -m docs.site.results"
     value_paths = {".".join(path) for path, _ in results.paths(values)}
-    assert value_paths == {name for page in results.PAGES for name in results.named(read(page))}, (
-        "each is named by a page"
-    )
+    assert value_paths == results.named(texts).keys(), "each value is named by a template"
+    blocks = [match[2] for page in pages() for match in results.BLOCK.finditer(read(page))]
+    assert sorted(blocks) == sorted(texts), "each template stands on one page"
+
+
+def test_only_listed_pages_have_figures() -> None:
+    assert [page for page in pages() if results.BLOCK.search(read(page))] == sorted(results.PAGES)
 
 
 def test_a_figure_that_is_not_there_is_named() -> None:
-    page = "<!-- results\n{chaos.kafka.lost:,} lost\n-->\n7 lost\n<!-- end of results -->\n"
-    assert results.written(page, {"chaos": {"kafka": {"lost": 1234}}}).splitlines()[3:] == [
+    page = "<!-- results: chaos -->\n7 lost\n<!-- end of results -->\n"
+    texts = {"chaos": "{chaos.kafka.lost:,} lost\n"}
+    assert results.written(page, {"chaos": {"kafka": {"lost": 1234}}}, texts).splitlines()[1:] == [
         "1,234 lost",
         "<!-- end of results -->",
     ]
     with pytest.raises(KeyError, match=r"kafka\.lost: results\.toml has no such value"):
-        results.written(page, {"chaos": {"kafka": {}}})
+        results.written(page, {"chaos": {"kafka": {}}}, texts)
+    with pytest.raises(KeyError, match=r"results: chaos: templates\.toml has no such text"):
+        results.written(page, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -174,6 +181,16 @@ def test_the_check_of_the_built_site_sees_what_is_wrong(tmp_path: Path) -> None:
     built = check.read(tmp_path)
     assert check.clicks(built) == {"index.html": 0, "a/index.html": 1, "b/index.html": 2, "c/index.html": 3}
     assert check.elsewhere(built) == ["https://cdn.example/x.js"]
+    assert check.unbuilt("- [A](a/): text\n- [D](d/)\n- [Front](./)\n", built) == ["d/"]
+
+
+def test_llms_txt_lists_the_pages_of_the_navigation_with_what_they_are_about() -> None:
+    lines = index_for_models().splitlines()
+    assert lines[:3] == ["# Headrace", "", "> Your agent gets better from its own traffic."]
+    assert len([line for line in lines if line.startswith("- ")]) == len(navigation())
+    (gate,) = [line for line in lines if "(docs/gate/)" in line]
+    assert re.fullmatch(r"- \[The gate\]\(docs/gate/\): [A-Z][^*`]{20,}\.", gate)
+    assert "- [Gateway](gateway/): " in "\n".join(lines)
 
 
 def test_what_builds_the_site_is_pinned_with_hashes_and_names_no_host() -> None:
