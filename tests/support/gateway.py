@@ -29,7 +29,7 @@ from headrace_gateway.settings import CaptureSettings, GatewaySettings, Upstream
 from headrace_gateway.spool import Spool
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.http.protocol import protocol_for
+from headrace_runtime.http.protocol import TimedProtocol
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.settings.sections import BusSettings
@@ -183,7 +183,6 @@ async def gateway(
                 bytes_per_hour=gateway_settings.capture.tenant_bytes_per_hour,
             ),
             publisher,
-            gateway_settings.body_timeout_s,
         )
         app = application(
             Parts(
@@ -200,7 +199,7 @@ async def gateway(
         )
         try:
             async with (
-                _listening(app, gateway_settings) as port,
+                _listening(app) as port,
                 httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client,
             ):
                 running = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, replica_set, client)
@@ -215,14 +214,13 @@ async def gateway(
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: ASGIApp, settings: GatewaySettings) -> AsyncIterator[int]:
+async def _listening(app: ASGIApp) -> AsyncIterator[int]:
     """uvicorn's own protocol without its server's ticks, which would cost each test 0.2 s."""
-    protocol = protocol_for(settings)
-    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=TimedProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: protocol(config, state, app_state={}), "127.0.0.1", 0
+        lambda: TimedProtocol(config, state, app_state={}), "127.0.0.1", 0
     )
     try:
         yield server.sockets[0].getsockname()[1]

@@ -17,6 +17,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import headers_of, read_body
 from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.protocol import BODY_TIMEOUT_S
 from headrace_runtime.process import tracing
 from headrace_schemas import Event
 from headrace_schemas.values.ids import decode_name
@@ -42,7 +43,6 @@ class Admission:
     keys: KeyRing
     limits: RequestLimits
     publisher: Publisher
-    body_timeout_s: float
     _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
@@ -74,10 +74,10 @@ class Admission:
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
         try:
-            async with asyncio.timeout(self.body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await read_body(headers, receive, bytes_max)
         except TimeoutError:
-            message = f"the request body took longer than {self.body_timeout_s:g} s"
+            message = f"the request body took longer than {BODY_TIMEOUT_S:g} s"
             raise ApiError(408, "body_timeout", message) from None
 
     async def publish_many(

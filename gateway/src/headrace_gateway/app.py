@@ -137,7 +137,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             recall_turns(common.bus, blobs, captured, f"{SOURCE}-turns"),
         )
         beside = [group.create_task(coroutine) for coroutine in work]
-        admission = Admission(ring, limits, publisher, settings.body_timeout_s)
+        admission = Admission(ring, limits, publisher)
         known = (known_models, versions.signals_of, values)
         parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, *known, captured)
         app = application(parts)

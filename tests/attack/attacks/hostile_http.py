@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx2
 
-from headrace_gateway.settings import GatewaySettings
+from headrace_runtime.http.protocol import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
@@ -25,8 +25,6 @@ SILENT = 1000
 AMBIGUOUS = 10
 SLACK_S = 5.0
 PACE_S = 0.5
-HEADER_S = GatewaySettings().header_timeout_s
-BODY_S = 10.0
 MARK = "smuggled"
 _TARGET = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -45,7 +43,7 @@ HEADS = {
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
-    gateway = GatewayProcess(folder / "data", broker.address, GATEWAY__BODY_TIMEOUT_S=BODY_S)
+    gateway = GatewayProcess(folder / "data", broker.address)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(broker.stop)
         replica = await stack.enter_async_context(FakeReplica().running())
@@ -66,9 +64,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             slow_s = [max(await asyncio.gather(*tasks)) for tasks in (silent, headers, bodies)]
         smuggled = sum(MARK in json.dumps(request) for request in replica.requests)
     return [
-        at_most(f"{SILENT} connections that say nothing, closed after", slow_s[0], HEADER_S + SLACK_S, " s"),
-        at_most(f"{SLOW} headers of a byte now and then, closed after", slow_s[1], HEADER_S + SLACK_S, " s"),
-        at_most(f"{SLOW} bodies of a byte now and then, closed after", slow_s[2], BODY_S + SLACK_S, " s"),
+        at_most(f"{SILENT} connections that say nothing, closed after", slow_s[0], HEADER_TIMEOUT_S + SLACK_S, " s"),
+        at_most(f"{SLOW} headers of a byte now and then, closed after", slow_s[1], HEADER_TIMEOUT_S + SLACK_S, " s"),
+        at_most(f"{SLOW} bodies of a byte now and then, closed after", slow_s[2], BODY_TIMEOUT_S + SLACK_S, " s"),
         none_of("ambiguous requests that were served or left their connection open", answered_twice, attempts),
         none_of("requests smuggled in behind them that reached a replica", smuggled, attempts),
         none_of("failed calls of clients that behave", seen.count(0), len(seen)),
@@ -79,7 +77,7 @@ async def _closed_after(port: int, start: bytes, drip: bytes) -> float:
     """Seconds until the gateway had enough of a client that goes on like this; infinite when it never has."""
     began = time.monotonic()
     with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(3 * (HEADER_S + BODY_S)):
+        async with asyncio.timeout(3 * (HEADER_TIMEOUT_S + BODY_TIMEOUT_S)):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
             dripping = asyncio.create_task(_drip(writer, drip))
@@ -90,7 +88,7 @@ async def _closed_after(port: int, start: bytes, drip: bytes) -> float:
                 dripping.cancel()
                 writer.close()
             return round(time.monotonic() - began, 1)
-    if time.monotonic() - began < 3 * (HEADER_S + BODY_S):
+    if time.monotonic() - began < 3 * (HEADER_TIMEOUT_S + BODY_TIMEOUT_S):
         return round(time.monotonic() - began, 1)
     return float("inf")
 
@@ -126,7 +124,7 @@ async def _answer(port: int, data: bytes) -> bytes | None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
-        async with asyncio.timeout(HEADER_S / 2):
+        async with asyncio.timeout(HEADER_TIMEOUT_S / 2):
             with contextlib.suppress(ConnectionError):
                 while more := await reader.read(65_536):
                     answer += more

@@ -105,13 +105,15 @@ async def test_a_request_that_does_not_arrive_in_time(run: Run) -> None:
         assert _nothing_held(live)
 
 
-async def test_a_connection_without_requests(run: Run) -> None:
-    async with run(connection_idle_s=0.1) as live, live.client() as idle:
+async def test_a_connection_without_requests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.CONNECTION_IDLE_S", 0.1)
+    async with run() as live, live.client() as idle:
         await _closed(idle)
 
 
-async def test_a_connection_that_waits_for_us_is_not_idle(run: Run) -> None:
-    async with run(connection_idle_s=0.1) as live:
+async def test_a_connection_that_waits_for_us_is_not_idle(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.CONNECTION_IDLE_S", 0.1)
+    async with run() as live:
         topic = await live.create("t")
         async with live.client() as client:
             answer = await client.ask(_fetch(topic, wait_ms=400), FetchResponse)
@@ -153,8 +155,11 @@ async def test_what_a_client_sent_before_it_left_is_stored(live: Live) -> None:
         assert (await client.produce(topic, batch())) == (Code.NONE, 20)
 
 
-async def test_many_requests_at_once_are_answered_in_order_within_bounds(run: Run) -> None:
-    async with run(connection_requests_max=4) as live:
+async def test_many_requests_at_once_are_answered_in_order_within_bounds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_broker.server.CONNECTION_REQUESTS_MAX", 4)
+    async with run() as live:
         topic = await live.create("t")
         async with live.client() as client:
             for _ in range(100):
@@ -175,8 +180,9 @@ async def test_concurrent_produces_share_commits(live: Live) -> None:
     assert live.broker.stats.commit_operations >= 30
 
 
-async def test_requests_wait_for_memory(run: Run) -> None:
-    async with run(requests_bytes_max=300_000) as live:
+async def test_requests_wait_for_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.REQUESTS_BYTES_MAX", 300_000)
+    async with run() as live:
         topic = await live.create("t")
 
         async def send_request() -> int:
@@ -198,8 +204,11 @@ async def test_requests_wait_for_memory(run: Run) -> None:
         assert 200_000 < most <= 300_000
 
 
-async def test_a_request_larger_than_all_memory_takes_the_whole_of_it(run: Run) -> None:
-    async with run(requests_bytes_max=50_000) as live:
+async def test_a_request_larger_than_all_memory_takes_the_whole_of_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_broker.server.REQUESTS_BYTES_MAX", 50_000)
+    async with run() as live:
         topic = await live.create("t")
         async with live.client() as client:
             assert (await client.produce(topic, batch([(None, bytes(200_000))])))[0] == Code.NONE

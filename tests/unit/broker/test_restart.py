@@ -105,8 +105,9 @@ async def test_a_group_that_was_left_is_empty_after_a_restart(run: Run) -> None:
         ).error_code == Code.UNKNOWN_MEMBER_ID
 
 
-async def test_groups_without_use_are_forgotten(run: Run) -> None:
-    async with run(group_retention_s=0.05) as live, live.client() as client:
+async def test_groups_without_use_are_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.coordinator.GROUP_RETENTION_S", 0.05)
+    async with run() as live, live.client() as client:
         await live.create("t")
         member = await _member(client, "with a member")
         await _commit(client, "old", "t", 1)

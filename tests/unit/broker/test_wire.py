@@ -222,10 +222,11 @@ async def _send_frames(live: Live, frames: Frames) -> None:
                 pass
 
 
-async def test_a_live_broker_survives_anything(run: Run) -> None:
+async def test_a_live_broker_survives_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = draw_seed()
     frames = Frames(seed)
-    async with run(partitions_max=50, groups_max=50) as live:
+    monkeypatch.setattr("headrace_broker.coordinator.GROUPS_MAX", 50)
+    async with run(partitions_max=50) as live:
         topic = await live.create("steady")
         async with live.client() as steady:
             for number in range(ROUNDS // 20):

@@ -74,8 +74,11 @@ async def test_a_large_body_is_refused_by_its_announcement_and_by_its_bytes(tmp_
             assert (await served.client.post("/v1/feedback", content=body)).status_code == 413
 
 
-async def test_a_body_that_does_not_come_does_not_hold_its_place(tmp_path: Path) -> None:
-    async with gateway(tmp_path, body_timeout_s=0.1) as served:
+async def test_a_body_that_does_not_come_does_not_hold_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_gateway.admission.BODY_TIMEOUT_S", 0.1)
+    async with gateway(tmp_path) as served:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/feedback HTTP/1.1\r\n" + HEADERS + b"Content-Length: 100\r\n\r\n{")

@@ -7,13 +7,14 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
+from unittest import mock
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace_runtime.http import web
+from headrace_runtime.http import protocol, web
 from headrace_runtime.settings.sections import ServiceSettings
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
@@ -46,15 +47,17 @@ ROUTES = [
     Route("/deaf", _deaf, methods=["POST"]),
     Route("/nodelay", _nodelay),
 ]
-SHORT = ServiceSettings(header_timeout_s=0.3, body_timeout_s=0.3)
+SHORT_S = 0.3
 PATIENT_S = 20.0
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: ServiceSettings = SHORT) -> AsyncIterator[int]:
+async def serving(timeout_s: float = SHORT_S) -> AsyncIterator[int]:
     _served.clear()
-    async with web.serve(web.app({}, ROUTES), settings) as port:
-        yield port
+    timeouts = mock.patch.multiple(protocol, HEADER_TIMEOUT_S=timeout_s, BODY_TIMEOUT_S=timeout_s)
+    with timeouts:
+        async with web.serve(web.app({}, ROUTES), ServiceSettings()) as port:
+            yield port
 
 
 async def response_to(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
@@ -119,7 +122,7 @@ async def test_a_body_has_a_time_to_arrive_in(path: bytes) -> None:
     async with serving() as port:
         began = time.monotonic()
         answer = await response_to(port, head, drip=b"x")
-        assert time.monotonic() - began >= SHORT.body_timeout_s
+        assert time.monotonic() - began >= SHORT_S
     assert answer.startswith(b"HTTP/1.1 408 " if path == b"/echo" else b"HTTP/1.1 200 ")
     assert _served == []
 
@@ -130,7 +133,7 @@ async def test_a_connection_in_use_is_not_timed() -> None:
         for _ in range(3):
             writer.write(b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\n\r\nhi")
             assert (await asyncio.wait_for(reader.readuntil(b"}"), PATIENT_S)).startswith(b"HTTP/1.1 200 ")
-            await asyncio.sleep(2 * SHORT.header_timeout_s)  # idle: the time runs from the first byte of the next one
+            await asyncio.sleep(2 * SHORT_S)  # idle: the time runs from the first byte of the next one
         writer.close()
 
 
@@ -164,7 +167,7 @@ BAD = {
 async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(name: str) -> None:
     data, status = BAD[name]
     smuggled = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 8\r\n\r\nsmuggled"
-    async with serving(ServiceSettings()) as port:
+    async with serving(timeout_s=30) as port:
         answer = await response_to(port, data + smuggled)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert answer.count(b"HTTP/1.1 ") == 1, "nothing behind it is taken for a request"
@@ -172,7 +175,7 @@ async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed
 
 
 async def test_a_header_without_an_end_is_refused_at_its_bound() -> None:
-    async with serving(ServiceSettings()) as port:
+    async with serving(timeout_s=30) as port:
         answer = await response_to(port, b"POST /echo HTTP/1.1\r\nX: ", drip=b"x" * 4096)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"larger than 16384 bytes" in answer
@@ -181,14 +184,14 @@ async def test_a_header_without_an_end_is_refused_at_its_bound() -> None:
 async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_order() -> None:
     first = b"POST /echo HTTP/1.1\r\n" + HEADERS + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\nhi"
     last = b"POST /echo HTTP/1.1\r\nConnection: close\r\n" + HOST + CHUNKED + b"\r\n3\r\nabc\r\n0\r\n\r\n"
-    async with serving(ServiceSettings()) as port:
+    async with serving(timeout_s=30) as port:
         answer = await response_to(port, first * 20 + last)
     assert answer.count(b"HTTP/1.1 200 ") == 21
     assert _served == [b"hi"] * 20 + [b"abc"]
 
 
 async def test_a_bad_chunk_behind_an_answer_only_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(ServiceSettings()) as port:
+    async with serving(timeout_s=30) as port:
         head = b"POST /deaf HTTP/1.1\r\n" + HEADERS + b"Transfer-Encoding: chunked\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)

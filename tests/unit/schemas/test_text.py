@@ -154,7 +154,7 @@ def test_the_rest_stays_as_it_is(text: str) -> None:
         ("gateway.port", False),
         ("judge.max_tokens", False),
         ("gateway.keys", False),
-        ("broker.compaction_keys_max", False),
+        ("trainer.memory.queue_tokens", False),
         ("judge.endpoint.api_key_env", False),
     ],
 )

@@ -35,6 +35,11 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import disk
 
+_FETCHES_BYTES_MAX = 128 * 1024 * 1024
+"""Memory for all Fetch responses in progress. Further ones wait."""
+_READER_THREADS = 2
+"""Number of threads that read the file."""
+
 log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
 _NO_LOGIN = Credentials()
@@ -124,7 +129,7 @@ def assemble(
         cluster_id=cluster_id,
         catalog=catalog,
         writer=writer,
-        readers=Readers(store, settings.reader_threads),
+        readers=Readers(store, _READER_THREADS),
         coordinator=coordinator,
         log=log_,
         topics=topics,
@@ -133,7 +138,7 @@ def assemble(
         upkeep=Upkeep(db, log_),
         clock=clock,
         stats=stats,
-        fetch_memory=MemoryBudget(settings.fetches_bytes_max),
+        fetch_memory=MemoryBudget(_FETCHES_BYTES_MAX),
         folder=str(store.path.parent),
         port=port,
         credentials=credentials,

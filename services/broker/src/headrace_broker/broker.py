@@ -21,6 +21,9 @@ from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.storage.disk import DiskGuard
 
+REQUEST_BYTES_MAX = 8 * 1024 * 1024
+"""Largest request in bytes. A larger one closes its connection."""
+
 NODE_ID = 1
 
 

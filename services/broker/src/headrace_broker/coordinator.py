@@ -26,6 +26,15 @@ from headrace_broker.stats import Stats
 from headrace_broker.writer import T, Writer
 from headrace_runtime.clock import Clock, epoch_ms
 
+GROUPS_MAX = 2_000
+"""Maximum number of consumer groups."""
+_SESSION_TIMEOUT_MIN_S = 6.0
+"""Shortest session timeout that a group member may choose, as in Apache Kafka."""
+_SESSION_TIMEOUT_MAX_S = 1800.0
+"""Longest session timeout that a group member may choose, as in Apache Kafka."""
+GROUP_RETENTION_S = 30 * 86_400.0
+"""Seconds after the last commit at which the offsets of a group without members are deleted."""
+
 TICK_S = 0.2
 
 
@@ -46,7 +55,7 @@ class Coordinator:
     def load(self, rows: Iterable[tuple[str, bytes, int]]) -> None:
         """Restore saved groups from rows of id, state and time of the last use."""
         for group_id, state, used_ms in rows:
-            group = self._groups[group_id] = Group(group_id, self._settings.group_members_max, used_ms=used_ms)
+            group = self._groups[group_id] = Group(group_id, used_ms=used_ms)
             restore(group, state, self._clock.monotonic_s())
 
     def all(self) -> list[Group]:
@@ -59,7 +68,7 @@ class Coordinator:
 
     async def join(self, request: JoinGroupRequest, client_id: str, client_host: str) -> JoinGroupResponse:
         """Handle JoinGroup: wait until the generation is complete."""
-        low, high = self._settings.session_timeout_min_s, self._settings.session_timeout_max_s
+        low, high = _SESSION_TIMEOUT_MIN_S, _SESSION_TIMEOUT_MAX_S
         if not low <= request.session_timeout_ms / 1000 <= high:
             raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"the session timeout must be between {low} s and {high} s")
         now_s = self._clock.monotonic_s()
@@ -153,8 +162,8 @@ class Coordinator:
             self._save_if_changed(group)
 
     async def expire(self) -> None:
-        """Delete groups that were not used for `group_retention_s`."""
-        before_ms = epoch_ms(self._clock.now()) - round(self._settings.group_retention_s * 1000)
+        """Delete groups that were not used for `GROUP_RETENTION_S`."""
+        before_ms = epoch_ms(self._clock.now()) - round(GROUP_RETENTION_S * 1000)
         for group in self.all():
             if group.phase is Phase.EMPTY and not group.awaited and group.used_ms < before_ms:
                 await self.delete(group.id)
@@ -166,9 +175,11 @@ class Coordinator:
         if group is None:
             if not create:
                 raise Rejected(Code.UNKNOWN_MEMBER_ID)
-            if len(self._groups) >= self._settings.groups_max:
-                raise Rejected(Code.POLICY_VIOLATION, f"broker.groups_max = {self._settings.groups_max} is reached")
-            group = self._groups[group_id] = Group(group_id, self._settings.group_members_max)
+            if len(self._groups) >= GROUPS_MAX:
+                raise Rejected(
+                    Code.POLICY_VIOLATION, f"the broker has {GROUPS_MAX} consumer groups, the largest number"
+                )
+            group = self._groups[group_id] = Group(group_id)
             group.used_ms = epoch_ms(self._clock.now())
         return group
 

@@ -192,7 +192,7 @@ class Group:
 
     def _check_size(self) -> None:
         if len(self.members) + len(self.awaited) >= self.members_max:
-            raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"broker.group_members_max = {self.members_max}")
+            raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"the group has {self.members_max} members, the largest number")
 
     def _rejoin(self, present: GroupMember, update: GroupMember, reply: JoinReply, now_s: float) -> None:
         if present.joining:  # a repeated request replaces the waiting one

@@ -22,6 +22,11 @@ from headrace_broker.readers import Readers
 from headrace_broker.topic_config import TopicConfig
 from headrace_runtime.process.logs import get_logger
 
+_PRODUCER_RETENTION_S = 7 * 86_400.0
+"""Seconds after the last batch of a producer at which its sequence numbers and transactional ids are deleted."""
+COMPACTION_KEYS_MAX = 200_000
+"""Maximum number of distinct keys of one compaction pass in memory (about 150 bytes each)."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 log = get_logger(__name__)
@@ -48,7 +53,7 @@ class Maintenance:
         for topic in list(self._broker.catalog.topics.values()):
             for view in topic.partitions:
                 await self._maintain(view, topic.config)
-        before_ms = self._broker.now_ms() - round(self._settings.producer_retention_s * 1000)
+        before_ms = self._broker.now_ms() - round(_PRODUCER_RETENTION_S * 1000)
         await self._broker.writer.submit(partial(self._broker.log.forget_producers, before_ms))
         await self._broker.coordinator.expire()
         while await self._broker.writer.submit(self._broker.upkeep.shrink):
@@ -57,7 +62,7 @@ class Maintenance:
     async def expire_transactions(self) -> None:
         """Abort transactions beyond their timeouts, and forget unused transactional ids."""
         now_ms = self._broker.now_ms()
-        forget_before_ms = now_ms - round(self._settings.producer_retention_s * 1000)
+        forget_before_ms = now_ms - round(_PRODUCER_RETENTION_S * 1000)
         await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))
 
     async def _maintain(self, view: PartitionView, config: TopicConfig) -> None:
@@ -95,7 +100,7 @@ class Maintenance:
             limit=limit,
             at=max(cleaned_to, view.start),
             tombstones_before_ms=self._broker.now_ms() - config.delete_retention_ms,
-            keys_max=self._settings.compaction_keys_max,
+            keys_max=COMPACTION_KEYS_MAX,
         )
         await self._read(cleanup.begin, work)
         while await self._read(cleanup.index, work):

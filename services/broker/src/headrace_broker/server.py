@@ -12,12 +12,19 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_broker.broker import Broker, RequestContext
+from headrace_broker.broker import REQUEST_BYTES_MAX, Broker, RequestContext
 from headrace_broker.budget import MemoryBudget
 from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
 from headrace_broker.login import Login
 from headrace_runtime.process.logs import get_logger
+
+CONNECTION_REQUESTS_MAX = 32
+"""Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
+CONNECTION_IDLE_S = 600.0
+"""Seconds without a request after which a connection is closed."""
+REQUESTS_BYTES_MAX = 64 * 1024 * 1024
+"""Memory for all requests in progress. Further requests wait."""
 
 _SIZE = struct.Struct(">i")
 _RESPONSE_START = struct.Struct(">ii")
@@ -49,7 +56,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._settings = broker.settings
-        self._pending: asyncio.Queue[_Pending] = asyncio.Queue(broker.settings.connection_requests_max)
+        self._pending: asyncio.Queue[_Pending] = asyncio.Queue(CONNECTION_REQUESTS_MAX)
         self._started: set[_Pending] = set()
         self._login = Login(broker.credentials)
         self._host = f"/{writer.get_extra_info('peername')[0]}"
@@ -100,11 +107,9 @@ class Connection:
     async def _frame(self) -> tuple[bytes, int]:
         """Return the next request and the memory that it holds. Raises `EOFError` at the end, or `Malformed`."""
         (size,) = _SIZE.unpack(await self._start_of_frame())
-        bytes_max = self._settings.request_bytes_max if self._login.done else _BEFORE_LOGIN_BYTES_MAX
+        bytes_max = REQUEST_BYTES_MAX if self._login.done else _BEFORE_LOGIN_BYTES_MAX
         if not 8 <= size <= bytes_max:
-            raise Malformed(
-                f"request of {size} bytes: must be between 8 and {bytes_max} bytes (broker.request_bytes_max)"
-            )
+            raise Malformed(f"request of {size} bytes: must be between 8 and {bytes_max} bytes")
         held_bytes = await self._memory.take(size)
         try:
             async with asyncio.timeout(self._settings.transfer_timeout_s):
@@ -117,7 +122,7 @@ class Connection:
         """Wait for the size of the next request, without a timeout while the client waits for responses."""
         while True:
             try:
-                idle_s = self._settings.connection_idle_s if self._login.done else self._settings.transfer_timeout_s
+                idle_s = CONNECTION_IDLE_S if self._login.done else self._settings.transfer_timeout_s
                 async with asyncio.timeout(idle_s):
                     return await self._reader.readexactly(_SIZE.size)
             except TimeoutError:
@@ -162,7 +167,7 @@ class Server:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._memory = MemoryBudget(broker.settings.requests_bytes_max)
+        self._memory = MemoryBudget(REQUESTS_BYTES_MAX)
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 

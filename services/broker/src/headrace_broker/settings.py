@@ -31,50 +31,14 @@ class BrokerSettings(ServiceSettings):
 
     connections_max: Count = 512
     """Maximum number of connected clients. Further connections are refused."""
-    connection_requests_max: Count = 32
-    """Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
-    connection_idle_s: Seconds = 600.0
-    """Seconds without a request after which a connection is closed."""
     transfer_timeout_s: Seconds = 30.0
     """Time limit in seconds for receiving one request, and for sending one response."""
-    request_bytes_max: Bytes = 8 * 1024 * 1024
-    """Largest request in bytes. A larger one closes its connection."""
-    requests_bytes_max: Bytes = 64 * 1024 * 1024
-    """Memory for all requests in progress. Further requests wait."""
-    fetch_bytes_max: Bytes = 8 * 1024 * 1024
-    """Largest response to one Fetch in bytes, unless a single batch is larger."""
-    fetches_bytes_max: Bytes = 128 * 1024 * 1024
-    """Memory for all Fetch responses in progress. Further ones wait."""
-    fetch_wait_s: Seconds = 60.0
-    """Longest wait of a Fetch for new records, even if the client requests a longer one."""
-    reader_threads: Annotated[int, Field(ge=1, le=16)] = 2
-    """Number of threads that read the file."""
 
     partitions_max: Count = 4_000
     """Maximum number of partitions of all topics together."""
-    groups_max: Count = 2_000
-    """Maximum number of consumer groups."""
-    group_members_max: Count = 250
-    """Maximum number of members of one group."""
-    session_timeout_min_s: Seconds = 6.0
-    """Shortest session timeout that a group member may choose."""
-    session_timeout_max_s: Seconds = 1800.0
-    """Longest session timeout that a group member may choose."""
-    group_retention_s: Seconds = 30 * 86_400.0
-    """Seconds after the last commit at which the offsets of a group without members are deleted."""
-    offset_metadata_bytes_max: Count = 4_096
-    """Maximum length of the metadata of a committed offset."""
-    transaction_timeout_max_s: Seconds = 900.0
-    """Longest timeout of a transaction that a producer may choose."""
-    producer_retention_s: Seconds = 7 * 86_400.0
-    """Seconds after the last batch of a producer at which its sequence numbers and transactional ids are deleted."""
-    timestamp_ahead_max_s: Seconds = 3600.0
-    """Maximum time by which a record's timestamp may be in the future, because retention uses it."""
 
     maintenance_interval_s: Seconds = 30.0
     """Time between two rounds of retention and compaction."""
-    compaction_keys_max: Annotated[int, Field(ge=1000)] = 200_000
-    """Maximum number of distinct keys of one compaction pass in memory (about 150 bytes each)."""
 
     @field_validator("kafka_host")
     @classmethod

@@ -19,8 +19,13 @@ from typing import Any, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from headrace_runtime.settings.sections import ServiceSettings
-
+HEADER_TIMEOUT_S = 10.0
+"""Time limit for the header of a request, from its first byte, or for the first request of a connection from the
+connection's start."""
+HEADER_BYTES_MAX = 16_384
+"""Largest header of a request. Clients with many cookies send up to 8 KiB."""
+BODY_TIMEOUT_S = 30.0
+"""Time limit for the body of a request to arrive. The largest one, 16 MiB, needs 4.5 Mbit/s."""
 _GRACE_S = 1.0
 """Additional time for the body, so that an application with its own timeout responds first."""
 _LINGER_S = 1.0
@@ -31,23 +36,12 @@ _INTEGER = struct.Struct("i")
 _Waiting = Literal["header", "body"]
 
 
-def protocol_for(settings: ServiceSettings) -> type[H11Protocol]:
-    """Return the protocol class for uvicorn's option `http`."""
-
-    class Bounded(_TimedProtocol):
-        bounds = settings
-
-    return Bounded
-
-
-class _TimedProtocol(H11Protocol):
-    """uvicorn's protocol with timeouts."""
-
-    bounds: ServiceSettings
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol with timeouts, for its option `http`."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
-        self.conn = self._strict = _Strict(self.bounds.header_bytes_max)
+        self.conn = self._strict = _Strict(HEADER_BYTES_MAX)
         self._is_unused = True
         """Whether no data was received yet."""
         self._is_refused = False
@@ -111,14 +105,14 @@ class _TimedProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
         if part is not None:
-            seconds = self.bounds.header_timeout_s if part == "header" else self.bounds.body_timeout_s + _GRACE_S
+            seconds = HEADER_TIMEOUT_S if part == "header" else BODY_TIMEOUT_S + _GRACE_S
             self._timer = self.loop.call_later(seconds, self._time_out, part)
 
     def _time_out(self, part: _Waiting) -> None:
         if self._is_unused:
             self.transport.close()
             return
-        limit_s = self.bounds.header_timeout_s if part == "header" else self.bounds.body_timeout_s
+        limit_s = HEADER_TIMEOUT_S if part == "header" else BODY_TIMEOUT_S
         self._refuse(408, f"the request's {part} took longer than {limit_s:g} s")
 
     def _watch_reader(self, unread_bytes: int) -> None:

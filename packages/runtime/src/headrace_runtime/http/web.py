@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.http.browser_login import BrowserLogin
 from headrace_runtime.http.guard import WebGuard
-from headrace_runtime.http.protocol import protocol_for
+from headrace_runtime.http.protocol import TimedProtocol
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
 from headrace_runtime.storage import disk
 from headrace_schemas.values.errors import HIDDEN, is_secret, redacted
@@ -108,7 +108,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             WebGuard(BrowserLogin(_with_exact_paths(application)), settings, security or SecuritySettings()),
-            http=protocol_for(settings),
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

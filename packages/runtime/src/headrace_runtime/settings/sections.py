@@ -278,13 +278,6 @@ class ServiceSettings(Section):
     """Address on which the service listens for HTTP."""
     port: Port = 0
     """Port of the address; with 0 the system chooses one."""
-    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Time limit for the header of a request in seconds, from its first byte, or for the first request of a connection
-    from the connection's start."""
-    header_bytes_max: Annotated[int, Field(ge=4096)] = 16_384
-    """Largest header of a request in bytes."""
-    body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """Time limit for the body of a request to arrive, in seconds."""
 
 
 S = TypeVar("S", bound=ServiceSettings)

@@ -32,6 +32,11 @@ from headrace_broker.protocol.fetch import (
 )
 from headrace_broker.reads import ReadRequest, ReadResult
 
+FETCH_BYTES_MAX = 8 * 1024 * 1024
+"""Largest response to one Fetch in bytes, unless a single batch is larger."""
+_FETCH_WAIT_S = 60.0
+"""Longest wait of a Fetch for new records, even if the client requests a longer one."""
+
 _EMPTY = ReadResult(b"", None)
 
 
@@ -59,7 +64,7 @@ async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> 
 
     Kafka's fetch sessions are not supported: with session id 0 clients send the complete request every time.
     """
-    wait_s = min(request.max_wait_ms / 1000, broker.settings.fetch_wait_s)
+    wait_s = min(request.max_wait_ms / 1000, _FETCH_WAIT_S)
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         parts = [_part(broker, topic.name, p) for topic in request.topics for p in topic.partitions]
@@ -118,7 +123,7 @@ async def _read(broker: Broker, call: RequestContext, request: FetchRequest, par
             reading.append((part, read))
     if not reading:
         return 0
-    bytes_max = max(min(request.max_bytes, broker.settings.fetch_bytes_max), 1)
+    bytes_max = max(min(request.max_bytes, FETCH_BYTES_MAX), 1)
     call.response_bytes = await broker.fetch_memory.take(bytes_max)
     try:
         results = await broker.readers.run(reads.batches, [read for _, read in reading], bytes_max)

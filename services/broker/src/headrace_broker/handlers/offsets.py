@@ -22,6 +22,9 @@ from headrace_broker.protocol.offsets import (
     OffsetFetchTopic,
 )
 
+_OFFSET_METADATA_BYTES_MAX = 4_096
+"""Maximum length of the metadata of a committed offset, as in Apache Kafka."""
+
 
 async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCommitRequest) -> OffsetCommitResponse:
     """Handle OffsetCommit."""
@@ -70,7 +73,7 @@ def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
     """Return the error code of a partition's commit, or NONE if the offset can be committed."""
     if broker.catalog.view(topic, partition.partition) is None:
         return Code.UNKNOWN_TOPIC_OR_PARTITION
-    if len(partition.metadata or "") > broker.settings.offset_metadata_bytes_max:
+    if len(partition.metadata or "") > _OFFSET_METADATA_BYTES_MAX:
         return Code.OFFSET_METADATA_TOO_LARGE
     return Code.NONE
 

@@ -21,6 +21,11 @@ from headrace_broker.protocol.fetch import (
 )
 from headrace_broker.transactions import Owner
 
+_TRANSACTION_TIMEOUT_MAX_S = 900.0
+"""Longest timeout of a transaction that a producer may choose, as in Apache Kafka."""
+_TIMESTAMP_AHEAD_MAX_S = 3600.0
+"""Maximum time by which a record's timestamp may be in the future, because retention uses it."""
+
 _WRITTEN_PER_BYTE = 2
 """Bytes on the disk per byte of a record, which is written to the write-ahead log and then to the file."""
 _FENCED_SINCE = 4
@@ -80,7 +85,7 @@ async def init_producer_id(
         return InitProducerIdResponse(0, Code.NONE, producer_id, 0)
     if not name:
         raise Rejected(Code.INVALID_REQUEST, "the transactional id must not be empty")
-    if not 0 < timeout_ms <= broker.settings.transaction_timeout_max_s * 1000:
+    if not 0 < timeout_ms <= _TRANSACTION_TIMEOUT_MAX_S * 1000:
         raise Rejected(Code.INVALID_TRANSACTION_TIMEOUT, f"the timeout {timeout_ms} ms is outside of its range")
     owner = Owner(request.producer_id, request.producer_epoch) if request.producer_id != NO_PRODUCER else None
     begin = partial(broker.transactions.begin_session, name, timeout_ms, broker.now_ms(), owner)
@@ -101,7 +106,7 @@ def _checked_item(broker: Broker, request: ProduceRequest, topic: str, partition
     if len(raw) > config.max_message_bytes:
         raise Rejected(Code.MESSAGE_TOO_LARGE, f"{len(raw)} bytes, max.message.bytes is {config.max_message_bytes}")
     batch = parse_produced(raw)
-    if batch.max_timestamp > broker.now_ms() + broker.settings.timestamp_ahead_max_s * 1000:
+    if batch.max_timestamp > broker.now_ms() + _TIMESTAMP_AHEAD_MAX_S * 1000:
         raise Rejected(Code.INVALID_TIMESTAMP, f"{batch.max_timestamp} ms is too far in the future")
     guard = broker.disk_of_tables if config.compacts else broker.disk
     shortage = guard.shortage(_WRITTEN_PER_BYTE * len(raw)) if guard is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker import topic_config
-from headrace_broker.broker import NODE_ID, Broker, RequestContext
+from headrace_broker.broker import NODE_ID, REQUEST_BYTES_MAX, Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.topics import (
     ConfigResource,
@@ -77,8 +77,8 @@ def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) ->
 def topic_config_of(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
     """Parse the settings of a topic. Raises `Rejected` (40) for settings that this broker does not support."""
     config = topic_config.parse(entries)
-    if config.max_message_bytes > broker.settings.request_bytes_max:
-        limit = f"broker.request_bytes_max = {broker.settings.request_bytes_max}"
+    if config.max_message_bytes > REQUEST_BYTES_MAX:
+        limit = f"{REQUEST_BYTES_MAX} bytes, the largest request of the broker"
         raise Rejected(Code.INVALID_CONFIG, f"max.message.bytes = {config.max_message_bytes}: exceeds {limit}")
     return config
 
