@@ -12,20 +12,18 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from types import MappingProxyType
 
 from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
-from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
-from tests.mutants.trial import UNCHANGED, Mutant, Target, Verdict, served
+from tests.mutants.trial import Mutant, Target, Verdict, served
 from tests.system.line import at_least, at_most, no_problems
 from tests.system.program import Program, Run
 
@@ -60,41 +58,18 @@ def play(run: Run) -> None:
         lived = json.loads(arguments.again.read_text(encoding="utf-8"))["survived"]
         mutants = [mutant for mutant in mutants if mutant.name in lived]
     if arguments.sample:
-        mutants = run.draw.sample(mutants, min(arguments.sample, len(mutants)))
+        places = run.draw.sample(range(len(mutants)), min(arguments.sample, len(mutants)))
+        mutants = [mutants[place] for place in sorted(places)]  # those of one file share a server
     memory = Memory(arguments.memory)
-    controls = try_all(unchanged(mutants), memory, arguments)
-    broken = [mutant for mutant, verdict in controls.verdicts.items() if verdict.outcome != "survived"]
-    run.add(no_problems("tests that fail without any mutant", [mutant.name for mutant in broken]))
-    if broken:
-        return
-    limits = {item.target: max(30.0, 10 * verdict.seconds) for item, verdict in controls.verdicts.items()}
-    trials = try_all(mutants, memory, arguments, limits)
+    trials = try_all(mutants, memory, arguments)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         existing = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {item[1]!r} into {item[2]!r} in {item[0]}" for item in sorted(listed - existing)]
     _report(run, trials, changes, listed, stale)
 
 
-def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """Return an unchanged control for each file and set of tests."""
-    controls = {}
-    for mutant in mutants:
-        text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        name = f"{UNCHANGED}{mutant.file}, {' '.join(mutant.tests)}"
-        controls[mutant.target] = Mutant(name, mutant.file, text, mutant.tests)
-    return list(controls.values())
-
-
-def try_all(
-    mutants: Sequence[Mutant],
-    memory: Memory,
-    arguments: argparse.Namespace,
-    limits_s: Mapping[Target, float] = MappingProxyType({}),
-) -> Trials:
-    """Try the mutants until `--minutes` have passed; later ones stay untried. `limits_s` is the time after which a
-    mutant
-    counts as endless.
-    """
+def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Trials:
+    """Try the mutants until `--minutes` have passed; later ones stay untried."""
     trials = Trials({mutant: verdict_before for mutant in mutants if (verdict_before := memory.of(mutant))})
     left = Waiting(mutant for mutant in mutants if mutant not in trials.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(trials.verdicts)} are known from before", flush=True)
@@ -104,10 +79,10 @@ def try_all(
     def work() -> None:
         """Mutants of one file after the other, as long as there is time."""
         while time.monotonic() < ends and (first := left.take()):
-            with served(first) as server:
+            with served(first, arguments.timeout_s) as server:
                 mutant: Mutant | None = first
                 while mutant:
-                    results.put((mutant, server.try_mutant(mutant, limits_s.get(mutant.target, arguments.timeout_s))))
+                    results.put((mutant, server.try_mutant(mutant)))
                     mutant = left.take(server.target) if time.monotonic() < ends else None
 
     with (
@@ -121,7 +96,7 @@ def try_all(
                 trials.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                _tell(progress, mutant, verdict, sum(not survivor.control for survivor in trials.lived()))
+                _tell(progress, mutant, verdict, len(trials.lived()))
         for worker in workers:
             worker.result()
     trials.untried = len(left)
@@ -149,7 +124,7 @@ class Waiting:
 def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
     """Report a surviving mutant at once."""
     progress.advance(doing=f"{lived} live")
-    if not verdict.killed and not mutant.control:
+    if not verdict.killed:
         progress.print_line(f"{verdict.outcome}: {mutant.name}")
         if verdict.outcome == "not run":
             progress.print_line(verdict.output)
@@ -208,7 +183,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, default=0, help="number of mutants to draw (default: all)")
     parser.add_argument("--processes", type=int, default=2, help="mutants tried at a time (default: %(default)s)")
     parser.add_argument(
-        "--timeout-s", type=float, default=240.0, help="limit for unchanged code; a mutant has ten times its time"
+        "--timeout-s", type=float, default=600.0, help="limit for unchanged code; a mutant has ten times its time"
     )
     parser.add_argument("--minutes", type=float, default=240.0, help="start no mutant later (default: %(default)s)")
     parser.add_argument("--memory", type=Path, default=Path("reports/mutants-tried.jsonl"), help="former results")

@@ -1,8 +1,9 @@
 """`python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant of one file.
 
-Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, and a time limit. The
-answer is a line with pytest's exit status, null after the time limit. A trial is a fork of this process, which has
-imported all modules that are independent of the file, so a short trial costs little beside its tests.
+Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, a time limit, and a plan
+(`tests.mutants.covering`). The answer is a line with pytest's exit status, null after the
+time limit. A trial is a fork of this process, which has imported all modules that are independent of the file, so a
+short trial costs little beside its tests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import NoReturn
 
 import pytest
 
+from tests.mutants.covering import planned
 from tests.mutants.overlay import ROOT, split
 
 _OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "werewolf")
@@ -39,13 +41,13 @@ class Changed(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, path: Path) -> None:
         self._name = name
-        self._path = path
+        self.path = path
 
     def find_spec(self, name: str, _path: object, _target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        inside = [str(self._path.parent)] if self._path.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(name, self._path, submodule_search_locations=inside)
+        inside = [str(self.path.parent)] if self.path.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, self.path, submodule_search_locations=inside)
 
 
 def main(file: str, tests: Sequence[str]) -> None:
@@ -58,9 +60,9 @@ def main(file: str, tests: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # what is shared with the forks is not written to
     for line in sys.stdin:
-        overlay, log, timeout_s = json.loads(line)
-        status = _fork(Changed(name, Path(overlay, package.name, inside)), overlay, log, tests, timeout_s)
-        print(json.dumps(status), flush=True)
+        overlay, log, timeout_s, plan = json.loads(line)
+        changed = Changed(name, Path(overlay, package.name, inside))
+        print(json.dumps(_fork(changed, overlay, log, tests, timeout_s, plan)), flush=True)
 
 
 def _forget(changed: set[str]) -> None:
@@ -90,10 +92,12 @@ def _imports(name: str, module: ModuleType) -> set[str]:
     return names - {name}
 
 
-def _fork(changed: Changed, overlay: str, log: str, tests: Sequence[str], timeout_s: float) -> int | None:
+def _fork(
+    changed: Changed, overlay: str, log: str, tests: Sequence[str], timeout_s: float, plan: Sequence[str]
+) -> int | None:
     pid = os.fork()
     if pid == 0:
-        _run(changed, overlay, log, tests)
+        _run(changed, overlay, log, tests, plan)
     watched = os.pidfd_open(pid)
     try:
         ended, _, _ = select.select([watched], [], [], timeout_s)
@@ -105,7 +109,7 @@ def _fork(changed: Changed, overlay: str, log: str, tests: Sequence[str], timeou
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str]) -> NoReturn:
+def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str], plan: Sequence[str]) -> NoReturn:
     """Run pytest in the fork, as with `PYTHONPATH=OVERLAY`, in a process group of its own."""
     os.setsid()
     with Path(log).open("w", encoding="utf-8") as output:
@@ -118,7 +122,8 @@ def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str]) -> NoRe
     sys.meta_path.insert(0, changed)
     status = 3
     try:
-        status = int(pytest.main([*_OPTIONS, *tests]))
+        files, plugin = planned(plan, tests, changed.path)
+        status = int(pytest.main([*_OPTIONS, *files], plugins=[plugin]))
     finally:
         if status == 3:
             traceback.print_exc()

@@ -10,16 +10,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from tests.mutants.covering import CoveringTests
 from tests.mutants.overlay import ROOT, overlaid
 
 Outcome = Literal["killed", "survived", "timeout", "not run"]
 """A mutant that never ends is noticed, too; `not run` is a fault of the trial: the tests could not be started."""
 
-UNCHANGED = "unchanged "
-"""How the names of controls begin."""
+_LIMIT_S_MIN = 30.0
+_SLOWER_MAX = 10.0
+"""A mutant is endless when it takes so many times the seconds of the unchanged file."""
 Target = tuple[str, tuple[str, ...]]
 """A file and its tests: mutants with equal targets share a server."""
 
@@ -32,11 +34,6 @@ class Mutant:
     file: str
     text: str
     tests: tuple[str, ...]
-
-    @property
-    def control(self) -> bool:
-        """Whether the mutant changes nothing, and so has to survive."""
-        return self.name.startswith(UNCHANGED)
 
     @property
     def target(self) -> Target:
@@ -58,27 +55,48 @@ class Verdict:
         return self.outcome in ("killed", "timeout")
 
 
-_OUTCOMES: dict[int | None, Outcome] = {0: "survived", 1: "killed", 2: "killed", 4: "killed", None: "timeout"}
+_OUTCOMES: dict[int | None, Outcome] = {
+    0: "survived", 1: "killed", 2: "killed", 4: "killed", 5: "survived", None: "timeout",
+}  # fmt: skip
 """Verdict by pytest's exit status. Status 2 means a test and 4 a conftest that cannot be imported any more; the control
-has shown that unchanged code can.
+has shown that unchanged code can. Status 5 means that no test was left to run.
 """
 
 
 class Server:
     """Process that has imported the unchanging modules of one file. It plays one trial at a time; the caller must
-    `close` it."""
+    `close` it.
 
-    def __init__(self, mutant: Mutant) -> None:
-        self.target = mutant.target
-        command = [sys.executable, "-m", "tests.mutants.server", mutant.file, *mutant.tests]
+    The first trial is that of the unchanged file, whose verdict is `control`. Mutants are tried with the tests that run
+    the changed statement, and those that survive these with all others.
+    """
+
+    def __init__(self, file: str, tests: tuple[str, ...], timeout_s: float) -> None:
+        self.target = (file, tests)
+        command = [sys.executable, "-m", "tests.mutants.server", file, *tests]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        text = (ROOT / file).read_text(encoding="utf-8")
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as recorded:
+            self.control = self._play(text, timeout_s, ["record", recorded.name])
+            self._tests = CoveringTests(text, recorded.read())
+        self._limit_s = max(_LIMIT_S_MIN, _SLOWER_MAX * self.control.seconds)
 
-    def try_mutant(self, mutant: Mutant, timeout_s: float) -> Verdict:
+    def try_mutant(self, mutant: Mutant) -> Verdict:
         """Run the tests until the first one fails."""
         assert mutant.target == self.target
+        if self.control.outcome != "survived":
+            return Verdict("not run", 0.0, f"the tests fail without any mutant: {self.control.output}")
+        covering = self._tests.covering(mutant.text)
+        verdict = self._play(mutant.text, self._limit_s, ["only", *covering]) if covering else None
+        if verdict and verdict.outcome != "survived":
+            return verdict
+        others = self._play(mutant.text, self._limit_s, ["others", *covering])
+        return replace(others, seconds=round(others.seconds + (verdict.seconds if verdict else 0), 1))
+
+    def _play(self, text: str, timeout_s: float, plan: list[str]) -> Verdict:
         began = time.monotonic()
-        with overlaid(mutant.file, mutant.text) as folder, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-            status = self._ask([folder, log.name, timeout_s])
+        with overlaid(self.target[0], text) as folder, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+            status = self._ask([folder, log.name, timeout_s, plan])
             output = "\n".join(log.read().strip().splitlines()[-6:])
         killer = re.search(r"^(?:FAILED|ERROR) ([^:\s]+)", output, re.MULTILINE)
         by = killer[1] if killer and status == 1 else ""
@@ -102,8 +120,9 @@ class Server:
 
 
 @contextmanager
-def served(mutant: Mutant) -> Iterator[Server]:
-    server = Server(mutant)
+def served(mutant: Mutant, timeout_s: float) -> Iterator[Server]:
+    """Yield a server for mutants of the same target. `timeout_s` bounds the trial of the unchanged file."""
+    server = Server(*mutant.target, timeout_s)
     try:
         yield server
     finally:
@@ -111,6 +130,6 @@ def served(mutant: Mutant) -> Iterator[Server]:
 
 
 def try_mutant(mutant: Mutant, timeout_s: float) -> Verdict:
-    """One mutant alone."""
-    with served(mutant) as server:
-        return server.try_mutant(mutant, timeout_s)
+    """Try one mutant alone."""
+    with served(mutant, timeout_s) as server:
+        return server.try_mutant(mutant)

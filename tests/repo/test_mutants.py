@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from tests.mutants import library
+from tests.mutants.covering import CoveringTests
 from tests.mutants.overlay import ROOT, split
 from tests.mutants.planted import Planted, planted
 from tests.mutants.program import Waiting
@@ -58,3 +60,14 @@ def test_a_worker_is_given_mutants_of_its_own_place_alone() -> None:
 def test_a_file_is_overlaid_with_its_whole_import_package() -> None:
     package, inside = split("services/inference/src/headrace_inference/chat/plain.py")
     assert (package.name, str(inside)) == ("headrace_inference", "chat/plain.py")
+
+
+def test_tests_that_run_a_changed_statement_come_first_the_shortest_before() -> None:
+    text = "def f(x):\n    if x:\n        return (\n            1\n        )\n    return 2\n"
+    recorded = json.dumps({"slow": (2.0, [1, 2, 3, 4]), "fast": (1.0, [1, 2, 4]), "other": (0.1, [1, 2, 6])})
+    by_line = CoveringTests(text, recorded)
+    assert by_line.covering(text.replace("            1", "            3")) == ["fast", "slow"]
+    assert by_line.covering(text.replace("return 2", "return 3")) == ["other"]
+    assert by_line.covering(text.replace("if x", "if not x")) == ["other", "fast", "slow"]
+    assert by_line.covering(text) == []
+    assert by_line.covering("X = 1\n" + text) == ["other", "fast", "slow"]
