@@ -117,7 +117,8 @@ def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str], plan: S
         os.dup2(output.fileno(), sys.stderr.fileno())
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    os.environ |= {"PYTHONPATH": overlay, "PYTHONDONTWRITEBYTECODE": "1"}  # for processes that tests start
+    path = os.pathsep.join(filter(None, (overlay, os.environ.get("PYTHONPATH"))))
+    os.environ |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}  # for processes that tests start
     sys.path[:0] = [overlay]
     sys.meta_path.insert(0, changed)
     status = 3
