@@ -11,6 +11,8 @@ from headrace_gateway.refusals import ApiError
 SUPPORTED = ("gzip", "deflate", "zstd")
 _GZIP_WINDOW = 31
 """zlib's mark for a gzip stream with the largest window."""
+_MEMBERS_MAX = 100
+"""Most members of a gzip body. Each costs a copy of the rest of the body."""
 
 
 class _TooLarge(Exception):
@@ -21,7 +23,7 @@ def decoded(body: bytes, encoding: str, bytes_max: int) -> bytes:
     """Return the decompressed body. It may run in any thread.
 
     Raises:
-        ApiError: 400 for a damaged body, 413 for one of more than `bytes_max` bytes.
+        ApiError: 400 for a damaged body or one of too many gzip members, 413 for one of more than `bytes_max` bytes.
     """
     try:
         if encoding == "zstd":
@@ -40,6 +42,9 @@ def _zlib(body: bytes, window: int, bytes_max: int) -> bytes:
     parts: list[bytes] = []
     remaining = bytes_max
     while body:
+        if len(parts) == _MEMBERS_MAX:
+            message = f"the request body has more than {_MEMBERS_MAX} gzip members; compress it as one"
+            raise ApiError(400, "invalid_encoding", message)
         stream = zlib.decompressobj(window)
         parts.append(stream.decompress(body, remaining + 1))
         remaining -= len(parts[-1])

@@ -57,7 +57,7 @@ def says_something(value: JsonValue) -> bool:
 
 def _arguments(value: Any) -> Any:
     if isinstance(value, dict):  # some clients send the parsed object back
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, str):
         raise ValueError("must be a string that holds JSON, as the model wrote it")
     return value

@@ -227,6 +227,21 @@ def test_a_gzip_body_may_have_several_members() -> None:
     assert decoded(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", 10) == b"ab"
 
 
+def test_a_gzip_body_of_very_many_members_is_refused() -> None:
+    """Each member copies the rest of the body: 8 MB of empty members took minutes of a thread."""
+    with pytest.raises(ApiError, match="more than 100 gzip members") as caught:
+        decoded(gzip.compress(b"") * 200_000, "gzip", 8_000_000)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")
+
+
+def test_arguments_with_a_number_beyond_float64_are_refused() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": {"a": 1.0}}}
+    body = json.dumps({"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}, USER]})
+    assert parse_chat(body.encode(), strict())
+    with pytest.raises(ApiError, match="JSON compliant"):
+        parse_chat(body.replace("1.0", "1e999").encode(), strict())
+
+
 @pytest.mark.parametrize("encoding", COMPRESS)
 async def test_a_compressed_call_is_served_and_a_large_one_refused(tmp_path: Path, encoding: str) -> None:
     limits = LimitSettings(body_bytes_max=10_000)

@@ -172,15 +172,24 @@ def chat_messages(system: Sequence[TextBlock], messages: Iterable[MessageParam],
             conversation.add_answer(message.content)
         else:
             conversation.add_user(message.content, f"messages.{number}")
-    return conversation.messages
+    return conversation.messages()
 
 
 class _Conversation:
     """Chat messages in the order of the conversation."""
 
     def __init__(self, context: RequestContext) -> None:
-        self.messages: list[Json] = []
+        self._messages: list[Json] = []
+        self._texts: list[dict[str, list[str]]] = []
+        """By message and field, the pieces of its text. They are joined once, as there may be thousands of them."""
         self._context = context
+
+    def messages(self) -> list[Json]:
+        """Return the messages that were added."""
+        return [
+            {**message, **{field: "".join(pieces) for field, pieces in texts.items()}}
+            for message, texts in zip(self._messages, self._texts, strict=True)
+        ]
 
     def add_system(self, texts: Iterable[str]) -> None:
         paragraphs = []
@@ -192,7 +201,7 @@ class _Conversation:
         text = _PARAGRAPH.join(paragraphs)
         if not text:
             return
-        if not self.messages or self.messages[-1]["role"] == "system":
+        if self._last_role in (None, "system"):
             self._add_text("system", text)
         else:
             self._add_text("user", f"<system>\n{text}\n</system>")
@@ -205,20 +214,20 @@ class _Conversation:
                 case TextBlock():
                     self._add_text("user", block.text)
                 case ToolResultBlock():
-                    self.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+                    self._begin({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
                 case _:
                     raise ValueError(f"{field}: a user's message cannot hold a block of type {block.type!r}")
 
     def add_answer(self, blocks: Sequence[Block]) -> None:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        answer = self.messages[-1]
+        if self._last_role != "assistant":
+            self._begin({"role": "assistant", "content": ""})
+        answer, texts = self._messages[-1], self._texts[-1]
         for block in blocks:
             match block:
                 case TextBlock():
-                    answer["content"] = f"{answer['content']}{block.text}"
+                    texts.setdefault("content", []).append(block.text)
                 case ThinkingBlock():
-                    answer["reasoning_content"] = f"{answer.get('reasoning_content', '')}{block.thinking}"
+                    texts.setdefault("reasoning_content", []).append(block.thinking)
                 case ToolUseBlock():
                     calls = answer.setdefault("tool_calls", [])
                     assert isinstance(calls, list)
@@ -231,8 +240,16 @@ class _Conversation:
                     raise ValueError("messages: an assistant's message cannot hold a block of type 'tool_result'")
 
     def _add_text(self, role: str, text: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != role:
-            self.messages.append({"role": role, "content": text})
-        elif text:
-            last["content"] = f"{last['content']}{_PARAGRAPH}{text}" if last["content"] else text
+        if self._last_role != role:
+            self._begin({"role": role, "content": ""})
+        if text:
+            pieces = self._texts[-1].setdefault("content", [])
+            pieces += [_PARAGRAPH, text] if pieces else [text]
+
+    def _begin(self, message: Json) -> None:
+        self._messages.append(message)
+        self._texts.append({})
+
+    @property
+    def _last_role(self) -> JsonValue:
+        return self._messages[-1]["role"] if self._messages else None

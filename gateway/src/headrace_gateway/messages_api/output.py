@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,11 +84,13 @@ def usage_of(usage: EngineUsage | None, prompt_tokens: int) -> Json:
 
 
 def tool_input(arguments: str) -> Json:
-    """Return the arguments of a call as an object. Arguments that are no JSON object come under `arguments`."""
+    """Return the arguments of a call as an object. Arguments that are no JSON object come under `arguments`, and so do
+    numbers beyond float64, such as 1e999, which the answer could not hold."""
     if not arguments.strip():
         return {}
     try:
         value = from_json(arguments, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)
     except ValueError:
         return {"arguments": arguments}
     return value if isinstance(value, dict) else {"arguments": arguments}
