@@ -62,9 +62,9 @@ def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, Answer
     return parse_chat(body, context), ChatCompletions()
 
 
-def tokens_asked(call: ChatCall, body_bytes: int) -> int:
+def tokens_asked(call: ChatCall) -> int:
     """Return about how many tokens a call may take: those of its prompt, and the answers' limit for each choice."""
-    return body_bytes // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
+    return len(call.core) // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class Chat:
     recent: RecentTurns
     repeated: RepeatedRequests
     captured: CapturedTurns
-    responses: ResponseStore
+    responses: ResponseStore | None = None
+    """The stored responses, for an API whose requests may refer to them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
@@ -91,7 +92,7 @@ class Chat:
                 self.relay.beside_users(call, self.settings.shadow_load_max)
             call = replace(call, repeats=self.repeated.begin(call))
             mode = "stream" if call.request.stream else "plain"
-            choices, tokens = call.request.choices, tokens_asked(call, len(admitted.body))
+            choices, tokens = call.request.choices, tokens_asked(call)
             with (
                 self.admission.limits.work(admitted.caller, choices, tokens) as work,
                 metrics.CALL_SECONDS.labels(mode).time(),
@@ -101,8 +102,11 @@ class Chat:
     async def understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
         """Return the call that an admitted request describes, and the shape of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
-        size_bytes = len(admitted.body)
-        context = RequestContext(self.settings.request_rules, self.responses.view(admitted.caller))
+        bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
+        view = None if self.responses is None else self.responses.view(admitted.caller)
+        context = RequestContext(self.settings.request_rules, bytes_max, view)
+        stored_bytes = 0 if view is None else min(view.stored_bytes, bytes_max)
+        size_bytes = len(admitted.body) + stored_bytes  # a short body may refer to all of them
         request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
         await self._routing_is_known()
         by_agent = PURPOSE_HEADER not in admitted.headers
@@ -111,6 +115,7 @@ class Chat:
             context.report("model")
         for name in context.ignored:
             metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
+        size_bytes = max(len(admitted.body), context.referred_bytes)
         call = await self.workers.run(
             size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context.ignored)
         )

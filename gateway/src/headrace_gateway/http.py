@@ -77,12 +77,12 @@ def application(parts: Parts) -> ASGIApp:
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, upstream, parts.clock, captured)
     workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns(parts.signals_of)
     repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
-    memories = (recent, repeated, captured, stored)
+    memories = (recent, repeated, captured)
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
-    chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
+    chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared, stored)
     messages = Chat(read_messages, *shared)
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})
-    input_tokens = TokenCounting(Chat(reader(parse_input_tokens), *shared), {"object": "response.input_tokens"})
+    input_tokens = TokenCounting(Chat(reader(parse_input_tokens), *shared, stored), {"object": "response.input_tokens"})
     stored_responses = StoredResponses(parts.admission, stored)
     sessions = SessionsApi(
         parts.admission,

@@ -29,8 +29,12 @@ class RequestContext:
     """The rules for one request, and the fields of it that were accepted without an effect."""
 
     rules: RequestRules
+    bytes_max: int
+    """Most bytes of a request's body, and of a conversation with everything that it refers to."""
     responses: CallerResponses | None = None
     """Stored responses that the request may refer to."""
+    referred_bytes: int = 0
+    """Bytes of the conversation that the body refers to, once it was read."""
     _ignored: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -60,7 +64,7 @@ class RequestContext:
         Its JSON may hold more values than the body did.
         """
         rules = replace(self.rules, json_values_max=_TRANSLATION_GROWTH * self.rules.json_values_max)
-        return RequestContext(rules, self.responses, self._ignored)
+        return replace(self, rules=rules)
 
     def media_text(self, kind: str) -> str:
         """Return the text that replaces an image, a sound or a file of type `kind`.
@@ -84,7 +88,7 @@ class RequestContext:
 def context_of(info: ValidationInfo) -> RequestContext:
     """Return the context of the request that pydantic validates; one with strict rules where there is none."""
     context = (info.context or {}).get(_CONTEXT_KEY)
-    return context if isinstance(context, RequestContext) else RequestContext(RequestRules(128, 0, strict=True))
+    return context if isinstance(context, RequestContext) else RequestContext(RequestRules(128, 0, strict=True), 0)
 
 
 def header_value(ignored: tuple[str, ...]) -> str:

@@ -33,7 +33,7 @@ class TokenCounting:
         chat = self.chat
         async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
             call, _ = await chat.understand(request.scope, admitted)
-            with chat.admission.limits.work(admitted.caller, 1, tokens_asked(call, len(admitted.body))) as work:
+            with chat.admission.limits.work(admitted.caller, 1, tokens_asked(call)) as work:
                 _, transcript = await chat.relay.complete(call)
                 work.used_tokens = len(transcript.prompt_token_ids) + transcript.sampled
         count = len(transcript.prompt_token_ids)

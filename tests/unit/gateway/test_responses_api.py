@@ -29,10 +29,12 @@ ALL = ("response_format", "tool_choice")
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, replica: FakeReplica) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
+async def served(
+    folder: Path, replica: FakeReplica, **settings: Any
+) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
     async with (
         replica.running(),
-        gateway(folder, replica) as server,
+        gateway(folder, replica, **settings) as server,
         openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield server, client

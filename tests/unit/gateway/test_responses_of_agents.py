@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from openai.types.responses import Response
 
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.request_context import RequestContext
-from headrace_gateway.response_store import ResponseStore, StoredResponse
+from headrace_gateway.response_store import Conversation, ResponseStore, StoredResponse
 from headrace_gateway.responses_api.items import encode_reasoning
-from headrace_gateway.responses_api.request import parse_responses
+from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Turn
 from tests.support.fake_replica import Called, FakeReplica, Fault
@@ -205,11 +206,66 @@ async def test_tenants_and_bound_keys_read_their_own_responses_only(tmp_path: Pa
 def test_the_store_drops_the_oldest_response_of_the_largest_tenant() -> None:
     store = ResponseStore(100)
     for tenant, name in (("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")):
-        store.add(tenant, StoredResponse({"id": name, "output": []}, (), (), 30))
+        store.add(tenant, stored_response(name))
     stored_ids = [(tenant, name) for tenant in "ab" for name in "1234" if store.get(tenant, name)]
     assert stored_ids == [("a", "2"), ("a", "4"), ("b", "3")]
     assert not store.delete("b", "1")
     assert store.delete("b", "3")
+
+
+def stored_response(name: str, previous_id: str | None = None) -> StoredResponse:
+    """Return a response of 30 bytes with one item, its name."""
+    return StoredResponse(name, b"{}", previous_id, (), (name,), (), 28)
+
+
+def test_a_conversation_ends_with_the_first_of_its_responses_that_is_dropped() -> None:
+    """A response that kept the items of those before it would fill the memory beyond its bound."""
+    store = ResponseStore(100)
+    for name, previous_id in (("1", None), ("2", "1"), ("3", "2")):
+        store.add("a", stored_response(name, previous_id))
+    assert store.conversation("a", "3") == Conversation(("1", "2", "3"), 84)
+    assert store.conversation("b", "3") is None
+    assert store.bytes_of("a") == 90
+    store.add("a", stored_response("4", "3"))
+    assert store.conversation("a", "4") is None
+    assert store.delete("a", "4")
+    assert (store.bytes_of("a"), store.bytes_of("b")) == (60, 0)
+
+
+async def test_a_conversation_is_bounded_with_all_that_it_refers_to(tmp_path: Path) -> None:
+    """A body of 20 KB with 400 references to one long answer became a prompt of 40 MB, built on the event loop."""
+    limits = LimitSettings(body_bytes_max=40_000)
+    script: list[Any] = ["y" * 12_000, "short"]
+    async with served(tmp_path, FakeReplica(script=script), limits_per_key=limits) as (server, client):
+        first = await client.responses.create(model="tiny", input="hi")
+        reference: Any = {"type": "item_reference", "id": first.output[0].id}
+        second = await client.responses.create(model="tiny", input=[reference] * 2, previous_response_id=first.id)
+        too_much: dict[str, dict[str, Any]] = {
+            "input": {"input": [reference] * 200},
+            "previous_response_id": {"input": [reference], "previous_response_id": second.id},
+        }
+        for field, fields in too_much.items():
+            with pytest.raises(openai.APIStatusError, match=f"{field}: the conversation") as refused:
+                await client.responses.create(model="tiny", **fields)
+            assert (refused.value.status_code, refused.value.code) == (413, "body_too_large")
+        assert [message.text[:1] for message in server.turns[-1].messages] == ["h", "y", "y", "y"]
+
+
+async def test_a_short_body_that_refers_to_a_long_conversation_is_read_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def parse(body: bytes, context: RequestContext) -> ParsedResponses:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return parse_responses(body, context)
+
+    monkeypatch.setattr("headrace_gateway.responses_api.answers.parse_responses", parse)
+    async with served(tmp_path, FakeReplica()) as (_, client):
+        response = await client.responses.create(model="tiny", input="hi", store=False)
+        response = await client.responses.create(model="tiny", input="x" * 100_000)
+        response = await client.responses.create(model="tiny", input="y", previous_response_id=response.id)
+    assert threads == [threading.current_thread().name, "worker", "worker"]
 
 
 async def test_reasoning_comes_back_from_its_encoded_form(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.response_store import CallerResponses, StoredResponse
 from headrace_gateway.responses_api.events import ResponseWriter
-from headrace_gateway.responses_api.items import Item
+from headrace_gateway.responses_api.items import Item, size_of
 from headrace_gateway.responses_api.output import Json, ResponseFrame
 from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
 
-_OUTPUT: TypeAdapter[Item] = TypeAdapter(Item)
+_ITEMS: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 
 class Responses:
@@ -29,13 +29,11 @@ class Responses:
     Args:
         parsed: The request.
         responses: The store of responses, or None without one.
-        size_bytes: The size of the request's body.
     """
 
-    def __init__(self, parsed: ParsedResponses, responses: CallerResponses | None, size_bytes: int) -> None:
+    def __init__(self, parsed: ParsedResponses, responses: CallerResponses | None) -> None:
         self._parsed = parsed
         self._responses = responses
-        self._size_bytes = size_bytes
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return answer_headers(call)
@@ -45,18 +43,29 @@ class Responses:
         writer.add(answer.model, answer.choices, answer.usage, streamed=False)
         response = writer.end()[-1]["response"]
         body = to_json(response)
-        self.store(response, len(body))
+        self.store(response, body)
         return body
 
     def streamed(self, call: ChatCall) -> StreamedAnswer:
         return _Events(self, self._writer(call), answer_headers(call))
 
-    def store(self, response: Json, size_bytes: int) -> None:
-        """Store the response for later references, unless the request forbids it."""
-        if self._responses is None or self._parsed.request.store is False:
+    def store(self, response: Json, body: bytes) -> None:
+        """Store the response for later references, unless the request forbids it. `body` is the response as JSON."""
+        request = self._parsed.request
+        if self._responses is None or request.store is False:
             return
-        items = tuple(_OUTPUT.validate_python(item) for item in response["output"])
-        self._responses.add(StoredResponse(response, self._parsed.items, items, self._size_bytes + size_bytes))
+        output = tuple(_ITEMS.validate_python(response["output"]))
+        self._responses.add(
+            StoredResponse(
+                response_id=response["id"],
+                body=body,
+                previous_id=request.previous_response_id,
+                input=self._parsed.added,
+                output=output,
+                output_ids=tuple(item.get("id") for item in response["output"]),
+                item_bytes=self._parsed.added_bytes + size_of(output),
+            )
+        )
 
     def _writer(self, call: ChatCall) -> ResponseWriter:
         frame = ResponseFrame(self._parsed, call)
@@ -77,9 +86,9 @@ class _Events:
 
     def end(self) -> bytes:
         events = self._writer.end()
-        data = sse.encode_typed(events)
-        self._shape.store(events[-1]["response"], len(data))
-        return data
+        response = events[-1]["response"]
+        self._shape.store(response, to_json(response))
+        return sse.encode_typed(events)
 
     def broken(self, error: ApiError) -> bytes:
         return sse.encode_typed(self._writer.error(error))
@@ -88,4 +97,4 @@ class _Events:
 def read_responses(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
     """Read a body of `POST /v1/responses`."""
     parsed = parse_responses(body, context)
-    return parsed.chat, Responses(parsed, context.responses, len(body))
+    return parsed.chat, Responses(parsed, context.responses)

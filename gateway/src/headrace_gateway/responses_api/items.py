@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo
+from pydantic_core import to_json
 
 from headrace_gateway.chat_messages import MEDIA_PARTS
 from headrace_gateway.request_context import context_of
@@ -219,6 +220,11 @@ def _text(parts: Sequence[str]) -> JsonValue:
     if len(parts) == 1:
         return parts[0]
     return [{"type": "text", "text": part} for part in parts]
+
+
+def size_of(items: Iterable[Item]) -> int:
+    """Return the bytes of items as JSON."""
+    return sum(len(to_json(item)) for item in items)
 
 
 def encode_reasoning(text: str) -> str:

@@ -15,7 +15,16 @@ from headrace_gateway.hints import HINTS, is_honoured
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
-from headrace_gateway.responses_api.items import Item, Json, MessageItem, ReferenceItem, ToolsItem, messages_of
+from headrace_gateway.response_store import Conversation
+from headrace_gateway.responses_api.items import (
+    Item,
+    Json,
+    MessageItem,
+    ReferenceItem,
+    ToolsItem,
+    messages_of,
+    size_of,
+)
 from headrace_gateway.responses_api.tools import RequestTool, ToolSet
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject
@@ -133,8 +142,10 @@ class ParsedResponses:
     """A request of the Responses API, read."""
 
     request: ResponsesRequest
-    items: tuple[Item, ...]
-    """The conversation with everything that the request refers to."""
+    added: tuple[Item, ...]
+    """The items of the request, in the place of references the items that they name."""
+    added_bytes: int
+    """Bytes of `added` as JSON."""
     tools: ToolSet
     chat: ChatRequest
 
@@ -176,29 +187,43 @@ def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
 
 
 def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedResponses:
-    items = _resolved(request, context)
+    added = tuple(_item(item, number, context) for number, item in enumerate(request.input))
+    earlier = _earlier(request, context)
+    items = (*earlier.items, *added)
+    added_bytes = 0
+    for item in added:
+        added_bytes += size_of((item,))
+        if earlier.size_bytes + added_bytes > context.bytes_max:
+            raise _too_large(request, context)
+    context.referred_bytes = earlier.size_bytes + added_bytes
     offered = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
     tools = ToolSet([*(request.tools or ()), *offered], context)
     try:
         document = to_json(_chat_body(request, items, tools))
-        return ParsedResponses(request, items, tools, parse_chat(document, context.for_translation()))
+        chat = parse_chat(document, context.for_translation())
     except ApiError as error:
         raise error.renamed(_CHAT_NAMES) from None
+    return ParsedResponses(request, added, added_bytes, tools, chat)
 
 
-def _resolved(request: ResponsesRequest, context: RequestContext) -> tuple[Item, ...]:
-    """Return the whole conversation: that of the previous response, and the items of `input` or those they name."""
-    earlier: tuple[Item, ...] = ()
-    if request.previous_response_id is not None:
-        response = context.responses.get(request.previous_response_id) if context.responses else None
-        if response is None:
-            message = (
-                "previous_response_id: no such response is stored here; send the earlier items in input. Responses are "
-                "stored for a time unless store is false"
-            )
-            raise ApiError(400, "previous_response_not_found", message, "previous_response_id")
-        earlier = (*response.input, *response.output)
-    return (*earlier, *(_item(item, number, context) for number, item in enumerate(request.input)))
+def _earlier(request: ResponsesRequest, context: RequestContext) -> Conversation:
+    """Return the conversation that the request continues; an empty one without a previous response."""
+    if request.previous_response_id is None:
+        return Conversation((), 0)
+    earlier = context.responses.conversation(request.previous_response_id) if context.responses else None
+    if earlier is None:
+        message = (
+            "previous_response_id: no such response is stored here; send the earlier items in input. Responses are "
+            "stored for a time unless store is false"
+        )
+        raise ApiError(400, "previous_response_not_found", message, "previous_response_id")
+    return earlier
+
+
+def _too_large(request: ResponsesRequest, context: RequestContext) -> ApiError:
+    field = "input" if request.previous_response_id is None else "previous_response_id"
+    message = f"{field}: the conversation with everything that it refers to is larger than {context.bytes_max} bytes"
+    return ApiError(413, "body_too_large", message, field)
 
 
 def _item(item: Item, number: int, context: RequestContext) -> Item:

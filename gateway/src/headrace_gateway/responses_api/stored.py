@@ -27,7 +27,7 @@ class StoredResponses:
         stored = self._view(request).get(response_id)
         if stored is None:
             raise _not_found(response_id)
-        return JSONResponse(stored.body)
+        return Response(stored.body, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """Drop a stored response. The captured turn stays. Raises `ApiError` 404."""

@@ -26,6 +26,10 @@ class TenantMemory(Generic[Key, Value]):
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
+    def size_of(self, tenant: str) -> int:
+        """Return the sum of the sizes of a tenant's entries."""
+        return self._sizes.get(tenant, 0)
+
     def get(self, tenant: str, key: Key) -> Value | None:
         """Return a tenant's entry, or None. The entry counts as used."""
         entries = self._tenants.get(tenant)
