@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from headrace_operations.supervisor.process import yield_processor
+from headrace_runtime.services import installed
 from tests.support.headrace_up import as_setting
 from tests.support.ports import free_port
 from tests.support.processes import wait_until
@@ -87,6 +89,12 @@ class ServiceProcess(LoggedProcess):
         super().__init__(name, f"headrace_{name}", folder / f"{name}-{port}.log", port)
         self.set({"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": port, **settings}, environ)
         folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self) -> None:
+        """Start it with the priority that `headrace up` gives it."""
+        super().begin()
+        if installed()[self.name].is_background:
+            yield_processor(self.pid)
 
     def start(self, *, ready: bool = True) -> None:
         self.begin()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace_operations.errors import NotRunning
 from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
+from headrace_operations.supervisor.process import BACKGROUND_NICENESS
 from headrace_operations.supervisor.state import supervisor_silence_s
 from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
@@ -63,6 +65,16 @@ def test_the_broker_first_and_the_broker_last(make: Make, dummies: Dummies, data
     assert supervisor.wait(0)
     with pytest.raises(NotRunning, match="headrace up"):
         read(data_dir)
+
+
+def test_a_background_service_leaves_the_processor_to_the_others(make: Make, dummies: Dummies) -> None:
+    services = {**dummies.services, "beta": replace(dummies.services["beta"], is_background=True)}
+    supervisor = make(services=services)
+    supervisor.start()
+    supervisor.wait_ready(20)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) - own for name, pid in supervisor.pids.items()}
+    assert niceness == {"broker": 0, "alpha": 0, "beta": min(BACKGROUND_NICENESS, 19 - own)}
 
 
 def test_every_service_gets_the_same_settings(make: Make, dummies: Dummies, data_dir: Path) -> None:

@@ -44,6 +44,9 @@ class ServiceInfo:
     is_gateway: bool = False
     """Whether users' agents call the service. The supervisor keeps its listening socket open, so that no call is
     refused while it restarts."""
+    is_background: bool = False
+    """Whether no call of an agent waits for the service. On one machine it gets the processor time that the gateway and
+    the replicas leave."""
 
 
 SERVICES: Registry[ServiceInfo] = Registry("services", ServiceInfo, "service")

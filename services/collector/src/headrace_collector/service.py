@@ -11,4 +11,5 @@ INFO = ServiceInfo(
     consumes=("turns", "session-ends", "feedback"),
     produces=("trajectories",),
     database=True,
+    is_background=True,
 )

@@ -12,4 +12,5 @@ INFO = ServiceInfo(
     consumes=("trajectories",),
     produces=("rewards",),
     database=True,
+    is_background=True,
 )

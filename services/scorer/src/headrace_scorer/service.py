@@ -11,4 +11,5 @@ INFO = ServiceInfo(
     consumes=("trajectories", "rewards", "feedback"),
     produces=("rewards", "experiences"),
     database=True,
+    is_background=True,
 )
