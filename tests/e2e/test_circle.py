@@ -88,7 +88,7 @@ def lineage(chosen: dict[str, object], folder: Path, observed: Observed) -> Retr
 
 
 def test_every_service_is_a_process_of_its_own(up: HeadraceUp, backends: dict[str, object]) -> None:
-    expected = {"gateway", "inference", "collector", "scorer", "judge", "trainer", "registry"}
+    expected = {"gateway", "inference", "collector", "scorer", "judge", "trainer", "registry", "console"}
     expected |= set() if backends else {"broker"}
     assert set(up.state.services) == expected
     assert len({service.pid for service in up.state.services.values()}) == len(expected)

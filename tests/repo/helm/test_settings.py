@@ -121,7 +121,8 @@ def test_images_are_those_that_are_built() -> None:
 
 
 def test_every_service_of_the_compose_file_is_there() -> None:
-    composed = {container["build"]["args"]["SERVICE"] for container in ours().values()}
+    """The chart does not deploy the console, which needs users and a proxy with TLS."""
+    composed = {container["build"]["args"]["SERVICE"] for container in ours().values()} - {"console"}
     assert {container.service for container in containers(objects("production"))} == composed
     assert {container.service for container in containers(objects("judge"))} == {*composed, "broker"}
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, SecretStr
 
 from headrace_broker.settings import BrokerSettings
 from headrace_collector.settings import CollectorSettings
+from headrace_console.settings import ConsoleSettings
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings
 from headrace_judge.settings import JudgeSettings
@@ -239,6 +240,7 @@ WRONG += ["1979-05-27T07:32:00Z", '"\\u001b[31m"', '["a", 1, true]', "9" * 5000,
 MODELS: dict[str, type[ServiceSettings]] = {
     "broker": BrokerSettings,
     "collector": CollectorSettings,
+    "console": ConsoleSettings,
     "gateway": GatewaySettings,
     "inference": InferenceSettings,
     "judge": JudgeSettings,

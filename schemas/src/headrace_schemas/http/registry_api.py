@@ -84,6 +84,7 @@ class PromoteRequest(Model):
 
     version: Version
     force: bool = False
+    reason: Remark = ""
 
 
 class WithdrawRequest(Model):

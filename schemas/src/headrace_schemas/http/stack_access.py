@@ -7,6 +7,7 @@ stack has recorded in `run/state.json`.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import secrets
@@ -48,10 +49,44 @@ def token_file(data_dir: Path) -> Path:
 
 def make_token(data_dir: Path) -> str:
     """Return the token of the stack in `data_dir`, and create it if it is missing. The folder `run` must exist."""
-    path = token_file(data_dir)
-    if token := read_token(data_dir):
-        return token
-    draft = path.with_name(f".token.{secrets.token_hex(8)}")
+    return read_token(data_dir) or _write_token(token_file(data_dir))
+
+
+def read_token(data_dir: Path) -> str:
+    """Return the token of the stack in `data_dir`, or an empty string.
+
+    A token file that another user owns or can read is ignored.
+    """
+    return _read_token(token_file(data_dir))
+
+
+def make_login_token(data_dir: Path) -> str:
+    """Return a new token with which the owner of the stack can log in to the console once. It replaces an earlier one.
+
+    The folder `run` must exist.
+    """
+    return _write_token(_login_file(data_dir))
+
+
+def take_login_token(data_dir: Path, token: str) -> bool:
+    """Return whether `token` is that of `make_login_token`, and remove it then, so that it is valid once."""
+    path = _login_file(data_dir)
+    expected = _read_token(path)
+    if not expected or not hmac.compare_digest(expected.encode(), token.encode("utf-8", "surrogatepass")):
+        return False
+    try:
+        path.unlink()
+    except FileNotFoundError:  # another request took it meanwhile
+        return False
+    return True
+
+
+def _login_file(data_dir: Path) -> Path:
+    return data_dir / "run" / "console-login"
+
+
+def _write_token(path: Path) -> str:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     token = secrets.token_urlsafe(32)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -62,13 +97,9 @@ def make_token(data_dir: Path) -> str:
     return token
 
 
-def read_token(data_dir: Path) -> str:
-    """Return the token of the stack in `data_dir`, or an empty string.
-
-    A token file that another user owns or can read is ignored.
-    """
+def _read_token(path: Path) -> str:
     try:
-        with token_file(data_dir).open("rb") as file:
+        with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
                 return ""

@@ -155,7 +155,7 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 def print_summary(state: RunState) -> None:
     """Print the services with their addresses. A terminal also gets an address with the token for a browser."""
-    from headrace_schemas.http.stack_access import token_file
+    from headrace_schemas.http.stack_access import make_login_token, token_file
 
     out = console()
     rows = [
@@ -169,6 +169,9 @@ def print_summary(state: RunState) -> None:
         out.print(f"token     {token_path}   [dim]commands read it, other clients need it[/]")
     if sys.stdout.isatty() and (page := _page_with_login(state)):
         out.print(f"browser   {page}   [dim]other pages take the same login[/]")
+    if console_service := state.services.get("console"):
+        login = make_login_token(Path(state.data_dir))
+        out.print(f"console   [bold]{console_service.url}/login?token={login}[/]   [dim]works once[/]", soft_wrap=True)
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")

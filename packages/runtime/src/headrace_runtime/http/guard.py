@@ -2,7 +2,8 @@
 
 A browser can reach loopback from any page. So the middleware of all HTTP servers refuses unknown names in `Host` (DNS
 rebinding), and requests that another origin has caused, whether its page may read the response or not. The content type
-of a body must be JSON, which a form or a page without preflight cannot send. Other clients (OpenAI's packages,
+of a body must be JSON, which a form or a page without preflight cannot send. A service with pages of its own also
+accepts forms, but only with a header that proves that one of these pages sent it. Other clients (OpenAI's packages,
 AgentScope, Trinity, HelloAgents) send neither `Origin` nor `Sec-Fetch-Site`, and JSON as `application/json`.
 
 Every client that may write to the bus may write addresses to the topic `replicas`. So a replica signs its id and its
@@ -27,6 +28,7 @@ from headrace_runtime.settings.sections import SecuritySettings, ServiceSettings
 from headrace_schemas import Replica
 
 _WITHOUT_EFFECT = frozenset(("GET", "HEAD", "OPTIONS"))
+_FORM = re.compile(rb"\s*application/x-www-form-urlencoded\s*(;.*)?", re.IGNORECASE | re.DOTALL)
 _JSON = re.compile(rb"\s*application/([a-z0-9.+-]+\+)?json\s*(;.*)?", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:[0-9]{0,5})?")
 _OWN_SITE = frozenset((b"same-origin", b"none"))
@@ -46,8 +48,11 @@ class Refusal(Exception):
 class WebGuard:
     """Middleware that refuses requests of foreign pages and answers preflights of permitted origins."""
 
-    def __init__(self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings, *, accepts_forms: bool = False
+    ) -> None:
         self._app = app
+        self._accepts_forms = accepts_forms
         self._any_host = not is_loopback(settings.host) and not security.hosts
         """Whether any host name is accepted. Beyond loopback every request needs a key, which a page does not have."""
         self._hosts = (settings.host, socket.gethostname(), *security.hosts)
@@ -94,6 +99,9 @@ class WebGuard:
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         if has_body and method not in _WITHOUT_EFFECT and not _JSON.fullmatch(headers.get(b"content-type", b"")):
             kind = headers.get(b"content-type")
+            if self._accepts_forms and _FORM.fullmatch(kind or b""):
+                _require_own_page(headers)
+                return is_permitted_origin
             problem = f"Content-Type {_quoted(kind)}" if kind else "no Content-Type"
             raise Refusal(415, "unsupported_media_type", f"{problem}: send the body as application/json")
         return is_permitted_origin
@@ -109,6 +117,16 @@ class WebGuard:
         except ValueError:
             return is_loopback(name.lower().rstrip(".")) or any(host_fits(name, pattern) for pattern in self._hosts)
         return True
+
+
+def _require_own_page(headers: dict[bytes, bytes]) -> None:
+    """Raise `Refusal` unless the browser states that a page of this service sent the form.
+
+    An `Origin` that differs from the host was refused already.
+    """
+    origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
+    if site != b"same-origin" and (site is not None or not origin):
+        raise Refusal(403, "foreign_form", "Origin: a form must be sent by a page of this service")
 
 
 async def _answer(send: Send, refusal: Refusal) -> None:

@@ -91,11 +91,16 @@ def app(
 
 @contextlib.asynccontextmanager
 async def serve(
-    application: ASGIApp, settings: ServiceSettings, security: SecuritySettings | None = None
+    application: ASGIApp,
+    settings: ServiceSettings,
+    security: SecuritySettings | None = None,
+    *,
+    accepts_forms: bool = False,
 ) -> AsyncIterator[int]:
     """Serve `application` while the body runs, and yield the port. Afterwards open requests get a few seconds to end.
 
-    Requests of web pages are refused (`web_guard`), except from origins and hosts that `security` names.
+    Requests of web pages are refused (`guard`), except from origins and hosts that `security` names. With
+    `accepts_forms`, forms of the application's own pages are accepted.
 
     A socket that the process inherited (sd_listen_fds(3)) is used in place of a new one. `headrace up` keeps the
     gateway's socket open in this way, so that callers wait while the gateway restarts.
@@ -107,7 +112,12 @@ async def serve(
     listener = _listen(settings)
     server = _Server(
         uvicorn.Config(
-            WebGuard(BrowserLogin(_with_exact_paths(application)), settings, security or SecuritySettings()),
+            WebGuard(
+                BrowserLogin(_with_exact_paths(application)),
+                settings,
+                security or SecuritySettings(),
+                accepts_forms=accepts_forms,
+            ),
             http=TimedProtocol,
             ws="none",
             lifespan="off",

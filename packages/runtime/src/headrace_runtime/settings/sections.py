@@ -38,7 +38,7 @@ from headrace_runtime.registries import PluginError
 from headrace_runtime.settings import table as settings_table
 from headrace_schemas.values.text import closest
 
-SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
+SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry", "console")
 """Headrace's own services. A container image has one of them, and its settings file has the sections of all."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]

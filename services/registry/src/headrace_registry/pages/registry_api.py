@@ -122,7 +122,7 @@ class RegistryApi:
                 raise Refused(409, "incompatible_version", f"{version.version}: {problem}", "version")
             await transition.request(version, "force" if body.force else "gate")
 
-        return await self._change(request, change, version=body.version, status=202)
+        return await self._change(request, change, version=body.version, why=body.reason, status=202)
 
     async def roll_back(self, request: Request) -> Response:
         body = await http.read_body(request, RollbackRequest)

@@ -1,0 +1,1 @@
+"""Web console: what the stack learns and why, and decisions about versions."""

@@ -1,0 +1,1 @@
+"""Logins, their sessions, and the security headers of every response."""

@@ -1,0 +1,100 @@
+"""Composition root of the console: logins, readers of other services, pages and their server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from headrace_console.access.headers import SecurityHeaders
+from headrace_console.access.logins import Logins
+from headrace_console.live import Changes
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.login import LoginPages
+from headrace_console.pages.loop import LoopPages
+from headrace_console.pages.models import ModelPages
+from headrace_console.pages.page import NotFound, Page, PageRoutes
+from headrace_console.pages.rollouts import RolloutPages
+from headrace_console.settings import ConsoleSettings
+from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.services import StackReader
+from headrace_console.users import User
+from headrace_runtime.clock import Clock, SystemClock
+from headrace_runtime.http import web
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.services import installed
+from headrace_runtime.settings.sections import Common
+
+log = get_logger(__name__)
+_STATIC = Path(__file__).parent / "static"
+_WATCH_INTERVAL_S = 2.0
+
+
+async def run(common: Common, settings: ConsoleSettings) -> None:
+    """Run the console until cancelled."""
+    console = Console(common, settings, SystemClock())
+    # Pages of other origins get nothing from the console, whatever they may call elsewhere.
+    security = common.security.model_copy(update={"origins": ()})
+    async with web.serve(SecurityHeaders(console.app), settings, security, accepts_forms=True) as port:
+        log.info("listening", port=port)
+        try:
+            await console.watch()
+        finally:
+            console.changes.close()
+
+
+class Console:
+    """The console without its server. `app` is its ASGI application, without the guards of the server."""
+
+    def __init__(self, common: Common, settings: ConsoleSettings, clock: Clock) -> None:
+        self._clock = clock
+        self.changes = Changes()
+        self.logins = Logins(common.data_dir, settings.users, clock)
+        self._stack = StackReader(common, settings, installed(), clock)
+        key = common.security.internal_key.get_secret_value()
+        registry = RegistryReader(self._stack.url("registry"), key, clock)
+        templates = Templates(behind_tls=settings.behind_tls)
+        login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
+        pages = [
+            *login.pages(),
+            *LoopPages(templates, self._stack, registry, common, clock).pages(),
+            *ModelPages(templates, registry).pages(),
+            *RolloutPages(templates, registry).pages(),
+            Page("/live", self._stream, role="rater"),
+            Page("/{path:path}", _not_found, role="rater"),
+        ]
+        routes = PageRoutes(templates, self.logins, read_only=settings.read_only)
+        self.app: Starlette = web.app(
+            {},
+            [
+                Mount("/static", StaticFiles(directory=_STATIC)),
+                *login.routes(),
+                *(routes.route(page) for page in pages),
+            ],
+            common,
+            needs_disk=False,
+        )
+        self.app.state.behind_tls = settings.behind_tls
+
+    async def watch(self) -> None:
+        """Announce changes of the stack while a browser follows them, until cancelled."""
+        last_report = None
+        while True:
+            await self._clock.sleep(_WATCH_INTERVAL_S)
+            if not self.changes.is_watched:
+                continue
+            report = await self._stack.report()
+            if report != last_report:
+                last_report = report
+                self.changes.announce("loop")
+
+    async def _stream(self, _request: Request, _user: User) -> Response:
+        return StreamingResponse(self.changes.stream(), media_type="text/event-stream")
+
+
+async def _not_found(_request: Request, _user: User) -> Response:
+    raise NotFound

@@ -1,0 +1,347 @@
+"""Why nothing is trained: the first cause that the observed facts show, with its remedy.
+
+`find_cause` is a pure function. Facts that stop everything come first, then causes in the order of the loop. Counters
+begin with the start of their service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from headrace_console.sources.services import StackReport
+from headrace_schemas.http.registry_api import ModelState
+
+_LOOP = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
+_STALLED_AFTER_S = 120.0
+"""Seconds without a trained experience after which training counts as stalled."""
+LEFT_OUT_REMEDIES = {
+    "truncated_sampling": "your agent samples with temperature=0, top_p or top_k, so the probabilities of its tokens "
+    "are unknown: call with temperature=1 and without top_p and top_k",
+    "retried": "the client repeated these calls, and only the last answer counts",
+    "undelivered": "the client had gone before the answer ended: raise its timeout",
+    "empty": "the answers have no tokens: raise max_tokens",
+}
+DROP_REMEDIES = {
+    "stale": "they waited too long for the present version: raise trainer.max_staleness, or give the trainer more "
+    "compute",
+    "foreign_version": "a version that this trainer does not train answered: call the model that it trains",
+    "temperature": "your agent samples at a temperature near 0: call with temperature=1",
+    "no_reward": "no source scored these runs: add a reward function, or send feedback",
+    "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
+    "singleton": "a group needs several runs of one task: repeat tasks, or choose an algorithm without groups",
+    "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
+    "withdrawn": "their feedback was withdrawn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRules:
+    """The settings of the scorer that decide when a run has its reward."""
+
+    required: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    reward_wait_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """The settings of the trainer that decide when a batch is complete."""
+
+    batch_experiences: int = 64
+    batch_experiences_min: int = 8
+    batch_wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about the loop at one moment."""
+
+    stack: StackReport
+    models: tuple[ModelState, ...] = ()
+    base_url: str = ""
+    untrained_s: float | None = None
+    """Seconds since the number of trained experiences last rose; None if it has not risen since the console's start."""
+    idle_s: float = 300.0
+    """Setting `collector.idle_s`."""
+    rewards: RewardRules = field(default_factory=RewardRules)
+    batches: BatchRules = field(default_factory=BatchRules)
+
+    def value(self, service: str, metric: str, **labels: str) -> float:
+        """Return a metric of a service, or 0 without it."""
+        return self.stack.service(service).value(metric, **labels) or 0.0
+
+    @property
+    def trained(self) -> float:
+        """Experience revisions trained since the trainer started."""
+        return self.value("trainer", "headrace_trainer_trained_total")
+
+    @property
+    def trains(self) -> bool:
+        """Whether an experience was trained within the last two minutes."""
+        return self.untrained_s is not None and self.untrained_s < _STALLED_AFTER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A reason why nothing is trained. `name` is stable; sentence and remedy are for people."""
+
+    name: str
+    sentence: str
+    remedy: str
+    command: str = ""
+    """A command or a line of code that carries the remedy out."""
+
+
+def find_cause(facts: Facts) -> Cause | None:
+    """Return the first cause that applies; None if the stack trains, or if the facts show no cause."""
+    for check in _STOPPING:
+        if (cause := check(facts)) is not None:
+            return cause
+    if facts.trains:
+        return None
+    return next((cause for check in _STALLING if (cause := check(facts)) is not None), None)
+
+
+def _paused_consumer(facts: Facts) -> Cause | None:
+    for name, service in facts.stack.services.items():
+        if service.value("headrace_consumer_paused"):
+            return Cause(
+                "consumer_paused",
+                f"The {name} is paused: it refused so many records that it may be broken itself.",
+                f"Read why the records were refused, fix the cause and restart the {name}.",
+                "headrace dead-letters list",
+            )
+    return None
+
+
+def _no_traffic(facts: Facts) -> Cause | None:
+    if facts.stack.calls != 0 or facts.trained:
+        return None
+    earlier = ("headrace_collector_open_sessions", "headrace_collector_trajectories_total")
+    if any(facts.value("collector", metric) for metric in earlier):
+        return None
+    return Cause(
+        "no_traffic",
+        "No call was captured since the gateway started.",
+        "Change the one line of your agent:",
+        f'llm = OpenAI(base_url="{facts.base_url}", api_key="none")',
+    )
+
+
+def _service_away(facts: Facts) -> Cause | None:
+    for name in _LOOP:
+        if name in facts.stack.left_out and name != "broker":
+            reason = facts.stack.left_out[name]
+            return Cause(
+                "service_not_started",
+                f"The {name} is not started: {reason}.",
+                "Set what is missing, and start the stack again.",
+                f"headrace up --set {name}.base=FOLDER" if reason == "trainer.base is not set" else "",
+            )
+        service = facts.stack.services.get(name)
+        if service is not None and service.status == "away":
+            return Cause(
+                "service_away",
+                f"The {name} does not answer.",
+                "Read its log; the supervisor starts it again when it ends.",
+                f"headrace logs {name}",
+            )
+    return None
+
+
+def _stopped_trainer(facts: Facts) -> Cause | None:
+    if not facts.value("trainer", "headrace_trainer_stopped"):
+        return None
+    return Cause(
+        "training_stopped",
+        "Training is stopped: a limit of its health was passed.",
+        "Read which limit in the trainer's log, correct the reward or the learning rate, and restart the trainer.",
+        "headrace logs trainer",
+    )
+
+
+def _unserved_model(facts: Facts) -> Cause | None:
+    for model in facts.models:
+        if model.trouble and model.champion is None:
+            return Cause("no_version", f"{model.trouble}.", "No call can be answered until a version serves.")
+    return None
+
+
+def _unready_service(facts: Facts) -> Cause | None:
+    for name in _LOOP:
+        service = facts.stack.services.get(name)
+        if service is not None and service.status == "unready":
+            problems = "; ".join(service.problems) or "it states no reason"
+            return Cause(
+                "service_unready", f"The {name} is not ready: {problems}.", "Read its log.", f"headrace logs {name}"
+            )
+    return None
+
+
+def _failing_source(facts: Facts) -> Cause | None:
+    for name in ("scorer", "judge"):
+        for source in facts.stack.service(name).sources:
+            if source.failing:
+                return Cause(
+                    "source_fails",
+                    f"The reward source {source.id} failed {source.failing} times in a row: {source.last_error}",
+                    "Correct the function or the endpoint. Runs that still wait are scored again after a restart.",
+                    f"headrace logs {name}",
+                )
+    return None
+
+
+def _left_out(facts: Facts) -> Cause | None:
+    reasons = facts.stack.service("collector").by_label("headrace_collector_left_out_total", "reason")
+    unsampled = facts.stack.service("trainer").by_label("headrace_trainer_dropped_total", "reason")
+    if facts.trained or _waiting(facts) or not reasons:
+        return None
+    if any(reason != "temperature" for reason in unsampled):
+        return None
+    reason = max(reasons, key=lambda name: reasons[name])
+    return Cause(
+        "left_out",
+        f"Turns were left out of training: {_counts(reasons)}.",
+        _sentence(LEFT_OUT_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+    )
+
+
+def _awaited_rewards(facts: Facts) -> Cause | None:
+    waiting = facts.value("scorer", "headrace_scorer_waiting_trajectories")
+    if not waiting or facts.value("trainer", "headrace_trainer_waiting_experiences"):
+        return None
+    sources = ", ".join((*facts.rewards.required, *facts.rewards.expected)) or "a reward function or feedback"
+    return Cause(
+        "rewards_awaited",
+        f"{_plural(waiting, 'run')} wait for rewards of {sources}, each for at most {facts.rewards.reward_wait_s:g} s.",
+        "Send the missing rewards, or name fewer sources in scorer.required and scorer.expected.",
+    )
+
+
+def _equal_rewards(facts: Facts) -> Cause | None:
+    if facts.value("trainer", "headrace_trainer_measure", measure="zero_advantage_group_fraction") < 1:
+        return None
+    return Cause(
+        "equal_rewards",
+        "All runs of each task had equal rewards in the last step, so the step had nothing to learn from.",
+        "Use tasks that the agent solves sometimes, and a reward that differs between good and bad runs.",
+    )
+
+
+def _dropped(facts: Facts) -> Cause | None:
+    reasons = facts.stack.service("trainer").by_label("headrace_trainer_dropped_total", "reason")
+    if _waiting(facts) or not reasons:
+        return None
+    reason = max(reasons, key=lambda name: reasons[name])
+    return Cause(
+        "stale" if reason == "stale" else "dropped",
+        f"The trainer dropped experiences: {_counts(reasons)}.",
+        _sentence(DROP_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+    )
+
+
+def _small_batch(facts: Facts) -> Cause | None:
+    waiting = facts.value("trainer", "headrace_trainer_waiting_experiences")
+    rules = facts.batches
+    if not waiting or waiting >= rules.batch_experiences:
+        return None
+    few = waiting < rules.batch_experiences_min
+    return Cause(
+        "batch_not_full",
+        f"{_plural(waiting, 'experience')} wait for a batch of {rules.batch_experiences}.",
+        f"A step needs {rules.batch_experiences_min} of them after {rules.batch_wait_s:g} s: send more calls, or lower "
+        "trainer.batch_experiences_min."
+        if few
+        else f"The next step is taken within {rules.batch_wait_s:g} s.",
+    )
+
+
+def _open_sessions(facts: Facts) -> Cause | None:
+    sessions = facts.value("collector", "headrace_collector_open_sessions")
+    if not sessions or _waiting(facts):
+        return None
+    return Cause(
+        "sessions_open",
+        f"{_plural(sessions, 'session')} are open. A session is trained after its end.",
+        f"End sessions by a call or by feedback, or wait: each ends after {facts.idle_s:g} s without a call "
+        "(collector.idle_s).",
+    )
+
+
+def _version_at_gate(facts: Facts) -> Cause | None:
+    for model in facts.models:
+        if model.candidate is not None:
+            return Cause(
+                "version_at_gate",
+                f"{model.candidate} is at the gate, which plays held-out tasks with it.",
+                "Wait for the decision; it is listed with the version.",
+            )
+    return None
+
+
+def _rewound(facts: Facts) -> Cause | None:
+    count = facts.value("trainer", "headrace_trainer_rewinds_total")
+    if not count:
+        return None
+    return Cause(
+        "weights_went_back",
+        f"The weights went back {_plural(count, 'time')}, because the registry refused their version.",
+        "Read why the version was refused.",
+    )
+
+
+def _only_untrained_traffic(facts: Facts) -> Cause | None:
+    if not facts.value("collector", "headrace_collector_trajectories_total"):
+        return None
+    if facts.value("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
+        return None
+    return Cause(
+        "untrained_traffic",
+        "Sessions have ended, and none became an experience: their calls are marked as evaluation, or a version that "
+        "nobody trains answered them.",
+        "Call the trained model without purpose=eval.",
+    )
+
+
+_STOPPING: tuple[Callable[[Facts], Cause | None], ...] = (
+    _paused_consumer,
+    _service_away,
+    _stopped_trainer,
+    _no_traffic,
+)
+_STALLING: tuple[Callable[[Facts], Cause | None], ...] = (
+    _unserved_model,
+    _unready_service,
+    _failing_source,
+    _awaited_rewards,
+    _equal_rewards,
+    _small_batch,
+    _left_out,
+    _dropped,
+    _open_sessions,
+    _only_untrained_traffic,
+    _version_at_gate,
+    _rewound,
+)
+
+
+def _waiting(facts: Facts) -> bool:
+    """Return whether runs wait for rewards or experiences wait for a batch."""
+    return bool(
+        facts.value("scorer", "headrace_scorer_waiting_trajectories")
+        or facts.value("trainer", "headrace_trainer_waiting_experiences")
+    )
+
+
+def _counts(numbers: Mapping[str, float]) -> str:
+    ordered = sorted(numbers.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {number:,.0f}" for name, number in ordered)
+
+
+def _plural(number: float, noun: str) -> str:
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

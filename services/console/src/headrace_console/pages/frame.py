@@ -1,0 +1,85 @@
+"""The frame of all pages, and the Jinja templates in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jinja2
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from headrace_console.users import User
+from headrace_runtime.errors import Refused
+from headrace_schemas.values.text import printable, printable_lines
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+NAVIGATION = (("Loop", "/"), ("Why", "/flow"), ("Models", "/models"), ("Rollouts", "/rollouts"))
+"""Title and address of the pages that every page links to."""
+THEMES = ("light", "dark")
+_LINES_LENGTH_MAX = 20_000
+_FRAGMENT_HEADER = "hx-request"
+
+
+class Templates:
+    """Renders pages. Everything that a template prints is escaped, and undefined names raise an error."""
+
+    def __init__(self, *, behind_tls: bool = False) -> None:
+        self._environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(TEMPLATES),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,
+        )
+        self._environment.filters |= {"visible": _visible, "lines": _lines, "moment": _format_time, "iso": _iso}
+        self._environment.globals["ui"] = self._environment.get_template("macros.html").module
+        self._theme_cookie = "__Host-headrace-theme" if behind_tls else "headrace-theme"
+
+    @property
+    def theme_cookie(self) -> str:
+        """Name of the cookie with the theme."""
+        return self._theme_cookie
+
+    def render(self, request: Request, user: User | None, name: str, status: int = 200, **values: object) -> Response:
+        """Return a page. A request of htmx gets only the template's block `live`, where it has one."""
+        template = self._environment.get_template(name)
+        context = {**self._frame(request, user), **values}
+        is_fragment = request.headers.get(_FRAGMENT_HEADER) == "true" and "live" in template.blocks
+        if not is_fragment:
+            return HTMLResponse(template.render(context), status)
+        return HTMLResponse("".join(template.blocks["live"](template.new_context(context))), status)
+
+    def error(self, request: Request, user: User | None, error: Refused) -> Response:
+        """Return the page of a refused request."""
+        return self.render(request, user, "error.html", error.status, error=error)
+
+    def _frame(self, request: Request, user: User | None) -> Mapping[str, object]:
+        theme = request.cookies.get(self._theme_cookie, "")
+        return {
+            "user": user,
+            "path": request.url.path,
+            "navigation": NAVIGATION if user is not None and user.has_role("viewer") else (),
+            "theme": theme if theme in THEMES else "",
+            "themes": THEMES,
+        }
+
+
+def _visible(text: object) -> str:
+    """Return a text on one line with visible control and bidi characters, cut to 200 characters."""
+    return printable(str(text))
+
+
+def _lines(text: object) -> str:
+    """Return a text with its line breaks and visible control characters, cut to 20,000 characters."""
+    return printable_lines(str(text), _LINES_LENGTH_MAX)
+
+
+def _format_time(time: datetime) -> str:
+    return f"{time.astimezone(UTC):%d %b %Y %H:%M:%S} UTC"
+
+
+def _iso(time: datetime) -> str:
+    return time.astimezone(UTC).isoformat()

@@ -1,0 +1,103 @@
+"""Login, logout and theme."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from headrace_console.access.logins import SESSION_S, Logins
+from headrace_console.pages.frame import THEMES, Templates
+from headrace_console.pages.page import Page, cookie_name, read_form
+from headrace_console.users import User
+from headrace_runtime.errors import Refused
+from headrace_runtime.http.web import parameters_of
+
+_THEME_S = 400 * 24 * 3600
+
+
+class LoginPages:
+    """Pages that begin and end sessions. `routes` need no session."""
+
+    def __init__(self, templates: Templates, logins: Logins, *, has_users: bool, behind_tls: bool) -> None:
+        self._templates = templates
+        self._logins = logins
+        self._has_users = has_users
+        self._behind_tls = behind_tls
+
+    def routes(self) -> list[Route]:
+        """Return the routes that need no session."""
+        return [
+            Route("/login", self._safely(self.form), methods=["GET"]),
+            Route("/login", self._safely(self.log_in), methods=["POST"]),
+        ]
+
+    def pages(self) -> list[Page]:
+        """Return the pages of every user."""
+        return [
+            Page("/logout", self.log_out, role="rater", method="POST"),
+            Page("/theme", self.theme, role="rater", method="POST"),
+        ]
+
+    async def form(self, request: Request) -> Response:
+        """Log in with the one-time token of the query, or show the form."""
+        if (token := parameters_of(request, "token").get("token")) is not None:
+            return self._redirect_with_session(request, self._logins.log_in_once(token))
+        return self._templates.render(request, None, "login.html", has_users=self._has_users)
+
+    async def log_in(self, request: Request) -> Response:
+        """Log in with the token of a user. The web guard has checked that the console's own page sent the form."""
+        form = await read_form(request)
+        return self._redirect_with_session(request, self._logins.log_in(form.get("token", "")))
+
+    async def log_out(self, request: Request, _user: User) -> Response:
+        """End the session."""
+        name = cookie_name(request)
+        self._logins.log_out(request.cookies.get(name, ""))
+        response = RedirectResponse("/login", 303)
+        response.delete_cookie(name, secure=self._behind_tls, httponly=True, samesite="strict")
+        return response
+
+    async def theme(self, request: Request, _user: User) -> Response:
+        """Store the theme in a cookie; without a valid theme the system's applies again."""
+        form = await read_form(request)
+        response = RedirectResponse(_local_path(form.get("next", "")), 303)
+        name, theme = self._templates.theme_cookie, form.get("theme", "")
+        if theme in THEMES:
+            response.set_cookie(name, theme, max_age=_THEME_S, secure=self._behind_tls, httponly=True, samesite="lax")
+        else:
+            response.delete_cookie(name, secure=self._behind_tls, httponly=True, samesite="lax")
+        return response
+
+    def _redirect_with_session(self, request: Request, cookie: str) -> Response:
+        response = RedirectResponse("/", 303, {"referrer-policy": "no-referrer"})
+        response.set_cookie(
+            cookie_name(request),
+            cookie,
+            max_age=SESSION_S,
+            secure=self._behind_tls,
+            httponly=True,
+            samesite="strict",
+        )
+        return response
+
+    def _safely(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Refused as error:
+                return self._templates.render(
+                    request, None, "login.html", error.status, has_users=self._has_users, error=error
+                )
+
+        return endpoint
+
+
+def _local_path(path: str) -> str:
+    """Return a path of this console, or `/` for anything else, such as the address of another site."""
+    parts = urlsplit(path)
+    is_local = path.startswith("/") and not path.startswith(("//", "/\\")) and not parts.scheme and not parts.netloc
+    return path if is_local and path.isascii() and path.isprintable() else "/"

@@ -1,0 +1,125 @@
+"""A page of the console, and the checks that precede its handler: session, role and form token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from headrace_console.access.logins import Logins
+from headrace_console.pages.frame import Templates
+from headrace_console.users import Role, User
+from headrace_runtime.errors import Refused
+from headrace_schemas.values.text import storable
+
+_FORM_BYTES_MAX = 1_048_576
+_FORM_FIELDS_MAX = 200
+_REASON_LENGTH_MAX = 2000
+Handler = Callable[[Request, User], Awaitable[Response]]
+
+
+class NotFound(Refused):
+    """The page or the record does not exist, or the user may not know that it exists."""
+
+    def __init__(self) -> None:
+        super().__init__(404, "not_found", "There is nothing here for you. Check the address.")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page. `role` is the least role that may open it. The handler may raise `Refused`."""
+
+    path: str
+    handler: Handler
+    role: Role = "viewer"
+    method: Literal["GET", "POST"] = "GET"
+
+
+class PageRoutes:
+    """Makes the routes of pages, which check session, role, form token and `read_only` before the handler runs."""
+
+    def __init__(self, templates: Templates, logins: Logins, *, read_only: bool) -> None:
+        self._templates = templates
+        self._logins = logins
+        self._read_only = read_only
+
+    def route(self, page: Page) -> Route:
+        """Return the route of a page."""
+
+        async def endpoint(request: Request) -> Response:
+            user = self._logins.user_of(request.cookies.get(cookie_name(request)))
+            if user is None:
+                return RedirectResponse("/login", 303, {"hx-redirect": "/login"})
+            try:
+                await self._check(page, request, user)
+                return await page.handler(request, user)
+            except Refused as error:
+                return self._templates.error(request, user, error)
+
+        return Route(page.path, endpoint, methods=[page.method])
+
+    async def _check(self, page: Page, request: Request, user: User) -> None:
+        if page.method == "POST":
+            form = await read_form(request)
+            if not hmac.compare_digest(form.get("form_token", "").encode(), user.form_token.encode()):
+                raise Refused(403, "form_expired", "This form is of an earlier login. Open the page again.")
+            if self._read_only and page.role != "rater":
+                raise Refused(403, "read_only", "This console is read-only (console.read_only).")
+        if not user.has_role(page.role):
+            raise Refused(403, "role", f"This needs the role {page.role}; {user.name} has the role {user.role}.")
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Return the fields of a form. Repeated calls return the same fields.
+
+    Raises:
+        Refused: the form is too large (413), or a field is repeated or no text (400).
+    """
+    form: dict[str, str] | None = getattr(request.state, "form", None)
+    if form is None:
+        form = request.state.form = _parse_form(await _read_body(request))
+    return form
+
+
+async def _read_body(request: Request) -> bytes:
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _FORM_BYTES_MAX:
+            raise Refused(413, "body_too_large", f"The form is larger than {_FORM_BYTES_MAX:,} bytes.")
+    return content
+
+
+def _parse_form(content: bytes) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(
+            content.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=_FORM_FIELDS_MAX
+        )
+    except ValueError:
+        raise Refused(400, "invalid_form", "The form cannot be read. Send it from the page.") from None
+    form = dict(pairs)
+    if len(form) != len(pairs) or any("\0" in value for value in form.values()):
+        raise Refused(400, "invalid_form", "A field of the form is repeated or contains NUL.")
+    return form
+
+
+def cookie_name(request: Request, *, kind: str = "headrace") -> str:
+    """Return the name of a cookie, which contains the port because browsers share cookies between ports."""
+    server = request.scope.get("server")
+    name = f"{kind}-{server[1]}" if server else kind
+    return f"__Host-{name}" if request.app.state.behind_tls else name
+
+
+async def read_reason(request: Request) -> str:
+    """Return the field `reason` of a form. Raises `Refused` 400 if it is empty or longer than 2,000 characters."""
+    reason = (await read_form(request)).get("reason", "").strip()
+    if not 1 <= len(reason) <= _REASON_LENGTH_MAX:
+        problem = f"State a reason of 1 to {_REASON_LENGTH_MAX:,} characters. It is kept in the audit log."
+        raise Refused(400, "reason", problem, "reason")
+    return storable(reason)

@@ -1,0 +1,140 @@
+"""Rollouts: the rule that decides, the evidence so far, and promote, hold and roll back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headrace_console import charts
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page, read_reason
+from headrace_console.sources.registry import RegistryReader
+from headrace_console.users import User
+from headrace_runtime import rollout_picture
+from headrace_runtime.http.web import parameters_of
+from headrace_schemas.http.rollout_api import RolloutChange, RolloutState
+
+UNDER_WAY = ("shadow", "canary")
+_ACTIONS = ("promote", "stop", "rollback")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """A metric of a rollout: candidate minus champion, its interval, and whether the margin is kept."""
+
+    name: str
+    difference: str
+    lower: str
+    upper: str
+    margin: str
+    verdict: str
+
+
+class RolloutPages:
+    """Pages of rollouts. Changes go through the registry's REST interface and its audit log."""
+
+    def __init__(self, templates: Templates, registry: RegistryReader) -> None:
+        self._templates = templates
+        self._registry = registry
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        return [
+            Page("/rollouts", self.rollouts),
+            Page("/rollouts/{rollout}", self.rollout),
+            Page("/rollouts/{rollout}/{action}", self.change, role="operator", method="POST"),
+        ]
+
+    async def rollouts(self, request: Request, user: User) -> Response:
+        """List the newest rollouts."""
+        parameters_of(request)
+        return self._templates.render(request, user, "rollouts.html", rollouts=await self._registry.rollouts())
+
+    async def rollout(self, request: Request, user: User) -> Response:
+        """Show a rollout. The query `metric` chooses the metric of the chart."""
+        metric = parameters_of(request, "metric").get("metric")
+        rollout = await self._registry.rollout(request.path_params["rollout"])
+        if metric is not None and metric not in rollout.higher_is_better:
+            raise NotFound
+        chosen = metric or rollout_picture.metric_of(rollout)
+        return self._templates.render(
+            request,
+            user,
+            "rollout.html",
+            rollout=rollout,
+            metric=chosen,
+            rows=metric_rows(rollout),
+            chart=draw(rollout, chosen),
+            points=rollout_picture.points(rollout, chosen)[-50:],
+            is_under_way=rollout.phase in UNDER_WAY,
+            can_change=user.has_role("operator") and rollout.phase in UNDER_WAY,
+            sentence=describe(rollout),
+        )
+
+    async def change(self, request: Request, user: User) -> Response:
+        """Promote, hold or roll back."""
+        action = request.path_params["action"]
+        if action not in _ACTIONS:
+            raise NotFound
+        rollout = await self._registry.rollout(request.path_params["rollout"])
+        body = RolloutChange(reason=await read_reason(request))
+        await self._registry.change(f"/v1/rollouts/{rollout.id}/{action}", body, user)
+        return RedirectResponse(f"/rollouts/{rollout.id}", 303)
+
+
+def metric_rows(rollout: RolloutState) -> list[MetricRow]:
+    """Return the table of metrics with a verdict in words for each guardrail."""
+    return [
+        MetricRow(name, difference, lower, upper, margin, _verdict(rollout, name))
+        for name, difference, lower, upper, margin in rollout_picture.intervals(rollout)
+    ]
+
+
+def _verdict(rollout: RolloutState, metric: str) -> str:
+    """Return what the confidence sequence shows about a metric."""
+    lower, upper = (rollout.statistics.get(f"{metric}.{end}") for end in ("lower", "upper"))
+    if lower is None or upper is None:
+        return "not measured yet"
+    higher = rollout.higher_is_better.get(metric, True)
+    if (lower if higher else -upper) > 0:
+        return "shown to be better"
+    margin = rollout.margins.get(metric)
+    if margin is None:
+        return "shown to be worse" if (upper if higher else -lower) < 0 else "not decided"
+    worst, best = (lower, upper) if higher else (-upper, -lower)
+    if best < -margin:
+        return "shown to be worse than its margin"
+    return "shown to keep its margin" if worst > -margin else "not decided"
+
+
+def draw(rollout: RolloutState, metric: str) -> Markup:
+    """Return the chart of a metric's confidence sequence, with its margin."""
+    marks = [
+        charts.Mark(units, value, lower, upper, f"{units:g} units: {value:+.3f} [{lower:+.3f}, {upper:+.3f}]")
+        for units, value, lower, upper in rollout_picture.points(rollout, metric)
+    ]
+    lines = [charts.Line(0.0, "no difference")]
+    if (margin := rollout_picture.margin(rollout, metric)) is not None:
+        lines.append(charts.Line(margin, "margin"))
+    title = f"{metric}: candidate minus champion, with its confidence sequence"
+    return charts.interval_chart(title, marks, lines, below=f"units of {rollout.version}")
+
+
+def describe(rollout: RolloutState) -> str:
+    """Return the state of a rollout as a sentence."""
+    if rollout.phase == "shadow":
+        prompts = rollout.statistics.get("shadow_units", 0)
+        return f"{rollout.version} answers prompts of users in the shadow: {prompts:g} of {rollout.shadow_units}."
+    if rollout.phase == "canary":
+        evidence = "The evidence suffices for a promotion." if rollout.good_enough else "The evidence does not suffice."
+        return f"{rollout.version} has {rollout.share} of the traffic. {evidence} {rollout.reason}"
+    words = {
+        "champion": "took over",
+        "succeeded": "succeeded",
+        "hold": "is held and serves no calls",
+        "rolled_back": "was rolled back",
+    }
+    return f"{rollout.version} {words[rollout.phase]}: {rollout.reason}"

@@ -1,0 +1,65 @@
+"""The section `[console]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from headrace_console.service import INFO
+from headrace_console.users import Role
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings, is_loopback
+
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]
+ServiceUrl = Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\[\]:-]{1,255}$")]
+
+
+class UserSettings(Section):
+    """One user. Only the digest of the user's token is kept: `printf %s "$TOKEN" | sha256sum`."""
+
+    name: Name
+    """Name under which the user's decisions are recorded."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the token in hexadecimal. Choose a random token of at least 128 bits."""
+    role: Role = "viewer"
+    """`viewer` reads, `reviewer` also sends feedback, `operator` also decides about versions. `rater` sees only what it
+    is asked to rate."""
+    tenants: tuple[Name, ...] = ()
+    """Tenants whose records the user may read; empty for all."""
+
+
+class ConsoleSettings(ServiceSettings):
+    """Who may use the console, and where it finds the other services."""
+
+    port: Port = INFO.port
+    """Port of the service's HTTP; 0 lets the system choose."""
+    users: tuple[UserSettings, ...] = ()
+    """Users besides the owner of the stack, who logs in with the address that `headrace up` prints."""
+    read_only: bool = False
+    """Whether the console refuses every change, whatever the role."""
+    behind_tls: bool = False
+    """Whether browsers reach the console through a proxy with TLS, so that cookies are sent over TLS alone. Required if
+    the console listens beyond this machine."""
+    urls: dict[str, ServiceUrl] = Field(default_factory=dict)
+    """Addresses of services by name, such as `registry = "http://registry:8020"`. Services without one are expected on
+    this machine at the port of their section."""
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        if is_loopback(self.host):
+            return self
+        if not self.users:
+            raise ValueError("listens beyond this machine without users; set console.users")
+        if not self.behind_tls:
+            raise ValueError(
+                "listens beyond this machine without TLS; put a proxy with TLS before it and set console.behind_tls"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_users(self) -> Self:
+        names = [user.name for user in self.users]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"users: {', '.join(repeated)} is listed twice; a name belongs to one user")
+        return self

@@ -1,0 +1,1 @@
+"""Readers of the HTTP interfaces of other services."""

@@ -1,0 +1,72 @@
+"""The console behind the guards of its server, without network, and clients that are logged in."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+
+from headrace_console.access.headers import SecurityHeaders
+from headrace_console.app import Console
+from headrace_console.settings import ConsoleSettings, UserSettings
+from headrace_console.users import Role
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.http.guard import WebGuard
+from headrace_runtime.settings.sections import Common, SecuritySettings
+
+ORIGIN = "http://127.0.0.1:8040"
+BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}
+"""Headers of a request that a page of the console causes."""
+
+
+class TestClock(SystemClock):
+    """A clock that a test moves."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Stand:
+    """A console of one test, with a user of each role whose token is the name of the role."""
+
+    data_dir: Path
+    read_only: bool = False
+    urls: dict[str, str] = field(default_factory=dict)
+    clock: TestClock = field(default_factory=TestClock)
+
+    def __post_init__(self) -> None:
+        (self.data_dir / "run").mkdir(parents=True, exist_ok=True)
+        roles: tuple[Role, ...] = ("rater", "viewer", "reviewer", "operator")
+        users = tuple(
+            UserSettings(name=role, sha256=hashlib.sha256(role.encode()).hexdigest(), role=role) for role in roles
+        )
+        self.settings = ConsoleSettings(users=users, read_only=self.read_only, urls=self.urls)
+        self.console = Console(Common(data_dir=self.data_dir), self.settings, self.clock)
+
+    def client(self) -> httpx2.AsyncClient:
+        """Return a browser without a session. It follows no redirect."""
+        guarded = WebGuard(SecurityHeaders(self.console.app), self.settings, SecuritySettings(), accepts_forms=True)
+        return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=guarded), base_url=ORIGIN)
+
+    async def signed_in(self, role: Role = "viewer") -> httpx2.AsyncClient:
+        """Return a browser with the session of the user who has `role`."""
+        client = self.client()
+        reply = await client.post("/login", data={"token": role}, headers=BY_PAGE)
+        assert reply.status_code == 303, reply.text
+        return client
+
+
+async def form_token(client: httpx2.AsyncClient) -> str:
+    """Return the form token of the client's session, from a page."""
+    match = re.search(r'name="form_token" value="([0-9a-f]{64})"', (await client.get("/")).text)
+    assert match is not None
+    return match[1]

@@ -1,0 +1,218 @@
+"""Login, sessions, roles, forms and headers of the console."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+
+import httpx2
+import pytest
+from pydantic import ValidationError
+from starlette.routing import Route
+
+import headrace_console
+from headrace_console.access.logins import SESSION_S
+from headrace_console.pages.page import Page
+from headrace_console.settings import ConsoleSettings, UserSettings
+from headrace_console.users import Role, Scope
+from headrace_schemas.http.stack_access import make_login_token
+from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, form_token
+
+PACKAGE = Path(headrace_console.__file__).parent
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    return Stand(tmp_path)
+
+
+def routes(stand: Stand) -> list[tuple[str, str]]:
+    """Return method and a path of every route that needs a session."""
+    return [
+        (method, re.sub(r"\{[^}]*\}", "x", route.path))
+        for route in stand.console.app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD" and route.path not in ("/health", "/metrics", "/login")
+    ]
+
+
+async def test_the_printed_address_logs_in_once_without_leaving_the_token(stand: Stand) -> None:
+    token = make_login_token(stand.data_dir)
+    client = stand.client()
+    reply = await client.get("/login", params={"token": token})
+    assert (reply.status_code, reply.headers["location"]) == (303, "/")
+    assert reply.headers["referrer-policy"] == "no-referrer"
+    cookie = reply.headers["set-cookie"].lower()
+    assert all(part in cookie for part in ("headrace-8040=", "httponly", "samesite=strict"))
+    assert "owner (operator)" in (await client.get("/")).text
+    replayed = await stand.client().get("/login", params={"token": token})
+    assert replayed.status_code == 401
+    assert "set-cookie" not in replayed.headers
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "%ED%B3%BF", "operator%20", "%00"])
+async def test_a_wrong_token_opens_no_session(stand: Stand, token: str) -> None:
+    make_login_token(stand.data_dir)
+    form_headers = {**BY_PAGE, "content-type": "application/x-www-form-urlencoded"}
+    for reply in (
+        await stand.client().post("/login", content=f"token={token}", headers=form_headers),
+        await stand.client().get(f"/login?token={token}"),
+    ):
+        assert reply.status_code in (400, 401)
+        assert "set-cookie" not in reply.headers
+
+
+async def test_without_a_login_file_no_token_is_right(stand: Stand) -> None:
+    assert (await stand.client().get("/login?token=")).status_code == 401
+
+
+async def test_the_eleventh_login_within_a_minute_is_refused(stand: Stand) -> None:
+    client = stand.client()
+    for _ in range(10):
+        assert (await client.post("/login", data={"token": "guess"}, headers=BY_PAGE)).status_code == 401
+    refused = await client.post("/login", data={"token": "viewer"}, headers=BY_PAGE)
+    assert refused.status_code == 429
+    stand.clock.now_s += 61
+    assert (await client.post("/login", data={"token": "viewer"}, headers=BY_PAGE)).status_code == 303
+
+
+async def test_a_session_ends_after_twelve_hours_and_by_logout(stand: Stand) -> None:
+    client = await stand.signed_in()
+    assert (await client.get("/")).status_code == 200
+    stand.clock.now_s += SESSION_S
+    assert (await client.get("/")).headers["location"] == "/login"
+    client = await stand.signed_in()
+    copied = stand.client()
+    copied.cookies = client.cookies
+    await client.post("/logout", data={"form_token": await form_token(client)}, headers=BY_PAGE)
+    assert (await copied.get("/")).headers["location"] == "/login"
+
+
+async def test_no_page_opens_without_a_session(stand: Stand) -> None:
+    client = stand.client()
+    assert len(routes(stand)) > 4
+    for method, path in routes(stand):
+        reply = await client.request(method, path, headers=BY_PAGE)
+        assert (reply.status_code, reply.headers["location"]) == (303, "/login"), path
+
+
+async def test_a_page_refuses_a_lower_role(stand: Stand) -> None:
+    rater = await stand.signed_in("rater")
+    assert (await rater.get("/")).status_code == 403
+    assert (await (await stand.signed_in("viewer")).get("/")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": ORIGIN, "sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "none"},
+        {"origin": ORIGIN, "host": "evil.example"},
+    ],
+)
+async def test_a_form_of_another_page_changes_nothing(stand: Stand, headers: dict[str, str]) -> None:
+    client = await stand.signed_in("operator")
+    fields = {"form_token": await form_token(client), "theme": "dark", "next": "/"}
+    for method, path in routes(stand):
+        if method == "POST":
+            assert (await client.post(path, data=fields, headers=headers)).status_code == 403, path
+    assert (await client.get("/")).status_code == 200
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 64, "other"])
+async def test_a_form_without_the_sessions_token_changes_nothing(stand: Stand, token: str | None) -> None:
+    client, other = await stand.signed_in("operator"), await stand.signed_in("operator")
+    fields = {} if token is None else {"form_token": await form_token(other) if token == "other" else token}
+    for method, path in routes(stand):
+        if method == "POST":
+            reply = await client.post(path, data={**fields, "theme": "dark"}, headers=BY_PAGE)
+            assert reply.status_code == 403, path
+            assert "set-cookie" not in reply.headers
+
+
+async def test_unknown_addresses_answer_alike_and_inside_the_frame(stand: Stand) -> None:
+    client = await stand.signed_in()
+    replies = [await client.get(path) for path in ("/nothing", "/a/b/c", "/%3Cscript%3E")]
+    assert {reply.status_code for reply in replies} == {404}
+    bodies = {reply.text.replace(reply.url.path, "") for reply in replies[:2]}
+    assert len({re.sub(r'name="next" value="[^"]*"', "", body) for body in bodies}) == 1
+    assert "<script>" not in replies[2].text.replace("<script src", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "location"),
+    [("/flow", "/flow"), ("//evil.example", "/"), ("/\\evil.example", "/"), ("http://evil.example/", "/"), ("", "/")],
+)
+async def test_the_theme_is_kept_in_a_cookie_and_leads_back_to_this_console(
+    stand: Stand, target: str, location: str
+) -> None:
+    client = await stand.signed_in()
+    fields = {"form_token": await form_token(client), "theme": "dark", "next": target}
+    reply = await client.post("/theme", data=fields, headers=BY_PAGE)
+    assert (reply.status_code, reply.headers["location"]) == (303, location)
+    assert '<html lang="en" data-theme="dark">' in (await client.get("/")).text
+
+
+async def test_every_response_has_the_security_headers(stand: Stand) -> None:
+    client = await stand.signed_in()
+    replies: list[httpx2.Response] = [
+        await client.get(path) for path in ("/", "/login", "/nothing", "/static/console.css", "/health")
+    ]
+    for reply in replies:
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["cache-control"] == "no-store"
+        assert "access-control-allow-origin" not in reply.headers
+
+
+def test_templates_hold_no_inline_script_style_or_handler() -> None:
+    templates = sorted((PACKAGE / "templates").glob("*.html"))
+    assert len(templates) > 3
+    allowed = {"hx-get", "hx-trigger", "hx-swap"}
+    for path in templates:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:|\|\s*safe|autoescape", text), path.name
+        assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", text)), path.name
+        assert set(re.findall(r"\b(hx-[a-z-]+)=", text)) <= allowed, path.name
+        assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text), path.name
+
+
+def test_vendored_files_are_those_of_the_list_and_the_rest_is_small() -> None:
+    folder = PACKAGE / "static"
+    listed = tomllib.loads((folder / "vendor.toml").read_text(encoding="utf-8"))["file"]
+    for entry in listed:
+        assert sha256((folder / entry["name"]).read_bytes()).hexdigest() == entry["sha256"], entry["name"]
+    served = [path for path in folder.iterdir() if path.suffix in (".js", ".css")]
+    assert sum(path.stat().st_size for path in served) <= 100 * 1024
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"host": "0.0.0.0"}, "set console.users"),
+        ({"host": "0.0.0.0", "users": [{"name": "a", "sha256": "0" * 64}]}, "set console.behind_tls"),
+        ({"users": [{"name": "a", "sha256": "0" * 64}, {"name": "a", "sha256": "1" * 64}]}, "listed twice"),
+        ({"users": [{"name": "a", "sha256": "0" * 64, "role": "admin"}]}, "operator"),
+    ],
+)
+def test_unsafe_settings_stop_the_start(values: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ConsoleSettings.model_validate(values)
+
+
+def test_a_scope_permits_its_tenants() -> None:
+    assert Scope().permits("any")
+    assert Scope(frozenset({"a"})).permits("a")
+    assert not Scope(frozenset({"a"})).permits("b")
+    role: Role = UserSettings(name="a", sha256="0" * 64).role
+    assert (role, Page("/x", None).role) == ("viewer", "viewer")  # type: ignore[arg-type]

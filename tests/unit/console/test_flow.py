@@ -1,0 +1,164 @@
+"""Why nothing is trained: each cause is found from the facts that it leaves, and learning is told from noise."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from headrace_console.charts import Line, Mark, interval_chart
+from headrace_console.flow import Cause, Facts, RewardRules, find_cause
+from headrace_console.learning import describe_learning, scored_versions
+from headrace_console.sources.services import ServiceReport, StackReport, parse_samples
+from headrace_schemas import ModelEvent
+from headrace_schemas.http.registry_api import ModelState, VersionState
+from headrace_schemas.http.source_api import SourceState
+
+NAMES = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
+TURNS = 'gateway_turns_total{model="m"} 40'
+
+
+def facts(*samples: str, models: tuple[ModelState, ...] = (), **changes: object) -> Facts:
+    """Return the facts of a stack that is ready and publishes `samples` such as `collector_open_sessions 3`."""
+    services = {name: ServiceReport(name, "ready") for name in NAMES}
+    for name in NAMES:
+        lines = [f"headrace_{sample}" for sample in samples if sample.startswith(f"{name}_")]
+        services[name] = ServiceReport(name, "ready", samples=parse_samples("\n".join(lines)))
+    for name in [name for name in changes if name in NAMES]:
+        report = changes.pop(name)
+        assert isinstance(report, ServiceReport)
+        services[name] = report
+    left_out = changes.pop("left_out", {})
+    for name in left_out:  # type: ignore[attr-defined]
+        del services[name]
+    return Facts(StackReport(services, left_out), models, "http://h/v1", **changes)  # type: ignore[arg-type]
+
+
+FAILING = ServiceReport(
+    "scorer", "ready", sources=(SourceState(id="function:answer", failing=7, last_error="KeyError: 'answer'"),)
+)
+PAUSED = ServiceReport("collector", "ready", samples=parse_samples('headrace_consumer_paused{service="collector"} 1.0'))
+CASES = [
+    ("no_traffic", facts()),
+    ("consumer_paused", facts(TURNS, collector=PAUSED)),
+    ("service_not_started", facts(TURNS, left_out={"trainer": "trainer.base is not set"})),
+    ("service_away", facts(TURNS, scorer=ServiceReport("scorer", "away"))),
+    ("training_stopped", facts(TURNS, "trainer_stopped 1.0", "trainer_trained_total 9.0")),
+    ("service_unready", facts(TURNS, trainer=ServiceReport("trainer", "unready", ("disk: full",)))),
+    ("source_fails", facts(TURNS, scorer=FAILING)),
+    (
+        "rewards_awaited",
+        facts(TURNS, "scorer_waiting_trajectories 5.0", rewards=RewardRules(required=("feedback",))),
+    ),
+    (
+        "equal_rewards",
+        facts(TURNS, "trainer_trained_total 64.0", 'trainer_measure{measure="zero_advantage_group_fraction"} 1.0'),
+    ),
+    ("batch_not_full", facts(TURNS, "trainer_waiting_experiences 3.0")),
+    (
+        "left_out",
+        facts(TURNS, "collector_trajectories_total 9.0", 'collector_left_out_total{reason="truncated_sampling"} 9.0'),
+    ),
+    ("stale", facts(TURNS, 'trainer_dropped_total{reason="stale"} 9.0', "scorer_experiences_total 9.0")),
+    ("dropped", facts(TURNS, 'trainer_dropped_total{reason="temperature"} 9.0')),
+    ("sessions_open", facts(TURNS, "collector_open_sessions 4.0")),
+    ("untrained_traffic", facts(TURNS, "collector_trajectories_total 4.0")),
+    ("version_at_gate", facts(TURNS, models=(ModelState(id="m", revision=1, candidate="m@0123456789ab"),))),
+    ("weights_went_back", facts(TURNS, "trainer_rewinds_total 1.0")),
+]
+
+
+def cause_of(observed: Facts) -> Cause:
+    """Return the cause, which must exist."""
+    cause = find_cause(observed)
+    assert cause is not None
+    return cause
+
+
+@pytest.mark.parametrize(("name", "observed"), CASES, ids=[name for name, _ in CASES])
+def test_each_cause_is_named_with_a_remedy(name: str, observed: Facts) -> None:
+    cause = cause_of(observed)
+    assert cause.name == name, cause
+    assert cause.sentence.strip()
+    assert cause.remedy.strip()
+
+
+def test_the_sentence_has_the_numbers_and_names_of_the_cause() -> None:
+    causes = {name: cause_of(observed) for name, observed in CASES}
+    assert "5 runs wait for rewards of feedback" in causes["rewards_awaited"].sentence
+    assert "function:answer failed 7 times in a row: KeyError: 'answer'" in causes["source_fails"].sentence
+    assert "truncated sampling 9" in causes["left_out"].sentence
+    assert "temperature=0" in causes["left_out"].remedy
+    assert causes["no_traffic"].command == 'llm = OpenAI(base_url="http://h/v1", api_key="none")'
+    assert causes["service_not_started"].command == "headrace up --set trainer.base=FOLDER"
+
+
+def test_a_stack_that_trains_has_no_cause_but_one_that_stops_it() -> None:
+    assert find_cause(facts(TURNS, "collector_open_sessions 4.0", untrained_s=3.0)) is None
+    assert cause_of(facts(TURNS, "collector_open_sessions 4.0", untrained_s=500.0)).name == "sessions_open"
+    assert cause_of(facts(TURNS, "trainer_stopped 1.0", untrained_s=3.0)).name == "training_stopped"
+
+
+BEGAN = datetime(2026, 11, 26, 7, 0, tzinfo=UTC)
+
+
+def version(step: int, score: float | None, error: float = 0.03, state: str = "promoted") -> VersionState:
+    name, time = f"m@{step:012x}", BEGAN + timedelta(minutes=step)
+    events = [ModelEvent(decision_id=f"p{step}", time=time, model="m", version=name, decision="promoted")]
+    if score is not None:
+        statistics = {"score": score, "tasks": 200.0, "score_standard_error": error}
+        audit = ModelEvent(
+            decision_id=f"e{step}", time=time, model="m", version=name, decision="evaluated", statistics=statistics
+        )
+        events.append(audit)
+    return VersionState.model_validate(
+        {
+            "id": name,
+            "model": "m",
+            "lineage": "main",
+            "step": step,
+            "state": state,
+            "registered_at": time,
+            "decisions": tuple(events),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "verdict"),
+    [
+        ((0.46, 0.6, 0.79), "learns"),
+        ((0.79, 0.46), "worse"),
+        ((0.5, 0.55), "unclear"),
+        ((0.5,), "unmeasured"),
+        ((), "unmeasured"),
+    ],
+)
+def test_learning_is_stated_only_where_the_interval_shows_it(scores: tuple[float, ...], verdict: str) -> None:
+    versions = [version(step, score) for step, score in enumerate(scores)][::-1]
+    champion = versions[0].id if versions else None
+    assert describe_learning("m", champion, versions).verdict == verdict
+
+
+def test_the_sentence_states_scores_versions_and_interval() -> None:
+    versions = [version(step, score) for step, score in enumerate((0.46, None, 0.79))][::-1]
+    described = describe_learning("m", versions[0].id, versions)
+    assert described.sentence == "m learns: audit score 0.46 → 0.79 in 1 version (95 %: +0.25 to +0.41)."
+    assert described.swapped_at == BEGAN + timedelta(minutes=2)
+
+
+def test_a_score_without_failures_has_an_interval() -> None:
+    (scored,) = scored_versions([version(0, 1.0, error=0.0)])
+    assert scored.lower < 1.0 == scored.upper
+
+
+def test_a_chart_escapes_labels_and_draws_at_most_400_marks() -> None:
+    marks = [Mark(x, 0.5, 0.4, 0.6, f"<script>{x}", hollow=x == 3) for x in range(1000)]
+    chart = interval_chart('a "title"', marks, [Line(0.2, "<margin>")], below="x")
+    assert chart.count("<circle") == 400
+    assert "<script>" not in chart
+    assert "<margin>" not in chart
+    assert "style" not in chart
+    assert interval_chart("nothing", []) == ""
+    assert "<circle" in interval_chart("one", [Mark(0, 0.5, 0.5, 0.5, "")])
+    assert interval_chart("not finite", [Mark(0, float("nan"), 0, 0, "")]) == ""

@@ -1,0 +1,66 @@
+"""The first page, the readers of other services, and live changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from headrace_console.live import Changes
+from headrace_console.sources.services import parse_samples, read_left_out
+from headrace_runtime.services import installed
+from tests.unit.console.support import Stand
+
+METRICS = """# HELP headrace_gateway_turns_total Turns captured
+headrace_gateway_turns_total{model="a\\"b"} 3.0
+headrace_gateway_turns_total{model="c"} 2.0
+headrace_gateway_call_seconds_bucket{le="1"} 9.0
+process_open_fds 12.0
+headrace_gateway_in_progress 1e+06
+"""
+
+
+def test_samples_have_the_labels_and_values_of_the_page() -> None:
+    samples = parse_samples(METRICS)
+    assert samples == {
+        "headrace_gateway_turns_total": [({"model": 'a"b'}, 3.0), ({"model": "c"}, 2.0)],
+        "headrace_gateway_in_progress": [({}, 1e6)],
+    }
+
+
+def test_services_that_were_left_out_are_read_from_the_state_file(tmp_path: Path) -> None:
+    assert read_left_out(tmp_path) == {}
+    (tmp_path / "run").mkdir()
+    state = tmp_path / "run" / "state.json"
+    state.write_text('{"left_out": {"trainer": "trainer.base is not set"}}')
+    assert read_left_out(tmp_path) == {"trainer": "trainer.base is not set"}
+    state.write_text("[" * 100_000)
+    assert read_left_out(tmp_path) == {}
+
+
+async def test_the_loop_of_a_stack_that_is_away_says_so(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1"))
+    client = await stand.signed_in()
+    page = await client.get("/")
+    assert page.status_code == 200
+    assert "The broker does not answer." in page.text
+    assert "The registry does not answer at http://127.0.0.1:1" in page.text
+    assert "Calls cannot be counted" in page.text
+    fragment = await client.get("/", headers={"hx-request": "true"})
+    assert "<h1>" not in fragment.text
+    assert "The broker does not answer." in fragment.text
+
+
+async def test_a_subscriber_gets_each_change_at_most_once_a_second() -> None:
+    changes = Changes()
+    stream = changes.stream()
+    assert await anext(stream) == b"retry: 2000\n\n"
+    for _ in range(3):
+        changes.announce("loop")
+    assert await anext(stream) == b"event: changed\ndata: loop 3\n\n"
+    changes.announce("loop")
+    began = asyncio.get_running_loop().time()
+    assert await anext(stream) == b"event: changed\ndata: loop 4\n\n"
+    assert asyncio.get_running_loop().time() - began >= 0.9
+    changes.close()
+    assert [message async for message in stream] == []
+    assert not changes.is_watched
