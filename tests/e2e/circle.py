@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from headrace_trainer.settings import TrainerSettings
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CACHE = EXAMPLES.parent / ".cache" / "demo"
+"""Folder in which `headrace demo` keeps its base models."""
 CONFIG = EXAMPLES / "email_agent" / "headrace.toml"
+WARM_UP_STEPS = 50
+"""An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 MODEL = "email-agent"
 EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--gate", "--tasks", "8"]
 _WAIT_S = 180.0
@@ -52,6 +56,18 @@ FACTS: tuple[type[Event], ...] = (
     Turn, Feedback, Trajectory, Reward, Experience, Checkpoint, TrainingMetrics, ModelEvent, DeadLetter,
 )  # fmt: skip
 E = TypeVar("E", bound=Event)
+
+
+def base_model() -> Path:
+    """Return the e-mail agent's, hardly warmed up. Takes a few seconds, and none once it has been built."""
+    import torch
+
+    from email_agent.build_base import LESSON
+    from email_agent.warm_up import Schedule
+
+    torch.set_num_threads(1)  # so small a model gains nothing from a second one, and loses much on a busy machine
+    folder: Path = LESSON.build(CACHE, LESSON.recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
+    return folder
 
 
 def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:

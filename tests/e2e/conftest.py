@@ -11,32 +11,18 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from tests.e2e import circle
 from tests.support import fake_llm, presence
 from tests.support.fake_llm import FakeLLM
 from tests.support.kafka_node import KafkaNode
 from tests.support.postgres_node import PostgresNode
-
-ROOT = Path(__file__).resolve().parents[2]
-
-CACHE = ROOT / ".cache" / "demo"
-"""Folder in which `headrace demo` keeps its base models."""
-WARM_UP_STEPS = 50
-"""An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
 
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """The e-mail agent's, hardly warmed up: a few seconds, and none once it has been built."""
-    import torch
-
-    from email_agent.build_base import LESSON
-    from email_agent.warm_up import Schedule
-
-    torch.set_num_threads(1)  # so small a model gains nothing from a second one, and loses much on a busy machine
-    folder: Path = LESSON.build(CACHE, LESSON.recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
-    return folder
+    return circle.base_model()
 
 
 @pytest.fixture(scope="module")

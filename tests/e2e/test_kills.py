@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.circle import EXAMPLES
-from tests.e2e.conftest import CACHE
+from tests.e2e.circle import CACHE, EXAMPLES
 from tests.e2e.killed_demo import GAIN, KilledDemo, Played, endless
 from tests.support.fake_llm import FakeLLM
 

@@ -30,9 +30,16 @@ def run_of(folder: Path) -> RunState | None:
 class HeadraceUp:
     """`start`, `stop` (Ctrl-C), and `start` again on the same data directory; ports are free ones each time."""
 
-    def __init__(self, folder: Path, config: Path, settings: Mapping[str, object], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Path,
+        settings: Mapping[str, object],
+        environ: Mapping[str, str],
+        program: str = HEADRACE,
+    ) -> None:
         self.folder = folder
-        self._command = [HEADRACE, "up", "--data-dir", str(folder), "--config", str(config), "--auto-ports"]
+        self._command = [program, "up", "--data-dir", str(folder), "--config", str(config), "--auto-ports"]
         self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_setting(value)}")]
         self._environ = {**os.environ, **environ}
         self._log = folder.with_name(f"{folder.name}.log")

@@ -40,6 +40,7 @@ MODULES = {
     "rollouts": "tests.rollouts.program",
     "simulation": "tests.simulation.program",
     "trinity": "tests.trinity.program",
+    "upgrade": "tests.upgrade.program",
     "vllm": "tests.vllm.program",
 }
 """Name of each program, and the module that defines its `PROGRAM`."""

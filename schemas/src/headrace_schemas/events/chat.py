@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.values.base import Finite, LongText, Model, Text
+from headrace_schemas.values.base import Finite, LongText, Model, SampledText, Text
 from headrace_schemas.values.bounds import INT32, SAMPLING, Int64, JsonObject
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -17,7 +17,7 @@ class FunctionCall(Model):
     """The function of a tool call with its arguments."""
 
     name: Text
-    arguments: LongText
+    arguments: SampledText
     """JSON as the model wrote it. It may be malformed; a reward function may penalise that."""
 
 
@@ -33,18 +33,18 @@ class TextPart(Model):
     """One text part of a message whose content is a list."""
 
     type: Literal["text"] = "text"
-    text: LongText
+    text: SampledText
 
 
 class Message(Model):
     """One chat message. Rewards rely on it that the model wrote exactly the messages with `role="assistant"`."""
 
     role: Role
-    content: LongText | tuple[TextPart, ...] | None = None
+    content: SampledText | tuple[TextPart, ...] | None = None
     name: Text | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
     tool_call_id: Text | None = None
-    reasoning_content: LongText | None = None
+    reasoning_content: SampledText | None = None
 
     @property
     def text(self) -> str:

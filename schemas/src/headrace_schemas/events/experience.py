@@ -63,6 +63,7 @@ class Experience(Event):
 
     topic: ClassVar[str] = "experiences"
     type: ClassVar[str] = "headrace.experience.v1"
+    sampled_text: ClassVar[bool] = True
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0), INT32] = 0

@@ -155,6 +155,7 @@ class Trajectory(Event):
 
     topic: ClassVar[str] = "trajectories"
     type: ClassVar[str] = "headrace.trajectory.v1"
+    sampled_text: ClassVar[bool] = True
 
     trajectory_id: Text
     session_key: SessionKey

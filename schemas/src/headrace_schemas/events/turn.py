@@ -103,6 +103,7 @@ class Turn(Event):
 
     topic: ClassVar[str] = "turns"
     type: ClassVar[str] = "headrace.turn.v1"
+    sampled_text: ClassVar[bool] = True
 
     turn_id: Text
     """The response id, `chatcmpl-<session key>-<uuid7>`."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace_schemas.values.bounds import STORED, check_text
+from headrace_schemas.values.bounds import SAMPLED, STORED, check_sampled_text, check_text
 from headrace_schemas.values.errors import InvalidEvent
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterValidator(check_text)]
@@ -16,6 +16,9 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=512), AfterVali
 
 LongText = Annotated[str, StringConstraints(max_length=1_048_576), AfterValidator(check_text)]
 """Text that a person or a model wrote, without NUL and lone surrogates."""
+
+SampledText = Annotated[str, StringConstraints(max_length=1_048_576), AfterValidator(check_sampled_text)]
+"""Text of a dialogue, which a model may have sampled, without NUL and lone surrogates."""
 
 Remark = Annotated[str, StringConstraints(max_length=4096), AfterValidator(check_text)]
 """An operator's comment on a change, without NUL and lone surrogates."""
@@ -77,6 +80,8 @@ class Event(Model):
     """Maximum number of JSON values in one event of an external producer. It bounds the cost of parsing."""
     containers_max: ClassVar[int] = 16_384
     """Maximum number of objects and lists among these values."""
+    sampled_text: ClassVar[bool] = False
+    """Whether the event contains `SampledText`, in which `from_json` replaces NUL instead of refusing the event."""
 
     time: Timestamp
     """The time of the fact, by the clock of its producer."""
@@ -105,7 +110,7 @@ class Event(Model):
         Raises:
             InvalidEvent: the value is invalid. The message names the fields but no values, which may be user text.
         """
-        return cls._read(value, {})
+        return cls._read(value, {SAMPLED: cls.sampled_text})
 
     @classmethod
     def from_stored(cls, value: bytes) -> Self:

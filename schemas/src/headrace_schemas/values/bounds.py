@@ -37,6 +37,8 @@ JSON_CHARACTERS_MAX = 1_048_576
 """Maximum number of characters in the strings and field names of free JSON together."""
 STORED = "stored"
 """Key of the pydantic validation context for events that are read from Headrace's own database."""
+SAMPLED = "sampled"
+"""Key of the pydantic validation context for events with text that a model may have sampled (`Event.sampled_text`)."""
 PROMPT_MESSAGES_MAX = 8191
 """Maximum number of messages of one call. With the answer they fit one dialogue."""
 CONTEXT_KEYS_MAX = 64
@@ -63,6 +65,19 @@ def check_text(value: str, info: ValidationInfo) -> str:
     if is_stored(info):
         return storable(value)
     raise _text_refusal()
+
+
+def check_sampled_text(value: str, info: ValidationInfo) -> str:
+    """Return `value` as `check_text` does, but replace the characters also in a record of a topic with sampled text.
+
+    A model may sample NUL, and earlier releases recorded it. The token ids, which training reads, are not affected.
+
+    Raises:
+        PydanticCustomError: a new value contains such characters.
+    """
+    if info.context and info.context.get(SAMPLED):
+        return storable(value)
+    return check_text(value, info)
 
 
 def _text_refusal() -> PydanticCustomError:
