@@ -45,8 +45,7 @@ PROMOTIONS = 2
 STEPS = 2
 INVALID = 3
 WAIT_S = 180.0
-CANARY: dict[str, object] = {"registry.rollout.kind": "canary", "registry.rollout.units_min": 100_000}
-"""A rollout that does not end while it is looked at."""
+CANARY: dict[str, object] = {"registry.rollout.kind": "canary"}
 UV = Path(sys.prefix) / "bin" / "uv"
 E = TypeVar("E", bound=Event)
 
@@ -111,6 +110,8 @@ class Scenario:
         self._settings = settings
         self._old = old
         self._agent_report = folder / "agent.json"
+        self._invalid = 0
+        """Number of invalid records that were published."""
 
     def write(self) -> Written:
         """Let the earlier commit serve, train, promote two versions, begin a rollout and refuse records."""
@@ -142,7 +143,8 @@ class Scenario:
             await circle.work(up, lambda: until(up), 0, self._agent_report)
             bus = up.state.bus
             await _publish_invalid_feedback(bus)
-            await _everything_decided(bus)
+            self._invalid += INVALID
+            await _everything_decided(bus, self._invalid)
             digests = [batch.digest for metrics in await _read(bus, TrainingMetrics) for batch in metrics.batches]
             steps = {checkpoint.version: checkpoint.step for checkpoint in await _read(bus, Checkpoint)}
             return Written(await read_turn_account(bus), _champion(up), _rollouts(up), digests, steps)
@@ -154,14 +156,14 @@ class Scenario:
         messages: Any = [{"role": "user", "content": "Who sent the invoice?"}]
         with openai.OpenAI(base_url=up.base_url, api_key="none") as client:
             answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
-        letters = json.loads(self._headrace("dead-letters", "list", "--json", "--last", "1000"))
+        letters = json.loads(self._headrace("dead-letters", "list", "--json", "--limit", "1000"))
         return [
             equals("champion", _champion(up), written.champion),
             equals("a call is answered by a version of before", answer.model in written.steps, True),
             equals("captured, trained, waiting and dropped turns", _counts(account), _counts(written.account)),
             equals("rollouts", _rollouts(up), written.rollouts),
-            equals("dead letters listed", len(letters), INVALID),
-            equals("records that cannot be read", asyncio.run(_count_unreadable(up.state.bus)), INVALID),
+            equals("dead letters listed", len(letters), self._invalid),
+            equals("records that cannot be read", asyncio.run(_count_unreadable(up.state.bus)), self._invalid),
         ]
 
     def _replay(self, written: Written) -> Line:
@@ -177,7 +179,7 @@ class Scenario:
         """Let the agent work until `STEPS` further steps were trained."""
         await circle.work(up, lambda: _last_step(up) >= written.last_step + STEPS, 0, self._agent_report)
         bus = up.state.bus
-        await _everything_decided(bus)
+        await _everything_decided(bus, self._invalid)
         account = await read_turn_account(bus)
         verdicts = [v for metrics in await _read(bus, TrainingMetrics) for v in metrics.verdicts if not v.dropped]
         revisions = [(verdict.experience_id, verdict.revision) for verdict in verdicts]
@@ -214,12 +216,12 @@ async def _publish_invalid_feedback(bus: str) -> None:
         await producer.stop()
 
 
-async def _everything_decided(bus: str) -> None:
-    """Wait until every turn is trained or dropped and the invalid records are dead letters."""
+async def _everything_decided(bus: str, invalid: int) -> None:
+    """Wait until every turn is trained or dropped and `invalid` records are dead letters."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         account, letters = await read_turn_account(bus), await _read(bus, DeadLetter)
-        if not account.waiting and len(letters) >= INVALID:
+        if not account.waiting and len(letters) >= invalid:
             return
         assert time.monotonic() < deadline_s, f"after {WAIT_S} s: {account}, {len(letters)} dead letters"
         await asyncio.sleep(1)
