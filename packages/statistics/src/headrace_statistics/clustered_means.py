@@ -63,6 +63,17 @@ def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]]
     return _over(paired, shared)
 
 
+def certainty_above(gain: Mean, reference: Mean, share: float) -> float:
+    """Return how sure it is, between 0 and 1, that `gain` is more than `share` of a `reference` that is not negative.
+
+    Both means count as normal and independent. Gains over the same base are correlated positively, so the certainty
+    of a real excess is rather too low.
+    """
+    excess = gain.value - share * max(reference.value, 0.0)
+    error = math.hypot(gain.error, share * reference.error)
+    return statistics.NormalDist().cdf(excess / error) if error else float(excess > 0)
+
+
 def _over(seeds: Sequence[Sequence[Score]], shared: bool) -> Mean:
     means = [math.fsum(value for _, value in plays) / len(plays) for plays in seeds]
     over_seeds = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None

@@ -1,14 +1,24 @@
-"""Report of the controls as a table and JSON, with problems and advice."""
+"""Report of the controls as a table and JSON, with problems and advice.
+
+Rewards without information can move a model a little in any direction. So shuffled and random rewards are a problem
+only if they gain more than a fifth of what the true reward gains, with the certainty of two standard errors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_operations.controls.kinds import TRUE, Control
 from headrace_schemas.programs.replay import ShortRun
-from headrace_statistics.clustered_means import Mean, Score, difference, mean
+from headrace_statistics.clustered_means import Mean, Score, certainty_above, difference, mean
+
+SHARE_MAX = 0.2
+"""Largest gain of rewards without information, as a share of the gain of the true reward."""
+CERTAINTY = 0.977
+"""Certainty from which a larger gain counts as shown: two standard errors."""
+_NO_GAIN = Mean(0.0, 0.0, None, 0.0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,8 @@ class Row:
     steps: int
     trained: int
     stopped: tuple[str, ...]
+    true_gain: Mean = _NO_GAIN
+    """Gain of the true reward, 0 if it was not trained."""
 
     @property
     def gain_text(self) -> str:
@@ -45,18 +57,36 @@ class Row:
         return "better" if self.gain.value > 0 else "worse"
 
     @property
+    def share(self) -> float | None:
+        """Gain as a share of the true reward's gain; None if that is not above 0."""
+        return self.gain.value / self.true_gain.value if self.true_gain.value > 0 else None
+
+    @property
+    def certainty(self) -> float:
+        """Certainty that the gain is more than `SHARE_MAX` of the true reward's gain."""
+        return certainty_above(self.gain, self.true_gain, SHARE_MAX)
+
+    @property
     def as_expected(self) -> bool:
-        """Whether the result is the expected one. A result that is `open` is only unexpected if the score falls."""
+        """Whether the result is the expected one.
+
+        A result that is `open` is only unexpected if the score falls, and `not better` only if it certainly rises by
+        more than the accepted share of the true gain.
+        """
         expected = self.control.expected
-        if expected in ("not better", "open"):
-            return self.verdict != ("better" if expected == "not better" else "worse")
-        return self.verdict == expected
+        if expected == "not better":
+            return self.certainty < CERTAINTY
+        return self.verdict != "worse" if expected == "open" else self.verdict == expected
 
 
 _NOISE = (
     "rewards without information lower the score: at this learning rate the noise of a batch changes the model. Lower "
     "trainer.optimizer.learning_rate or raise trainer.batch_experiences: smaller steps, and more of them, learn the "
     "same with less noise"
+)
+_ONE_SEED = (
+    "the standard errors are those over tasks: with one training of each control, the variation between trainings is "
+    "not known. Repeat with --seeds 5 before you rely on a small difference"
 )
 
 
@@ -69,19 +99,29 @@ class Report:
         by_control: dict[str, list[Run]] = {}
         for run in runs:
             by_control.setdefault(run.control.name, []).append(run)
-        self.rows = tuple(_row(same_control, base) for same_control in by_control.values())
+        rows = [_row(same_control, base) for same_control in by_control.values()]
+        self.true_gain = next((row.gain for row in rows if row.control is TRUE), _NO_GAIN)
+        self.rows = tuple(replace(row, true_gain=self.true_gain) for row in rows)
+        self.seeds = max(map(len, by_control.values()), default=0)
 
     @property
     def problems(self) -> list[str]:
         """Explanations of unexpected results."""
-        truth = next((row for row in self.rows if row.control is TRUE), None)
-        return [f"{row.control.name}: {_problem_text(row, truth)}" for row in self.rows if not row.as_expected]
+        return [f"{row.control.name}: {_problem_text(row)}" for row in self.rows if not row.as_expected]
 
     @property
     def advice(self) -> list[str]:
         """Suggestions for results that are expected, but could be better."""
-        ruined = [row for row in self.rows if row.control.expected == "not better" and row.verdict == "worse"]
-        return [f"{row.control.name}: {_NOISE} ({row.gain_text})" for row in ruined]
+        uninformed = [row for row in self.rows if row.control.expected == "not better"]
+        advice = [f"{row.control.name}: {_NOISE} ({row.gain_text})" for row in uninformed if row.verdict == "worse"]
+        advice += [
+            f"{row.control.name}: gains {_comparison(row)}; this is no sign against the reward"
+            for row in uninformed
+            if row.verdict == "better" and row.as_expected
+        ]
+        if self.seeds == 1:
+            advice.append(_ONE_SEED)
+        return advice
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -96,6 +136,8 @@ class Report:
                     "as_expected": row.as_expected,
                     "score": row.score.report(),
                     "gain": row.gain.report(),
+                    "share_of_true_gain": None if row.share is None else round(row.share, 4),
+                    "certainty_above_share": round(row.certainty, 4),
                     "steps": row.steps,
                     "trained": row.trained,
                     "stopped": list(row.stopped),
@@ -119,8 +161,12 @@ def _row(runs: Sequence[Run], base: Sequence[Score]) -> Row:
     )
 
 
-def _problem_text(row: Row, truth: Row | None) -> str:
-    gain = row.gain_text
-    if truth is not None and row is not truth and row.verdict == "better":
-        gain += f", the true reward {truth.gain_text}"
-    return f"{row.control.otherwise} ({gain})"
+def _problem_text(row: Row) -> str:
+    return f"{row.control.otherwise} ({_comparison(row) if row.control.expected == 'not better' else row.gain_text})"
+
+
+def _comparison(row: Row) -> str:
+    """Describe the gain of a control beside that of the true reward, with the certainty that it is too much."""
+    beside = "" if row.share is None else f", {row.share:.0%} of the true reward's {row.true_gain.value:+.3f}"
+    limit = "0" if row.share is None else f"{SHARE_MAX:.0%} of it"
+    return f"{row.gain_text}{beside}; more than {limit} with a certainty of {row.certainty:.1%}"
