@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from headrace_operations.settings_reference import Described, as_toml, describe_settings
+from headrace_operations.settings_reference import Described, as_json_schema, as_toml, describe_settings
 from headrace_operations.supervisor.plan import installed
 from tests.repo.compose_files import ROOT
 
@@ -50,3 +53,21 @@ def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> No
     assert 'model = "helper"' in text.splitlines()
     assert "#learning_rate = ..." in text
     assert "spool_bytes_max" not in text
+
+
+def _uncommented(reference: str) -> dict[str, object]:
+    """Return the committed reference as settings: every commented default set."""
+    lines = [re.sub(r"^#(?=[a-z]\w* = (?!\.\.\.$))", "", line) for line in reference.splitlines()]
+    return tomllib.loads("\n".join(lines))
+
+
+def test_schema_accepts_every_default_and_refuses_unknown_names_and_wrong_types(described: Described) -> None:
+    schema = json.loads(json.dumps(as_json_schema(described)))
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    defaults = _uncommented((ROOT / "deploy" / "headrace.toml").read_text(encoding="utf-8"))
+    assert len(defaults) > 8, "the sections of the services are there"
+    assert [error.message for error in validator.iter_errors(defaults)] == []
+    for wrong in ({"gatway": {}}, {"gateway": {"prot": 8000}}, {"gateway": {"port": "many"}}, {"bus": 1}):
+        assert not validator.is_valid(wrong), wrong
+    assert validator.is_valid({"gateway": {"port": 8000}, "trainer": {"base": "models/base"}})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -84,6 +85,38 @@ def starter_file(described: Described, values: Mapping[str, JsonValue]) -> str:
     """Render a settings file with the common settings. Those in `values` are set, all others are commented out."""
     sections = [_section(settings, "common", values) for settings in described.values()]
     return "\n".join([_STARTER_HEADER, *filter(None, sections)])
+
+
+def as_json_schema(described: Described) -> dict[str, JsonValue]:
+    """Return the JSON Schema of a settings file, with which editors complete and check it.
+
+    Required settings are optional in it, because environment variables may set them. Unknown names are errors.
+    """
+    root, definitions = _table(), dict[str, JsonValue]()
+    for setting in (setting for settings in described.values() for setting in settings):
+        *tables, key = setting.name.split(".")
+        properties = root["properties"]
+        for table in tables:
+            properties = properties.setdefault(table, _table())["properties"]
+        value = _with_own_definitions(setting)
+        definitions |= value.pop("$defs", {})
+        default = {} if setting.default is None else {"default": setting.default}
+        properties[key] = {**value, "description": setting.description, **default}
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Settings of Headrace"}
+    return {**title, **root, **({"$defs": definitions} if definitions else {})}
+
+
+def _table() -> dict[str, Any]:
+    return {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _with_own_definitions(setting: SettingDoc) -> dict[str, Any]:
+    """Return the schema of a value with definitions that the setting's name precedes, so that none are equal."""
+    text = json.dumps(setting.value_schema).replace('"#/$defs/', f'"#/$defs/{setting.name}.')
+    schema: dict[str, Any] = json.loads(text)
+    if "$defs" in schema:
+        schema["$defs"] = {f"{setting.name}.{name}": part for name, part in schema["$defs"].items()}
+    return schema
 
 
 def _section(settings: Sequence[SettingDoc], tier: str | None, values: Mapping[str, JsonValue] | None = None) -> str:

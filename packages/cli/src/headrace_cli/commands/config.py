@@ -1,4 +1,4 @@
-"""`headrace config`: list all settings, write a settings file, check one."""
+"""`headrace config`: list all settings, write a settings file, check one, print its JSON Schema."""
 
 from __future__ import annotations
 
@@ -114,6 +114,26 @@ def reference(
         echo(text, end="")
 
 
+def schema(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+) -> None:
+    """Print the JSON Schema of the settings of all installed services, for completion and checks in an editor.
+
+    Editors that use Taplo read it when the settings file begins with `#:schema ./headrace.schema.json`.
+    """
+    import json
+
+    from headrace_operations.settings_reference import as_json_schema, describe_settings
+    from headrace_operations.supervisor.plan import installed
+
+    with console(stderr=True).status("reading the settings of the services"):
+        text = json.dumps(as_json_schema(describe_settings(installed())), indent=1)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    else:
+        echo(text)
+
+
 def init(
     file: Annotated[Path, typer.Argument(help="File to create.")] = Path("headrace.toml"),
     base: Annotated[str, typer.Option(help="Base model: a folder, or ORG/NAME of the hub.")] = "models/base",
@@ -147,4 +167,5 @@ def add_to(parent: typer.Typer) -> None:
         "headrace config reference --tier common",
         "headrace config reference --output headrace.toml",
     )
+    command(app, schema, "headrace config schema", "headrace config schema --output headrace.schema.json")
     parent.add_typer(app, name="config")

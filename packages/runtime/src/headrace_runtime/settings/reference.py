@@ -20,6 +20,8 @@ class SettingDoc(BaseModel):
 
     name: str
     kind: str
+    value_schema: dict[str, JsonValue] = {}
+    """JSON Schema of the value; `kind` is its summary."""
     default: JsonValue = None
     required: bool = False
     description: str = ""
@@ -59,9 +61,11 @@ def _default(field: FieldInfo) -> object:
 def _doc(name: str, field: FieldInfo, value: object, tier: Tier) -> SettingDoc:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
+    value_schema = adapter.json_schema()
     return SettingDoc(
         name=name,
-        kind=_kind(adapter.json_schema()),
+        kind=_kind(value_schema),
+        value_schema=value_schema,
         default=None if value is None else _json_value(adapter, value),
         required=field.is_required(),
         description=" ".join((field.description or "").split()),
