@@ -145,8 +145,9 @@ docs: .venv-docs/installed ## build the documentation as a site in build/site, w
 	.venv-docs/bin/zensical build --clean --strict
 	.venv-docs/bin/python -m docs.site.check build/site reports/docs.json
 
-schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
+schemas: $(VENV)/installed ## write JSON Schema, AsyncAPI and OpenAPI from the models
 	$(BIN)/python -m headrace_schemas.generate
+	$(BIN)/python -m docs.site.openapi
 
 ##@ Check and measure it
 

@@ -47,6 +47,8 @@ def main() -> None:
     for path, link in shown_links.items():
         if path not in pages():
             _show(target, path, link, shown_links)
+    for document in (path for path in tracked() if path.endswith(".openapi.json")):
+        shutil.copyfile(ROOT / document, target / document)
     (target / "llms.txt").write_text(index_for_models(), encoding="utf-8")
 
 

@@ -9,13 +9,21 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from starlette.applications import Starlette
 
-from docs.site import check, results
+from docs.site import check, openapi, results
 from docs.site.assemble import index_for_models, page_text
 from docs.site.pages import CONFIG, FRONT, ROOT, links, navigation, outside_code, pages, shown_as
+from headrace_gateway import http as gateway_http
+from headrace_gateway.settings import GatewaySettings
+from headrace_registry.pages.catalog_api import CatalogApi
+from headrace_registry.pages.registry_api import RegistryApi
+from headrace_registry.pages.rollout_api import RolloutApi
+from headrace_runtime.http import web
 
 FOLDERS = {"docs/decisions/index.md": "docs/decisions"}
 """Pages of the navigation that are listings of a folder, made when the site is built."""
@@ -200,3 +208,42 @@ def test_what_builds_the_site_is_pinned_with_hashes_and_names_no_host() -> None:
     assert "://" not in lock
     group = tomllib.loads(read("pyproject.toml"))["dependency-groups"]["docs"]
     assert set(group) <= {entry.split("==")[0] for entry in entries}
+
+
+def _rows(routes: list[Any]) -> set[tuple[str, str]]:
+    """Return method and path of each route, without converters and without the HEAD of a GET."""
+    return {
+        (method, re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path))
+        for route in routes
+        for method in route.methods - {"HEAD"}
+    }
+
+
+def test_openapi_has_each_route_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    applications: list[Starlette] = []
+    make = web.app
+
+    def keep(*arguments: Any, **options: Any) -> Starlette:
+        applications.append(make(*arguments, **options))
+        return applications[-1]
+
+    monkeypatch.setattr(web, "app", keep)
+    gateway_http.application(gateway_http.Parts(GatewaySettings(), Mock(), Mock(), Mock(), Mock(), Mock()))
+    assert _rows(list(applications[0].routes)) == openapi.GATEWAY.keys()
+
+
+def test_openapi_has_each_route_of_the_registry() -> None:
+    apis = (RegistryApi(*[Mock()] * 5), CatalogApi(*[Mock()] * 6), RolloutApi(*[Mock()] * 4))
+    application = web.app({}, [route for api in apis for route in api.routes()])
+    assert _rows(list(application.routes)) == openapi.REGISTRY.keys()
+
+
+@pytest.mark.parametrize(("name", "text"), openapi.documents().items())
+def test_openapi_documents_are_committed_and_complete(name: str, text: str) -> None:
+    assert read(f"docs/reference/{name}") == text, "run `make schemas`"
+    document = json.loads(text)
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert references <= document["components"]["schemas"].keys()
+    operations = [each for path in document["paths"].values() for each in path.values()]
+    assert len({each["operationId"] for each in operations}) == len(operations) > 15
+    assert all(re.fullmatch(r"[A-Z].{8,}\.", each["summary"]) for each in operations)
