@@ -208,3 +208,12 @@ def test_address_without_a_scheme_is_refused_with_the_remedy() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match=r"must begin with http:// or https://; write http://127\.0\.0\.1:8000"):
             kind("127.0.0.1:8000")
+
+
+async def test_feedback_names_a_value_that_is_a_word() -> None:
+    pattern = r"^value = 'good': must be a number, True or False; send a word as label= or comment=$"
+    with Client("http://127.0.0.1:9") as client, pytest.raises(TypeError, match=pattern):
+        client.feedback("good", session_id="run-7")  # type: ignore[arg-type]
+    async with AsyncClient("http://127.0.0.1:9") as other:
+        with pytest.raises(TypeError, match=pattern):
+            await other.session("run-7").feedback("good")  # type: ignore[arg-type]

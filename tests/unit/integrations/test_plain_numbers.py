@@ -101,7 +101,7 @@ CONSUMERS: dict[str, Callable[[Any], Any]] = {
     "worth": lambda value: worth_of({"a": 1.0}, {"a": value})["a"],
     "time": lambda value: -blocking(avg_time_judge({}, {"metrics": {"execution_time": value}})).reward,
     "tokens": lambda value: -blocking(avg_token_consumption_judge({}, {"metrics": {"total_tokens": value}})).reward,
-    "feedback": lambda value: feedback_body({"value": value, "session_id": "s"})["value"],
+    "feedback": lambda value: feedback_body(value, {"session_id": "s"})["value"],
 }  # fmt: skip
 NUMBERS_ONLY = {"run", "parts", "rows", "worth"}
 """Consumers that refuse booleans; labels and metrics accept them."""

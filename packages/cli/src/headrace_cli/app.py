@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from typing import Annotated
 
 import typer
@@ -79,7 +79,7 @@ connect.add_to(app)
 
 def main() -> None:
     """Run the `headrace` command; the console script calls this function."""
-    if os.name == "nt":
+    if sys.platform == "win32":
         echo(
             "headrace: the command and the services run on Linux, on macOS and in WSL; "
             "on Windows itself, use the client (headrace-client)",

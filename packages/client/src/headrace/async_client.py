@@ -70,12 +70,12 @@ class AsyncClient:
         """
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    async def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
+    async def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackOptions]) -> FeedbackId:
         """Send feedback about a session, a task or single responses, and return its id.
 
         Feedback may be sent at any time and may be revised. `FeedbackId` describes the reported effect on training.
         """
-        body = feedback_body(options)
+        body = feedback_body(value, options)
         return FeedbackId.of(body, await self._post("/v1/feedback", body))
 
     async def close(self) -> None:

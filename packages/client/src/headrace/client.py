@@ -71,12 +71,12 @@ class Client:
         """
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    def feedback(self, **options: Unpack[FeedbackOptions]) -> FeedbackId:
+    def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackOptions]) -> FeedbackId:
         """Send feedback about a session, a task or single responses, and return its id.
 
         Feedback may be sent at any time and may be revised. `FeedbackId` describes the reported effect on training.
         """
-        body = feedback_body(options)
+        body = feedback_body(value, options)
         return FeedbackId.of(body, self._post("/v1/feedback", body))
 
     def trajectory(self, session_id: str, *, bus: str = "127.0.0.1:9092", timeout_s: float = 30.0) -> Trajectory:

@@ -28,7 +28,8 @@ def gateway_root(base_url: str) -> str:
         ValueError: `base_url` has no scheme.
     """
     if not base_url.startswith(("http://", "https://")):
-        raise ValueError(f"base_url = {base_url!r}: must begin with http:// or https://; write http://{base_url}")
+        example = f"http://{base_url or '127.0.0.1:8000'}"
+        raise ValueError(f"base_url = {base_url!r}: must begin with http:// or https://; write {example}")
     return base_url.rstrip("/").removesuffix("/v1")
 
 
@@ -117,7 +118,6 @@ class FeedbackDetails(TypedDict, total=False):
 class FeedbackOptions(FeedbackDetails, total=False):
     """Fields of feedback including its target: a session, or the responses `msg_ids`."""
 
-    value: float | bool | None
     session_id: str
     msg_ids: Sequence[str]
     task_id: str | None
@@ -149,14 +149,19 @@ class FeedbackId(str):
         return feedback_id
 
 
-def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
+def feedback_body(value: float | bool | None, options: FeedbackOptions) -> dict[str, JsonValue]:
     """Return the body of `POST /v1/feedback`.
 
     The body always has a `feedback_id`, so that a repeated request counts once.
+
+    Raises:
+        TypeError: `value` or `msg_ids` is a text.
     """
+    if isinstance(value, str):
+        raise TypeError(f"value = {value!r}: must be a number, True or False; send a word as label= or comment=")
     msg_ids = options.get("msg_ids", ())
     if isinstance(msg_ids, str):
         raise TypeError(f"msg_ids = {msg_ids!r}: must be a list of response ids; put the id into a list")
-    body = {name: cast("JsonValue", plain_json(item)) for name, item in options.items()}
+    body = {name: cast("JsonValue", plain_json(item)) for name, item in {"value": value, **options}.items()}
     body["feedback_id"] = options.get("feedback_id") or new_id()
     return {name: item for name, item in body.items() if item not in (None, [], {})}

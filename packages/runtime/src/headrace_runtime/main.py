@@ -58,6 +58,8 @@ class Service(Generic[S]):
 
     def main(self) -> NoReturn:
         """Run the process from its arguments to its exit."""
+        if sys.platform == "win32":
+            sys.exit(f"headrace {self.name}: services run on Linux, on macOS and in WSL; on Windows, use the client")
         sys.exit(self._main())
 
     def _main(self) -> int:

@@ -48,7 +48,6 @@ def feedback(
     if url is None:
         raise NotRunning("no gateway runs here; name one with --base-url")
     options: FeedbackOptions = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}
-    options["value"] = value
     if session is not None:
         options["session_id"] = session
     if comment is not None:
@@ -58,7 +57,7 @@ def feedback(
 
         options["context"] = parse_assignments(context)  # type: ignore[typeddict-item]
     with Client(url, api_key=api_key) as client:
-        feedback_id = client.feedback(**options)
+        feedback_id = client.feedback(value, **options)
     console().print(f"accepted as {feedback_id}")
     if feedback_id.teaches is False:
         console().print(

@@ -63,8 +63,12 @@ def train(
         if source_names:
             raise UsageError(f"{kind}: a recipe names its own sources; omit {source_names[0]}")
         _train_recipe(Path(kind), training, location, json=json)
+    elif kind not in _algorithm_names() and (source_topic([kind]) or Path(kind).suffix or Path(kind).exists()):
+        raise UsageError(f"headrace train {kind}: ALGORITHM is missing; write for example `headrace train sft {kind}`")
     elif not source_names:
-        raise UsageError(f"headrace train {kind}: name files or folders of rows, or topic:experiences")
+        raise UsageError(
+            f"headrace train {kind}: SOURCE is missing; name files or folders of rows, or topic:experiences"
+        )
     elif (topic := source_topic(source_names)) is not None:
         if check or preview:
             raise UsageError("--check and --preview apply to rows of files; use `headrace replay plan` for a topic")

@@ -111,7 +111,7 @@ def read(path: Path) -> StagedTraining:
         table = parse_toml(path.read_bytes())
         return StagedTraining.model_validate({**table, "folder": path.parent.absolute()})
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; name an existing file") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"{path}: {'.'.join(map(str, first['loc'])) or 'recipe'}: {first['msg']}") from None

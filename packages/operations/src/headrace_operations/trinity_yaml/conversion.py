@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         table = yaml.load(read_user_text(path), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; name a YAML file of Trinity-RFT") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} is not YAML: {printable_lines(str(error), 500)}") from None
     except ValueError as error:
