@@ -28,7 +28,7 @@ FOLDER = ROOT / "docs" / "reference"
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one route: what it does, its body and its answer, and the status of a success.
+    """One method of one route with the models of its body and its answer, and the status of a success.
 
     A text in place of a model is the name of the schema in another vendor's API.
     """

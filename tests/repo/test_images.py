@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,7 +22,7 @@ SERVICES = sorted({*map(service_of, ours()), "broker"})
 WITH_TORCH = {"inference", "trainer"}
 LOCKS = {"inference-vllm": "requirements/vllm.lock"}
 """Lists that are cut out of another lock than requirements/workspace.lock."""
-INSTALLS = {"Dockerfile": 4, "torch.Dockerfile": 5, "vllm.Dockerfile": 4, "trinity.Dockerfile": 6}
+INSTALLS = {"Dockerfile": 4, "all.Dockerfile": 2, "torch.Dockerfile": 5, "vllm.Dockerfile": 4, "trinity.Dockerfile": 6}
 """Commands of pip in each Dockerfile."""
 Pins = dict[str, tuple[str, frozenset[str]]]
 
@@ -112,10 +114,13 @@ def test_torch_is_in_two_images_only_and_shared_by_them() -> None:
             assert container["build"]["dockerfile"].endswith("torch.Dockerfile") == (service_of(name) in WITH_TORCH)
 
 
-@pytest.mark.parametrize("name", ours())
+ALL_IN_ONE: dict[str, dict[str, Any]] = {"all": {"build": {"dockerfile": "deploy/all.Dockerfile", "args": {}}}}
+
+
+@pytest.mark.parametrize("name", [*ours(), *ALL_IN_ONE])
 def test_what_is_copied_into_an_image_is_in_the_build_context(name: str) -> None:
     allowed = tuple(line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!"))
-    build = ours()[name]["build"]
+    build = {**ours(), **ALL_IN_ONE}[name]["build"]
     build_args = {"EXTRA": "deploy/requirements/extra.txt", **build["args"]}
     recipe = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
     copy_sources = [line.split()[1:-1] for line in recipe.splitlines() if re.match(r"COPY (?!--from)", line)]
@@ -126,7 +131,8 @@ def test_what_is_copied_into_an_image_is_in_the_build_context(name: str) -> None
         for template in templates
     ):
         assert (ROOT / source).exists(), source
-        assert source.startswith(allowed), f".dockerignore leaves {source} out"
+        inside = tuple(each for each in allowed if each.startswith(f"{source}/"))
+        assert source.startswith(allowed) or inside, f".dockerignore leaves {source} out"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -136,6 +142,29 @@ def test_an_image_runs_one_process_as_nobody_in_particular(path: Path) -> None:
     assert [words[1] for words in lines if words[0] == "ENTRYPOINT"] == ['["/opt/start"]']
     assert {words[1] for words in lines if words[0] == "FROM"} == {"python:3.11-slim"}
     assert (ROOT / "deploy/start").read_text().splitlines()[-1].startswith("exec ")
+
+
+def test_demo_and_the_image_of_all_services_install_the_product_and_no_tool_for_tests() -> None:
+    path, workspace = ROOT / "requirements/demo.lock", pins(ROOT / "requirements/workspace.lock")
+    demo = {pin: hashes for pin, (marker, hashes) in pins(path).items() if marker != "sys_platform == 'never'"}
+    assert demo.items() <= {pin: hashes for pin, (_, hashes) in workspace.items()}.items(), "run `make lock`"
+    extras = {"headrace-trainer", "headrace-inference", "openai", "rich"}  # of headrace[local], with those of the demo
+    product = needed(["headrace[plots]", *extras, "hatchling", "editables"])
+    assert installed_here(path) == product - {"triton"}, "run `make lock`"
+    assert product.isdisjoint({"pytest", "mypy", "ray", "hypothesis"})
+
+
+def test_the_start_of_an_image_runs_its_service_or_the_command(tmp_path: Path) -> None:
+    for name in ("python3", "headrace"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n', encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+
+    def started(**environ: str) -> str:
+        command = ["/bin/sh", str(ROOT / "deploy/start"), "up", "a b"]
+        return subprocess.run(command, env={"PATH": str(tmp_path), **environ}, text=True, stdout=-1, check=True).stdout
+
+    assert started() == "headrace up a b\n"
+    assert started(SERVICE="scorer") == "python3 -m headrace_runtime.watchdog python3 -m headrace_scorer up a b\n"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
