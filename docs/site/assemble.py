@@ -32,7 +32,7 @@ _LINES_MAX = 1500
 
 
 def main() -> None:
-    """Lay all pages out in the named folder, whose content is replaced."""
+    """Lay all pages out in the named folder and replace its content."""
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
     shown_links: dict[str, Link] = {}
@@ -65,7 +65,7 @@ def index_for_models() -> str:
 
 
 def _entry(title: str, page: str) -> str:
-    """Return the line of a page, whose address is relative to the root of the site."""
+    """Return the line of a page with its address relative to the root of the site."""
     source = ROOT / page
     return f"- [{title}]({address(page) or './'})" + (f": {_first_sentence(source)}" if source.exists() else "")
 

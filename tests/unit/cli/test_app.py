@@ -48,7 +48,7 @@ def test_windows_gets_a_sentence_instead_of_a_traceback(imports: str, run: str, 
     [
         ("train rows.jsonl", "rows.jsonl: ALGORITHM is missing; write for example `headrace train sft rows.jsonl`"),
         ("train topic:experiences", "ALGORITHM is missing; write for example `headrace train sft topic:experiences`"),
-        ("train sft", "headrace train sft: SOURCE is missing; name files of rows, or topic:experiences"),
+        ("train sft", "headrace train sft: SOURCE is missing; name files or folders of rows, or topic:experiences"),
         ("train no.toml", "recipe no.toml: cannot be read: No such file or directory; name an existing file"),
         ("trinity convert no.yaml", "no.yaml: cannot be read: No such file or directory; name a YAML file of Trinity"),
     ],

@@ -33,10 +33,10 @@ COMMANDS = [
     ["models", "diff"], ["models", "why"], ["sessions", "where"], ["replay", "events"], ["replay", "plan"],
     ["replay", "run"], ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"],
     ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"],
-    ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"],
-    ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
-    ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"], ["models", "pull"],
-    ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
+    ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["config", "schema"],
+    ["rollouts", "list"], ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"],
+    ["rollouts", "promote"], ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"],
+    ["models", "pull"], ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
 ]  # fmt: skip
 
 
@@ -398,3 +398,9 @@ def test_config_reference_of_one_service(tmp_path: Path) -> None:
     assert (status, text) == (0, "")
     assert "#port = 8020" in (tmp_path / "r.toml").read_text()
     assert headrace("config", "reference", "nobody")[0] == 2
+    assert headrace("config", "schema", "-o", str(tmp_path / "s.json")) == (0, "")
+    assert '"additionalProperties": false' in (tmp_path / "s.json").read_text()
+    for command in ("reference", "schema"):
+        status, text = headrace("config", command, "-o", str(tmp_path / "no" / "file"))
+        assert status == 2
+        assert "cannot be written (No such file or directory); name a file in an existing folder" in text

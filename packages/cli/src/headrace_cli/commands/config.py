@@ -108,10 +108,19 @@ def reference(
         text = as_toml(
             describe_settings({service: services[service]} if service else services), only=service, tier=tier
         )
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
-    else:
+    _print_or_write(text, output)
+
+
+def _print_or_write(text: str, output: Path | None) -> None:
+    from headrace.errors import UsageError
+
+    if output is None:
         echo(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written ({error.strerror}); name a file in an existing folder") from None
 
 
 def schema(
@@ -128,10 +137,7 @@ def schema(
 
     with console(stderr=True).status("reading the settings of the services"):
         text = json.dumps(as_json_schema(describe_settings(installed())), indent=1)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    else:
-        echo(text)
+    _print_or_write(text + "\n", output)
 
 
 def init(
