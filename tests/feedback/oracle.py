@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from tests.feedback.sayings import LABELS, Answer, Saying, Scene
@@ -128,8 +129,8 @@ class Oracle:
         weighted = [(value, self.weight(source)) for source, value in means.items() if self.weight(source)]
         if not weighted:
             return None
-        total = math.fsum(value * weight for value, weight in weighted)
-        return total if self.combine == "sum" else total / math.fsum(weight for _, weight in weighted)
+        total = sum(Fraction(value) * Fraction(weight) for value, weight in weighted)
+        return float(total if self.combine == "sum" else total / sum(Fraction(weight) for _, weight in weighted))
 
 
 def _means(words: Mapping[tuple[str, str | None], float | str | None]) -> dict[str, float]:

@@ -117,6 +117,19 @@ def test_the_reward_lies_between_the_verdicts_whatever_their_order(
     assert reward(RewardPolicy({"a": 2.0, "*": 0.5}), *rewards) == combined
 
 
+def test_a_reward_of_exactly_half_is_not_below_it() -> None:
+    """Rounded shares of the weights add up to 0.49999999999999994, which `kto` and `rft` take for a bad answer."""
+    policy = RewardPolicy({"user:tone": 0.5, "crowd": 2.0, "*": 1.0})
+    rewards = [scored("crowd", 0.75), scored("feedback:truth", 0.25), scored("user", 0.5), scored("user:tone", 0.0)]
+    assert reward(policy, *rewards) == 0.5
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9))
+def test_sources_that_agree_give_exactly_their_value(value: float, weights: list[float]) -> None:
+    policy = RewardPolicy({f"s{index}": weight for index, weight in enumerate(weights)})
+    assert reward(policy, *(scored(f"s{index}", value) for index in range(len(weights)))) == value
+
+
 def test_patterns_know_nothing_but_the_star() -> None:
     assert fits("judge:*", "judge:helpful")
     assert fits("*", "anything\nat all")

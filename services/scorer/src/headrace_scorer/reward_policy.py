@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean
 from typing import Literal
 
 from headrace_schemas import RewardPart
@@ -94,13 +96,13 @@ class RewardPolicy:
             return BranchReward(None, "withdrawn" if rewarded else "required_source_missing")
         counted = {part.source for part in parts}
         left_out = tuple(source for source in sorted(values) if self.weight(source) and source not in counted)
-        return BranchReward(_total(parts), None, parts, left_out[:PARTS_MAX])
+        return BranchReward(self._total(parts), None, parts, left_out[:PARTS_MAX])
 
     def turn_reward(self, source_rewards: Sequence[SourceReward], turn_id: str) -> float | None:
         """Return the combined reward of the sources that scored this turn, with the same weights. None without any."""
         of_turn = [reward for reward in source_rewards if reward.turn_id == turn_id]
         parts = self._parts(self._values(of_turn, [turn_id]))
-        return _total(parts) if parts else None
+        return self._total(parts) if parts else None
 
     def _parts(self, values: Mapping[str, float]) -> tuple[RewardPart, ...]:
         """Return the part of each source that has a weight, sorted by name. For a mean the weights add up to 1.
@@ -131,11 +133,17 @@ class RewardPolicy:
                 of_trajectory[reward.source] = reward.value
             elif reward.turn_id in turn_ids:
                 by_turn.setdefault(reward.source, {})[reward.turn_id] = reward.value
-        return {source: sum(values.values()) / len(values) for source, values in by_turn.items()} | of_trajectory
+        return {source: fmean(values.values()) for source, values in by_turn.items()} | of_trajectory
 
+    def _total(self, parts: Sequence[RewardPart]) -> float:
+        """Return the reward, rounded once.
 
-def _total(parts: Iterable[RewardPart]) -> float:
-    return sum(part.value * part.weight for part in parts)
+        Algorithms compare rewards with thresholds, and the rounded shares of `RewardPart.weight` would put a reward of
+        exactly 0.5 below 0.5.
+        """
+        weights = [Fraction(self.weight(part.source)) for part in parts]
+        total = sum(Fraction(part.value) * weight for part, weight in zip(parts, weights, strict=True))
+        return float(total / sum(weights) if self.combine == "mean" else total)
 
 
 def _each_fits(patterns: Iterable[str], sources: Iterable[str]) -> bool:
