@@ -268,7 +268,10 @@ async def test_forced_calls_are_trained_with_the_sets_that_the_engine_sampled_fr
 @pytest.mark.parametrize("count", CALLS)
 async def test_truncated_answers_are_trained_with_their_stored_sets(replica: Replica, base: Path, count: int) -> None:
     draw = random.Random(draw_seed())
-    ways: list[Json] = [{"top_k": 5}, {"top_p": 0.4}, {"top_p": 0.3, "top_k": 40, "temperature": 0.7}]
+    ways: list[Json] = [
+        {"top_k": 5}, {"top_p": 0.4}, {"top_p": 0.3, "top_k": 40, "temperature": 0.7}, {"min_p": 0.5},
+        {"min_p": 0.4, "top_p": 0.5, "temperature": 1.25},
+    ]  # fmt: skip
     hows = [draw.choice(ways) for _ in range(count)]
     forms = [AnswerForm({"type": "string", "maxLength": 20}) if draw.random() < 0.3 else None for _ in hows]
     draws = [random.Random(draw.randrange(2**31)) for _ in hows]
@@ -283,6 +286,17 @@ async def test_truncated_answers_are_trained_with_their_stored_sets(replica: Rep
         assert all({*allowed} <= {*bits(mask)} for allowed, mask in zip(sets, masks, strict=False))
         rows.append(row)
     assert mean_difference(base, rows) < 1e-5
+
+
+async def test_a_stored_set_may_hold_every_token_and_no_other(replica: Replica, base: Path) -> None:
+    def problem(*allowed: int) -> str | None:
+        tokens = Tokens(0, [5], [-1.0], sets=[len(allowed), *allowed])
+        branch = experience_of(replica.turn(tokens, None, [40, 41], top_p=0.9)).branch
+        assert branch is not None
+        return SetBuilder(base, VOCABULARY).problem(branch)
+
+    assert problem(*range(VOCABULARY)) is None
+    assert problem(5, VOCABULARY) == "vocabulary"
 
 
 async def test_a_turn_with_larger_sets_than_an_event_takes_is_left_out(replica: Replica) -> None:

@@ -117,9 +117,10 @@ class SetBuilder:
             check_sets(stored, token_ids)
         except ValueError:
             raise SetsUnknown("stored_sets") from None
-        if max(stored) >= self._vocabulary:
+        sets = list(iterate_sets(stored))
+        if max(map(max, sets)) >= self._vocabulary:
             raise SetsUnknown("vocabulary")
-        return self._share(enumerate(set_of_ids(ids, self._vocabulary) for ids in iterate_sets(stored)))
+        return self._share(enumerate(set_of_ids(ids, self._vocabulary) for ids in sets))
 
     def _from_grammar(self, grammar: TokenGrammar, token_ids: Sequence[int]) -> _SpanSets:
         guide = self._guide(grammar).fresh()
