@@ -94,6 +94,10 @@ class ChatCall:
         return b"".join([*parts, self.core[1:]])
 
 
+_SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "stop")
+"""Sampling parameters that a request to a replica contains only where they have an effect."""
+
+
 def canonical_request(
     request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling, encoded: Sequence[bytes] | None = None
 ) -> bytes:
@@ -109,9 +113,7 @@ def canonical_request(
     texts = b",".join(map(_for_template, messages, encoded))
     fields: dict[str, JsonValue] = {
         "n": request.choices,
-        **sampling.model_dump(
-            mode="json", exclude_none=True, exclude={"presence_penalty", "frequency_penalty", "stop", "grammar"}
-        ),
+        **sampling.model_dump(mode="json", exclude_none=True, exclude={*_SENT_IF_SET, "grammar"}),
     }
     if request.tools:
         fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
@@ -120,7 +122,7 @@ def canonical_request(
         fields |= constraint_fields(sampling.grammar)
         if request.parallel_tool_calls is False:
             fields["parallel_tool_calls"] = False
-    for name in ("presence_penalty", "frequency_penalty", "stop"):
+    for name in _SENT_IF_SET:
         value = getattr(sampling, name)
         if value:
             fields[name] = value

@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "verbosity": ("medium",),
     "functions": (),
     "function_call": (),
-    "min_p": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "min_tokens": (0,),
@@ -89,6 +88,7 @@ class ChatRequest(Model):
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0), SAMPLING] | None = None
     top_k: Annotated[int, Field(ge=-1), INT32] | None = None
+    min_p: Annotated[Finite, Field(ge=0.0, le=1.0)] | None = None
     max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -120,6 +120,7 @@ class ChatRequest(Model):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "max_tokens": self.max_tokens or self.max_completion_tokens,
             "seed": self.seed,
             "stop": self.stop,

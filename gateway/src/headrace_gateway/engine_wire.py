@@ -101,7 +101,7 @@ class EngineChoice(EngineModel):
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
     headrace_stored_sets: list[int] | None = Field(default=None, exclude=True)
-    """Our engine's extension: the tokens that `top_p` and `top_k` left (`Choice.stored_sets`)."""
+    """Our engine's extension: the tokens that `top_p`, `top_k` and `min_p` left (`Choice.stored_sets`)."""
     finish_reason: str | None = None
 
 

@@ -38,7 +38,7 @@ class ChoiceSoFar:
     calls: dict[int, CallSoFar] = field(default_factory=dict)
     finish_reason: str | None = None
     stored_sets: list[int] | None = field(default_factory=list)
-    """The sets of tokens that `top_p` and `top_k` left, or None if they are not known for all tokens."""
+    """The sets of tokens that `top_p`, `top_k` and `min_p` left, or None if they are not known for all tokens."""
 
     def add(self, choice: EngineChoice, message: EngineMessage) -> None:
         self.token_ids += choice.token_ids or ()

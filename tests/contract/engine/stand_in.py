@@ -206,8 +206,9 @@ class StandInLLM:
         return token, {token: Entry(float(logprobs_V[token]), None), **entry}
 
     def truncated(self, logits_V: Tensor, request: Request) -> Tensor:
-        """`top_k` best, of those the fewest that reach `top_p`."""
+        """Those that reach `min_p`, of these the `top_k` best, of those the fewest that reach `top_p`."""
         order = logits_V.argsort(descending=True, stable=True)
+        order = order[logits_V[order].softmax(0) >= request.min_p * logits_V.softmax(0).max()]
         keep = order[: request.top_k] if request.top_k else order
         before = logits_V[keep].softmax(0).cumsum(0) - logits_V[keep].softmax(0)
         keep = keep[before < request.top_p]

@@ -41,8 +41,10 @@ def refused(**fields: Any) -> ApiError:
 
 def test_the_clients_sampling_is_kept_and_openais_defaults_fill_the_rest() -> None:
     """Pitfall 28: the temperature is the client's."""
-    request = parsed(temperature=0.25, top_p=0.5, top_k=7, max_completion_tokens=9, seed=3, stop="END")
-    assert request.sampling == Sampling(temperature=0.25, top_p=0.5, top_k=7, max_tokens=9, seed=3, stop=("END",))
+    request = parsed(temperature=0.25, top_p=0.5, top_k=7, min_p=0.1, max_completion_tokens=9, seed=3, stop="END")
+    assert request.sampling == Sampling(
+        temperature=0.25, top_p=0.5, top_k=7, min_p=0.1, max_tokens=9, seed=3, stop=("END",)
+    )
     assert parsed().sampling == Sampling()
     assert parsed(temperature=0).sampling.temperature == 0.0
 

@@ -203,7 +203,7 @@ def test_a_switch_of_thinking_reaches_the_chat_template(fields: dict[str, Any], 
     ("fields", "name"),
     [
         ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"min_p": 0.1}, "min_p"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"top_a": 0.5}, "top_a"),
         ({"mirostat": 2}, "mirostat"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),

@@ -25,6 +25,7 @@ ASKED: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 1e-39}, "truncated_sampling"),
     ({"top_p": 0.9}, "truncated_sampling"),
     ({"top_k": 5}, "truncated_sampling"),
+    ({"min_p": 0.1}, "truncated_sampling"),
     ({"presence_penalty": 0.5}, "truncated_sampling"),
     ({"frequency_penalty": -1}, "truncated_sampling"),
     ({"response_format": FORMAT}, "truncated_sampling (grammar)"),

@@ -74,6 +74,8 @@ def test_a_grammar_is_recorded_if_all_replicas_of_a_call_report_it() -> None:
         (Sampling(top_p=0.5), {"sets": True}, True),
         (Sampling(top_k=4, grammar=Grammar(tool_choice="required")), {"token_grammar": TokenGrammar(**GRAMMAR)}, False),
         (Sampling(top_k=4, grammar=Grammar(tool_choice="required")), {"sets": True}, True),
+        (Sampling(min_p=0.1), {}, False),
+        (Sampling(min_p=0.1), {"sets": True}, True),
         (Sampling(top_p=0.5, temperature=0.0), {"sets": True}, False),
         (Sampling(top_p=0.5, presence_penalty=0.5), {"sets": True}, False),
     ],

@@ -150,11 +150,12 @@ async def test_sampling_reaches_the_engine_as_the_client_meant_it(tokenizer: Cha
     async with client(engine, tokenizer) as http:
         await ask(http)
         await ask(
-            http, temperature=0, top_p=0.5, top_k=7, seed=-3, max_completion_tokens=9, presence_penalty=1,
+            http, temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=-3, max_completion_tokens=9, presence_penalty=1,
             frequency_penalty=-1.5, ignore_eos=True,
         )  # fmt: skip
     default, chosen = (request.sampling for request in engine.asked)
     assert (default.temperature, default.top_p, default.top_k, default.seed) == (1.0, 1.0, 0, None)
+    assert (default.min_p, chosen.min_p) == (0.0, 0.25)
     assert (default.max_tokens, default.stop_ids) == (None, tokenizer.stop_ids)
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, chosen.max_tokens) == (0.0, 0.5, 7, -3, 9)
     assert (chosen.presence_penalty, chosen.frequency_penalty, chosen.stop_ids) == (1.0, -1.5, frozenset())

@@ -5,6 +5,7 @@ The state of a sequence moves with its row, and KV of a failed row is never cach
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -96,17 +97,20 @@ def test_truncation_matches_a_plain_reference() -> None:
     logits = torch.randn(40, 30)
     top_p = torch.rand(40) * 0.98 + 0.01
     top_k = torch.randint(0, 12, (40,))
+    min_p = torch.rand(40) * (torch.arange(40) % 2)
     top_p[:5] = 1.0
-    truncated = sampler.truncate(logits, top_p, top_k)
+    truncated = sampler.truncate(logits, top_p, top_k, min_p)
     for row in range(40):
-        expected = _reference(logits[row], float(top_p[row]), int(top_k[row]))
+        expected = _reference(logits[row], float(top_p[row]), int(top_k[row]), float(min_p[row]))
         assert set(torch.isfinite(truncated[row]).nonzero()[:, 0].tolist()) == expected
         assert torch.equal(truncated[row][sorted(expected)], logits[row][sorted(expected)])
 
 
-def _reference(logits: torch.Tensor, top_p: float, top_k: int) -> set[int]:
+def _reference(logits: torch.Tensor, top_p: float, top_k: int, min_p: float) -> set[int]:
     """Return the tokens by the definition in the papers, one token at a time."""
-    order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
+    shares = logits.softmax(-1)
+    likely = [token for token in range(len(logits)) if shares[token] >= min_p * shares.max()]
+    order = sorted(likely, key=lambda token: -float(logits[token]))
     order = order[:top_k] if top_k else order
     weights = logits[order].softmax(-1).tolist()
     tokens: set[int] = set()
@@ -157,14 +161,18 @@ def test_rows_have_temperatures_of_their_own_and_at_zero_the_best_is_taken_as_it
 
 
 def test_truncation_by_hand() -> None:
-    """Four tokens of probability 1/4 each, and one row in which a token is less likely than rounding can show."""
-    even, lost = [0.0] * 4, [0.0, -200.0, -200.0, -200.0]
-    rows = [(even, 1.0, 1), (even, 1.0, 0), (even, 0.5, 0), (even, 0.6, 0), (even, 0.9, 2), (lost, 1.0, 0)]
-    logits, top_p, top_k = (torch.tensor(column) for column in zip(*rows, strict=True))
-    counts = torch.isfinite(sampler.truncate(logits, top_p, top_k)).sum(1)
-    assert counts.tolist() == [1, 4, 2, 3, 2, 4]
+    """Four tokens of probability 1/4 each, one row in which a token is less likely than rounding can show, and one in
+    which a token has a third of the probability of the best."""
+    even, lost, third = [0.0] * 4, [0.0, -200.0, -200.0, -200.0], [0.0, math.log(1 / 3), -9.0, -9.0]
+    rows = [
+        (even, 1.0, 1, 0.0), (even, 1.0, 0, 0.0), (even, 0.5, 0, 0.0), (even, 0.6, 0, 0.0), (even, 0.9, 2, 0.0),
+        (lost, 1.0, 0, 0.0), (even, 1.0, 0, 1.0), (third, 1.0, 0, 0.3), (third, 1.0, 0, 0.4), (even, 0.5, 0, 0.5),
+    ]  # fmt: skip
+    logits, *columns = (torch.tensor(column) for column in zip(*rows, strict=True))
+    counts = torch.isfinite(sampler.truncate(logits, *columns)).sum(1)
+    assert counts.tolist() == [1, 4, 2, 3, 2, 4, 4, 2, 1, 2]
     row = slice(1, 2)
-    assert torch.equal(sampler.truncate(logits[row], top_p[row], top_k[row]), logits[row]), "a batch of one row"
+    assert torch.equal(sampler.truncate(logits[row], *(column[row] for column in columns)), logits[row]), "one row"
 
 
 def test_the_most_likely_come_first_and_never_more_than_there_are() -> None:

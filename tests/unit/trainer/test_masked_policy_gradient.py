@@ -1,7 +1,8 @@
 """The trainer's expected gradient over restricted answers is the gradient of the restricted policy, by enumeration.
 
-All answers of a small random grammar, or of top-p and top-k on the model's own logits, are enumerated in float64. Their
-probabilities and the objectives are computed by transformers' forward pass and autograd, without the trainer.
+All answers of a small random grammar, or of top-p, top-k and min-p on the model's own logits, are enumerated in
+float64. Their probabilities and the objectives are computed by transformers' forward pass and autograd, without the
+trainer.
 """
 
 from __future__ import annotations
@@ -168,17 +169,18 @@ def _reward(draw: random.Random, number: int) -> float:
 
 
 def _of_top(policy: Policy, draw: random.Random, temperature: float, depth: int) -> tuple[Answer, ...]:
-    """Return all answers of `depth` tokens that top-k, or top-p and top-k, leave."""
-    top_k, top_p = draw.choice([(3, 1.0), (4, 0.5)])
+    """Return all answers of `depth` tokens that top-k, alone or with top-p or min-p, leaves."""
+    top_k, top_p, min_p = draw.choice([(3, 1.0, 0.0), (4, 0.5, 0.0), (4, 1.0, 0.7)])
     answers: list[Answer] = []
 
     @torch.no_grad()
     def allowed_after(tokens: tuple[int, ...]) -> tuple[int, ...]:
         logits = policy.model(input_ids=torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -1]
         shares, ids = (logits / temperature).softmax(0).sort(descending=True)
-        shares = shares[:top_k] / shares[:top_k].sum()
+        shares = shares[: min(top_k, int((shares >= min_p * shares[0]).sum()))]
+        shares /= shares.sum()
         count = 1 + int((shares.cumsum(0) < top_p).sum())
-        return tuple(sorted(ids[: min(top_k, count)].tolist()))
+        return tuple(sorted(ids[: min(len(shares), count)].tolist()))
 
     def extend(tokens: tuple[int, ...], sets: tuple[tuple[int, ...], ...]) -> None:
         if len(tokens) == depth:

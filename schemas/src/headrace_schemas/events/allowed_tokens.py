@@ -1,8 +1,8 @@
 """The tokens that an engine allowed at each position of an answer, as turns and branches record them.
 
 An answer is sampled from softmax(logits / T) restricted to a set of allowed tokens. A grammar determines the sets: they
-are computed again from the grammar and the sampled tokens. `top_p` and `top_k` determine them by the model's logits:
-they are stored.
+are computed again from the grammar and the sampled tokens. `top_p`, `top_k` and `min_p` determine them by the model's
+logits: they are stored.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ class Sampling(Model):
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0), SAMPLING] = 1.0
     top_k: Annotated[int, Field(ge=-1), INT32] = -1
+    min_p: Annotated[Finite, Field(ge=0.0, le=1.0)] = 0.0
+    """Smallest probability of a token, as a share of that of the most likely one. 0 keeps all tokens."""
     max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     seed: Int64 | None = None
     stop: tuple[Text, ...] = ()
@@ -102,8 +104,8 @@ class Sampling(Model):
 
     @property
     def truncated(self) -> bool:
-        """Whether `top_p` or `top_k` removed unlikely tokens."""
-        return self.top_p < 1.0 or self.top_k not in (-1, 0)
+        """Whether `top_p`, `top_k` or `min_p` removed unlikely tokens."""
+        return self.top_p < 1.0 or self.top_k not in (-1, 0) or self.min_p > 0.0
 
     @property
     def scaled_softmax(self) -> bool:

@@ -41,7 +41,7 @@ class Span(Model):
     """Index in `Branch.grammars` of the grammar that restricted the tokens, or None. `logprobs` are those of the
     restricted distribution."""
     stored_sets: StoredSets | None = None
-    """The sets of tokens that `top_p` and `top_k` left, or None without these."""
+    """The sets of tokens that `top_p`, `top_k` and `min_p` left, or None without these."""
     no_logprobs: NoLogprobs | None = None
     """The reason why the tokens have no logprobs of the policy that sampled them, or None if `logprobs` has them.
     Without them `logprobs` is 0 for each token, and `temperature` has no meaning. Only algorithms that need no logprobs

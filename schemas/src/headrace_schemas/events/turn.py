@@ -27,7 +27,7 @@ class Choice(Model):
     finish_reason: FinishReason
     message: Message
     stored_sets: StoredSets | None = None
-    """The sets of tokens that `top_p` and `top_k` left, or None if the engine did not report them."""
+    """The sets of tokens that `top_p`, `top_k` and `min_p` left, or None if the engine did not report them."""
 
     @model_validator(mode="after")
     def _stored_sets_agree(self) -> Self:

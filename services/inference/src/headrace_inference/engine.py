@@ -48,6 +48,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
+    min_p: float = 0.0
+    """Smallest probability of a token, as a share of that of the most likely one. 0 keeps all tokens."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Penalties count sampled tokens, not those of the prompt."""
@@ -58,6 +60,11 @@ class Sampling:
     top_logprobs: int = 0
     grammar: str = ""
     """Grammar of the choices in llguidance's dialect of Lark. Each choice then has a `Start.guide`. Empty: none."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether unlikely tokens are excluded."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +116,9 @@ class Tokens:
     cached_tokens: int = 0
     """Prompt tokens whose KV was in the cache."""
     sets: list[int] | None = None
-    """Tokens that `top_p` and `top_k` left at each position (`headrace_schemas.events.allowed_tokens.StoredSets`).
-    None without these, if the engine does not report sets, and if they are too large."""
+    """Tokens that `top_p`, `top_k` and `min_p` left at each position
+    (`headrace_schemas.events.allowed_tokens.StoredSets`). None without these, if the engine does not report sets, and
+    if they are too large."""
 
     def add(self, more: Tokens) -> None:
         """Append later tokens of the same choice."""

@@ -66,6 +66,7 @@ def test_every_field_of_a_sampling_is_passed_on() -> None:
         temperature=0.7,
         top_p=0.9,
         top_k=40,
+        min_p=0.05,
         presence_penalty=0.5,
         frequency_penalty=0.25,
         stop_ids=frozenset({7, 3}),
@@ -73,7 +74,8 @@ def test_every_field_of_a_sampling_is_passed_on() -> None:
     )
     request = request_of(sampling, Start(), 50, stream=True)
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (50, 0.7, 0.9, 40)
-    assert (request.presence_penalty, request.frequency_penalty, request.logprobs) == (0.5, 0.25, 4)
+    assert (request.min_p, request.presence_penalty, request.frequency_penalty) == (0.05, 0.5, 0.25)
+    assert request.logprobs == 4
     assert request.stop_token_ids == (3, 7)
     assert request.seed is None
     assert request.logit_bias == {}

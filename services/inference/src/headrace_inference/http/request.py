@@ -55,6 +55,7 @@ class ChatRequest(Model):
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    min_p: Annotated[Finite, Field(ge=0.0, le=1.0)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
@@ -129,6 +130,7 @@ class ChatRequest(Model):
             temperature=temperature if temperature >= SAMPLED_TEMPERATURE_MIN else 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             seed=self.seed,

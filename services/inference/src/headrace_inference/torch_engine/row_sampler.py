@@ -47,7 +47,8 @@ class RowSampler:
             logits = sampler.penalise(logits, self.counts[:count], presence, frequency)
         if special & TRUNCATED:
             scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-            logits = sampler.truncate(scaled, rows.tensor(rows.top_p, count), rows.tensor(rows.top_k, count))
+            columns = (rows.tensor(column, count) for column in (rows.top_p, rows.top_k, rows.min_p))
+            logits = sampler.truncate(scaled, *columns)
             temperature = (temperature > 0).to(temperature.dtype)
         drawn = sampler.draw(logits, temperature, rows.uniform(count))
         if special & TRUNCATED:

@@ -28,6 +28,7 @@ class Rows:
         self.drawn = np.zeros(capacity, np.uint64)
         self.top_p = np.ones(capacity, np.float32)
         self.top_k = np.zeros(capacity, np.int64)
+        self.min_p = np.zeros(capacity, np.float32)
         self.presence = np.zeros(capacity, np.float32)
         self.frequency = np.zeros(capacity, np.float32)
         self.special = np.zeros(capacity, np.uint8)
@@ -43,10 +44,11 @@ class Rows:
         self.drawn[row] = sequence.drawn
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
         self.presence[row] = sampling.presence_penalty
         self.frequency[row] = sampling.frequency_penalty
         penalised = PENALISED if sampling.presence_penalty or sampling.frequency_penalty else 0
-        truncated = TRUNCATED if sampling.top_p < 1 or sampling.top_k else 0
+        truncated = TRUNCATED if sampling.truncated else 0
         guided = HELD if sequence.guide is not None else 0
         self.special[row] = penalised | truncated | guided | (TOP if sampling.top_logprobs else 0)
 

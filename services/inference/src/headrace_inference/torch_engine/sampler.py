@@ -73,12 +73,15 @@ def mask_forbidden(logits_RV: Tensor, rows_H: Tensor, allowed_HW: Tensor) -> Ten
     return logits_RV
 
 
-def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
-    """Mask all but the `top_k` most likely tokens, and of these all but the fewest that reach `top_p`.
+def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Mask the tokens less likely than `min_p` times the most likely one, then all but the `top_k` most likely tokens,
+    and of these all but the fewest that reach `top_p`.
 
-    `top_k` 0 and `top_p` 1 mask no token. The temperature must be applied to the logits before.
+    `min_p` 0, `top_k` 0 and `top_p` 1 mask no token. The temperature must be applied to the logits before.
     """
     ordered_RV, order_RV = logits_RV.sort(stable=True, dim=1, descending=True)
+    unlikely_RV = ordered_RV < ordered_RV[:, :1] + min_p_R.log()[:, None]  # the logarithm of 0 excludes no token
+    ordered_RV = ordered_RV.masked_fill(unlikely_RV, float("-inf"))
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     keep_R = torch.where(top_k_R > 0, top_k_R, logits_RV.shape[1])
     ordered_RV = ordered_RV.masked_fill(rank_V >= keep_R[:, None], float("-inf"))

@@ -64,8 +64,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-        self.sets = [] if truncated else None
+        self.sets = [] if sampling.temperature > 0 and sampling.truncated else None
 
     @property
     def tenant(self) -> tuple[bool, str]:

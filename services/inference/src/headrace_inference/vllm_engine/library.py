@@ -59,6 +59,7 @@ class VllmLibrary:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            min_p=request.min_p,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             seed=request.seed,

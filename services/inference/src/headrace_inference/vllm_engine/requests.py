@@ -37,6 +37,7 @@ def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: boo
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else seed_of(sampling.seed, start.choice, len(start.resumed)),
