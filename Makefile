@@ -76,6 +76,7 @@ install: .venv$(GROUP:%=-%)/installed ## install the workspace in .venv, or what
 
 #: GROUP=browser  Playwright for `make check NAME=attack` (190 MB); the browser is Debian's chromium
 #: GROUP=clients  client libraries of agents (about 700 MB)
+#: GROUP=demo     what `make demo` needs without the workspace (4.7 GB, most of it torch)
 #: GROUP=docs     the generator of the site (90 MB)
 #: GROUP=helm     helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator; needs Go
 #: GROUP=mutants  the program that writes mutants
@@ -291,7 +292,8 @@ cut = printf '%s\n' $(1) | $(COMPILE) --constraint requirements/$(2).lock $(OURS
 
 lock: $(UV) ## resolve every dependency group again, with hashes for every platform, and the lists of the images out of them
 	for group in $(GROUPS); do \
-	  $(COMPILE) --group $$group $$([ $$group != demo ] || echo --constraint requirements/workspace.lock) $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
+	  $(COMPILE) --group $$group $$([ $$group != demo ] || echo --constraint requirements/workspace.lock) \
+	  $$(find requirements -name $$group-override.txt -printf "--override %p") -o requirements/$$group.lock $(OURS) \
 	  || exit 1; done
 	$(foreach name,$(IMAGES),$(call cut,./schemas ./packages/statistics ./packages/runtime $(patsubst ./services/gateway,./gateway,./services/$(name)),workspace,$(name)) &&) true
 	$(call cut,./schemas ./packages/statistics ./packages/runtime './services/trainer[trinity]',workspace,trainer-trinity)
