@@ -34,6 +34,7 @@ from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Choice, Message, Sampling, Turn, Usage
+from headrace_schemas.http.answer_form import grammar_of
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import response_id, session_key
@@ -197,7 +198,12 @@ class CapturingClient:
             request_digest="0" * 64,
             messages=request.messages,
             tools=request.offered_tools,
-            sampling=Sampling(temperature=body["temperature"], max_tokens=body["max_tokens"]),
+            sampling=Sampling(
+                temperature=body["temperature"],
+                max_tokens=body["max_tokens"],
+                grammar=grammar_of(request.response_format, request.tool_choice),
+            ),
+            token_grammar=response.get("headrace_grammar"),
             prompt_token_ids=response["prompt_token_ids"],
             choices=(
                 Choice(

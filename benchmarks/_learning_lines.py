@@ -8,11 +8,12 @@ Plot of docs/controls.md: gains by control and by lag, and reward against score 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace_operations import guard
 from headrace_operations.controls import kinds
@@ -33,19 +34,26 @@ class Plan:
     """Number of intermediate versions of a traced run that are scored, evenly spaced, each with `plays` plays."""
 
 
+Answers = Literal["bare", "free", "held"]
+"""Answers of the agent: bare text, as the demo's; calls of `final_answer` that the model is free not to make; or calls
+that `tool_choice: required` holds it to."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """A kind of run. With `lag` k, a step trains on samples of the version of k steps before."""
 
     control: Control
     lag: int = 0
+    answers: Answers = "bare"
     traced: bool = False
     runs_gate: bool = False
     """Whether the gate compares the last version with the base."""
 
     @property
     def name(self) -> str:
-        return f"lag {self.lag}" if self.lag else self.control.name
+        prefix = "" if self.answers == "bare" else f"{self.answers} calls, "
+        return f"lag {self.lag}" if self.lag else prefix + self.control.name
 
 
 @dataclass
@@ -70,6 +78,9 @@ class RunResult:
         return asdict(self)
 
 
+FREE_CALLS, HELD_CALLS = "free calls, true", "held calls, true"
+HELD_SHUFFLED, HELD_UNMASKED = "held calls, shuffled", "held calls, sets ignored"
+TYPED = (FREE_CALLS, HELD_CALLS, HELD_SHUFFLED, HELD_UNMASKED)
 LAG_LOSS_MAX = 0.02
 GAIN_MIN = 0.2
 """Required gain of training by the true reward, as in `make demo`."""
@@ -113,9 +124,10 @@ class Table:
     def score(self, arm: str) -> Mean:
         return mean([run.scores for run in self.arms[arm]])
 
-    def score_of_base(self) -> Mean:
-        """Return the score of the base, which is equal in all arms of a seed."""
-        return mean([run.base for run in next(iter(self.arms.values()))])
+    def score_of_base(self, arm: str | None = None) -> Mean:
+        """Return the score of the base of an arm, by default of the first one. Agents with typed answers have a base of
+        their own, and a grammar changes its score."""
+        return mean([run.base for run in self.arms[arm or next(iter(self.arms))]])
 
     def gain(self, arm: str) -> Mean:
         """Return the gain over the base, compared play by play."""
@@ -125,13 +137,20 @@ class Table:
         """Return how much better `arm` is than `other`, compared play by play."""
         return difference([run.scores for run in self.arms[arm]], [run.scores for run in self.arms[other]])
 
+    def _beside_true(self, arm: str) -> dict[str, object] | None:
+        """Return the comparison with the demo's agent, or None where it was not run or the agent is another one."""
+        if kinds.TRUE.name not in self.arms or arm in TYPED:
+            return None
+        return self.compare(arm, kinds.TRUE.name).report()
+
     def rows(self) -> list[dict[str, object]]:
         return [
             {
                 "arm": arm,
+                "base": self.score_of_base(arm).report(),
                 "score": self.score(arm).report(),
                 "gain": self.gain(arm).report(),
-                "beside_true": self.compare(arm, kinds.TRUE.name).report(),
+                "beside_true": self._beside_true(arm),
                 "effective_sample_size": _mean_of(run.effective_sample for run in runs),
                 "stopped": [run.health for run in runs if run.health],
                 "gate": [run.trial for run in runs if run.trial],
@@ -161,7 +180,7 @@ def lines(table: Table) -> list[Line]:
             result.append(
                 Line(f"{control.name}: gain over the base, within two errors", gain.value, *_two_errors(gain))
             )
-    result += _flipped_lines(table) + _guard_lines(table)
+    result += _flipped_lines(table) + _guard_lines(table) + _held_lines(table)
     if "lag 4" in table.arms:
         loss = -table.compare("lag 4", kinds.TRUE.name).value
         result.append(Line("lag 4: what it loses on lag 0", loss, -1, LAG_LOSS_MAX))
@@ -191,6 +210,25 @@ def _guard_lines(table: Table) -> list[Line]:
         if traced:
             hacked = [finding(run) == "hacked" for run in traced]
             result.append(Line(f"{arm}: share of runs that the guard calls hacked", _share(hacked), low, high))
+    return result
+
+
+def _held_lines(table: Table) -> list[Line]:
+    """Return the lines of the agent with typed answers."""
+    result = []
+    if {FREE_CALLS, HELD_CALLS} <= table.arms.keys():
+        held, free = table.gain(HELD_CALLS), table.gain(FREE_CALLS)
+        error = math.hypot(held.error, free.error)
+        result.append(Line("held calls: gain beside that of free calls, above minus two errors",
+                           held.value - free.value, -2 * error, 1))  # fmt: skip
+        result.append(
+            Line("held calls: gain over the base, two errors and a point up", held.value, max(2 * held.error, 0.01), 1)
+        )
+    if HELD_SHUFFLED in table.arms:
+        gain = table.gain(HELD_SHUFFLED)
+        result.append(
+            Line("held calls, shuffled: gain over the base, at most two errors", gain.value, -1, 2 * gain.error)
+        )
     return result
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks._engine_world import EngineWorld
-from benchmarks._learning_lines import Arm, Plan, RunResult
-from benchmarks._learning_world import MODEL, SETTINGS, World
+from benchmarks._learning_lines import Answers, Arm, Plan, RunResult
+from benchmarks._learning_world import MODEL, SETTINGS, FreeTypedWorld, TypedWorld, World
 from headrace_registry.gate.evaluation import run_trial
 from headrace_registry.gate.trial import Trial
 from headrace_registry.settings import GateSettings
@@ -28,6 +28,8 @@ from headrace_schemas import Experience
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
+
+WORLDS: dict[Answers, type[World]] = {"bare": World, "free": FreeTypedWorld, "held": TypedWorld}
 
 
 def run(arm: Arm, seed: int, base: Path, plan: Plan) -> RunResult:
@@ -59,7 +61,7 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Ru
     settings = settings_of(arm, seed, base, plan.learning_rate)
     blobs = BlobStore((scratch / "blobs").as_uri())
     lineage = open_lineage(settings, blobs, SystemClock())
-    async with World.open(seed, blobs, scratch / "versions") as world:
+    async with WORLDS[arm.answers].open(seed, blobs, scratch / "versions") as world:
         training = _Training(arm, seed, lineage, world)
         first = await training.version()
         result = RunResult(arm.name, seed, await world.score(first, plan.plays), [])

@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 import tomllib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 from benchmarks._engine_world import EngineWorld
-from email_agent import mailbox, rewards
+from email_agent import mailbox, rewards, typed
 from email_agent.react import AGENT, Episode
 from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import Mailtools
+from example_parts.react import Agent
 from headrace_collector.trajectories import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.storage.blobs import BlobStore
@@ -32,14 +34,19 @@ from headrace_scorer.scores import experience
 
 SETTINGS = tomllib.loads(Path("examples/email_agent/headrace.toml").read_text(encoding="utf-8"))
 MODEL = str(SETTINGS["trainer"]["model"])
-FUNCTIONS = {f"function:{name}": getattr(rewards, name) for name in ("answer", "evidence", "tool_use")}
+RewardFunctions = Mapping[str, Callable[..., float | None]]
+FUNCTIONS: RewardFunctions = {f"function:{name}": getattr(rewards, name) for name in ("answer", "evidence", "tool_use")}
+TYPED_FUNCTIONS: RewardFunctions = {**FUNCTIONS, "function:answer": typed.answer}
+"""The demo's reward functions, for an agent that answers with a call of `final_answer`."""
 POLICY = RewardPolicy(SETTINGS["scorer"]["weights"], SETTINGS["scorer"]["required"])
 
 
 class World(EngineWorld[Task]):
     """The mailbox of one seed, with an engine. `open` creates it."""
 
-    agent, model = AGENT, MODEL
+    agent: Agent = AGENT
+    model = MODEL
+    functions: RewardFunctions = FUNCTIONS
 
     def __init__(self, seed: int, blobs: BlobStore, folder: Path, engine: TorchEngine) -> None:
         self._box = mailbox.generate(seed)
@@ -60,7 +67,7 @@ class World(EngineWorld[Task]):
     async def collect(self, version: str, episodes: int) -> list[Experience]:
         """Play episodes of the training traffic and return their experiences, in the order of the tasks."""
         runs = await self.play_all(version, list(itertools.islice(self.training_tasks, episodes)))
-        return [experience for run in runs for experience in experiences_of(run.task, run.turns)]
+        return [experience for run in runs for experience in experiences_of(run.task, run.turns, self.functions)]
 
     async def play(self, version: str, task: str, seed: int) -> float:
         run = await self.play_once(version, self._tasks_by_id[task], seed)
@@ -74,7 +81,20 @@ class World(EngineWorld[Task]):
         return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, split)}
 
 
-def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
+class TypedWorld(World):
+    """The mailbox for an agent with typed answers. `tool_choice` is `required`."""
+
+    agent = typed.TypedAgent(AGENT.system, typed.DEFINITIONS, AGENT.turns_max)
+    functions = TYPED_FUNCTIONS
+
+
+class FreeTypedWorld(TypedWorld):
+    """The same agent without a grammar: nothing holds its calls to their form."""
+
+    agent = replace(TypedWorld.agent, required=False)
+
+
+def experiences_of(task: Task, turns: Sequence[Turn], functions: RewardFunctions = FUNCTIONS) -> list[Experience]:
     """Return the experiences that collector and scorer make of an episode and its feedback."""
     feedback = Feedback(
         time=utcnow(),
@@ -85,7 +105,7 @@ def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
         context={"expected": task.expected},
     )
     run = trajectory_of(turns, [feedback])
-    return scored_experiences(run, [*function_rewards(run)], {}, POLICY)
+    return scored_experiences(run, [*function_rewards(run, functions)], {}, POLICY)
 
 
 def trajectory_of(turns: Sequence[Turn], feedback: Sequence[Feedback]) -> Trajectory:
@@ -102,9 +122,9 @@ def trajectory_of(turns: Sequence[Turn], feedback: Sequence[Feedback]) -> Trajec
     )
 
 
-def function_rewards(run: Trajectory) -> Iterator[SourceReward]:
+def function_rewards(run: Trajectory, functions: RewardFunctions = FUNCTIONS) -> Iterator[SourceReward]:
     """Yield the results of the demo's reward functions for a run."""
-    for name, function in FUNCTIONS.items():
+    for name, function in functions.items():
         needs_context = name != "function:tool_use"
         yield SourceReward(name, None, "scored", function(run, run.context) if needs_context else function(run))
 

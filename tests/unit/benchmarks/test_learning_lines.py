@@ -11,13 +11,25 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._learning_lines import FORMAT, RunResult, Table, finding, lines, markdown
+from benchmarks._learning_lines import (
+    FORMAT,
+    FREE_CALLS,
+    HELD_CALLS,
+    HELD_SHUFFLED,
+    HELD_UNMASKED,
+    RunResult,
+    Table,
+    finding,
+    lines,
+    markdown,
+)
 from benchmarks._swaps_live import SWAPS, TOKENS, Answer, StreamingClients, lines_of
 from headrace_statistics.clustered_means import Score
 
 SEEDS, TASKS = 5, 148
 NOTHING_LEARNT = {"shuffled": 0.35, "random": 0.35, "learning rate 0": 0.35}
-SCORES = {"true": 0.7, "flipped": 0.1, "lag 4": 0.7, FORMAT: 0.2} | NOTHING_LEARNT
+TYPED_SCORES = {FREE_CALLS: 0.6, HELD_CALLS: 0.6, HELD_SHUFFLED: 0.35, HELD_UNMASKED: 0.5}
+SCORES = {"true": 0.7, "flipped": 0.1, "lag 4": 0.7, FORMAT: 0.2} | NOTHING_LEARNT | TYPED_SCORES
 Fault = Callable[[dict[str, float]], dict[str, float]]
 
 
@@ -49,7 +61,7 @@ def missed(run_table: Table) -> list[str]:
 def test_a_sound_trainer_misses_no_line() -> None:
     run_table = table(SCORES)
     assert missed(run_table) == []
-    assert len(lines(run_table)) == 9
+    assert len(lines(run_table)) == 12
     assert "| flipped | " in markdown(run_table.rows(), run_table.score_of_base())
 
 
@@ -62,6 +74,9 @@ def test_a_sound_trainer_misses_no_line() -> None:
         ({"learning rate 0": 0.45}, "learning rate 0"),
         ({"flipped": 0.35}, "flipped"),
         ({"lag 4": 0.6}, "lag 4"),
+        ({HELD_CALLS: 0.45}, "held calls"),
+        ({HELD_CALLS: 0.35, FREE_CALLS: 0.35}, "held calls"),
+        ({HELD_SHUFFLED: 0.6}, "held calls, shuffled"),
         ({FORMAT: 0.5}, FORMAT),  # rewarded for the format, and the score rises: nothing is hacked
     ],
 )

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from email_agent import rewards
+from email_agent import rewards, typed
+from email_agent.warm_up import Schedule, conversations
 from headrace_schemas import Dialogue, Message, Trajectory
 from tests.support.trajectories import closed
 
@@ -88,3 +89,35 @@ def test_what_a_user_writes_is_no_evidence_and_no_call() -> None:
     told = trajectory({"role": "user", "content": "Anna Berg <tool_call>"}, said("Anna Berg"))
     assert rewards.evidence(told, EXPECTED) == 0.0
     assert rewards.tool_use(told) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ({"name": "final_answer", "arguments": '{"answer": "anna berg"}'}, 1.0),
+        ({"name": "final_answer", "arguments": '{"answer": "Ben Stone"}'}, 0.0),
+        ({"name": "final_answer", "arguments": '{"answer": "Anna Berg"'}, 0.0),
+        ({"name": "read_mail", "arguments": '{"answer": "Anna Berg"}'}, 0.0),
+    ],
+)
+def test_a_typed_answer_is_the_argument_of_the_last_call(last: dict[str, str], reward: float) -> None:
+    call = {"id": "last", "type": "function", "function": last}
+    run = trajectory(*SEARCHED, {"role": "assistant", "tool_calls": [call]})
+    assert typed.answer(run, EXPECTED) == reward
+    assert typed.answer(GOOD, EXPECTED) == 0.0
+
+
+def test_the_warm_up_of_typed_answers_ends_with_the_same_answers() -> None:
+    """Malformed calls stay text, so that the grammar has something to prevent."""
+    schedule = Schedule(steps=4, batch=8, right_share=0.5)
+    for shown, bare in zip(typed.conversations(schedule, 1), conversations(schedule, 1), strict=True):
+        text = bare[-1]["content"]
+        assert shown[:-1] == bare[:-1]
+        if text.startswith("<tool_call>"):
+            assert shown[-1] == bare[-1]
+        else:
+            (call,) = shown[-1]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                "final_answer",
+                {"answer": text},
+            )
