@@ -91,6 +91,14 @@ def test_a_user_of_the_same_tenant_goes_before_its_evaluation(batch: DecodeBatch
     assert steps_until_first_token(batch, user) <= 2
 
 
+def test_the_tenant_with_the_fewest_rows_joins_next() -> None:
+    running = [sequence("a"), sequence("b"), sequence("b")]
+    assert fairness.next_to_join([sequence("a")], running) == 0
+    assert fairness.next_to_join([sequence("b"), sequence("a")], running) == 1
+    assert fairness.next_to_join([sequence("b"), sequence("a"), sequence("c")], running) == 2
+    assert fairness.next_to_join([sequence("c", background=True), sequence("b")], running) == 1
+
+
 def test_rows_are_shared_equally_between_tenants_and_then_between_sessions(batch: DecodeBatch) -> None:
     for tenant, sessions in (("a", ("1", "1", "1", "1", "1", "1", "1", "2", "3")), ("b", ("1",) * 9)):
         for session in sessions:

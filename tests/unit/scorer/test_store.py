@@ -72,11 +72,21 @@ async def test_a_turn_is_in_one_trajectory_of_its_tenant(tx: AsyncConnection) ->
     await keep(tx, closed(session="x"))
     await keep(tx, foreign)
     await keep(tx, mine)
-    with pytest.raises(InvalidEvent, match=f"belongs to trajectory {mine.trajectory_id!r}"):
+    with pytest.raises(InvalidEvent, match=f"turn {shared.turn_id!r} belongs to trajectory {mine.trajectory_id!r}"):
         await keep(tx, closed(shared, trajectory_id="second"))
     for tenant, holder in (("default", mine), ("b", foreign)):
         assert await store.trajectories_with(tx, [shared.turn_id], tenant) == [holder.trajectory_id]
     assert await store.trajectories_with(tx, ["nobody's"], "default") == []
+
+
+@pytest.mark.parametrize("partition", [None, 0, 3])
+async def test_a_failed_trajectory_is_dead_lettered_with_its_place(tx: AsyncConnection, partition: int | None) -> None:
+    trajectory = closed()
+    await keep(tx, trajectory, 7)
+    await store.change(tx, {trajectory.trajectory_id: {"partition": partition}})
+    (letter,) = await store.fail_scoring(tx, trajectory.trajectory_id, "no room")
+    assert (letter.source_partition, letter.source_offset, letter.reason) == (partition, 7, "scoring_failed")
+    assert await store.fail_scoring(tx, "nobody's", "no room") == []
 
 
 async def test_trajectories_are_found_by_session_and_tenant(tx: AsyncConnection) -> None:

@@ -144,6 +144,16 @@ def test_a_checkpoint_of_an_earlier_release_opens_and_a_poisoned_deviation_is_re
     assert again.ranges == ranges, "the ranges are part of the checkpoint"
 
 
+@pytest.mark.parametrize(("spreads", "is_kept"), [(1.0, True), (1.9, True), (2.1, False), (10.0, False)])
+def test_a_deviation_of_more_than_two_spreads_is_repaired(spreads: float, is_kept: bool) -> None:
+    ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, 10.0 * (n % 2)))) for n in range(64)], LIMITS)
+    bounds = ranges.total(LIMITS)
+    assert bounds is not None
+    total = 100 * (spreads * bounds.spread) ** 2
+    old = Baselines.model_validate({"squares": {"total": total, "weight": 100.0, "age": 500.0}})
+    assert (old.repaired(ranges, LIMITS, {}).squares == old.squares) == is_kept
+
+
 def test_the_same_stream_makes_the_same_batches() -> None:
     runs = replaced(binary(4, 0.5, 256), 100, 1e4)
     assert train(runs).digests == train(runs).digests

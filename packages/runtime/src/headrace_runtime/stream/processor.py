@@ -144,7 +144,7 @@ class Processor:
         run_work.__qualname__ = getattr(work, "__qualname__", repr(work))
         async with self._turn:
             try:
-                await self._persist(lambda: self._commit([], run_work))
+                await self._persist(lambda: self._commit([], run_work, isolated=False))
             except StepFailed as error:
                 log.warning("step_isolated", error=str(error))
                 await self._persist(lambda: self._commit([], run_work, isolated=True))
@@ -301,7 +301,7 @@ class Processor:
         return await self._commit(items, held_row=held_row, isolated=isolated)
 
     async def _commit(
-        self, items: Sequence[_Item], step: Step | None = None, *, held_row: str | None = None, isolated: bool = False
+        self, items: Sequence[_Item], step: Step | None = None, *, isolated: bool, held_row: str | None = None
     ) -> None:
         """Commit the effects of `items` and then those of `step`.
 
