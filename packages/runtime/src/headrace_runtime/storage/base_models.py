@@ -32,7 +32,8 @@ log = get_logger(__name__)
 SETTING = "trainer.base"
 ORIGIN_FILE = "headrace_origin.json"
 FORMS = "name a folder in Hugging Face's layout, or a model of the hub as org/name or org/name@revision"
-_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?")
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -56,7 +57,7 @@ class Repository:
     def parse(cls, text: str) -> Repository | None:
         """Return the repository that `text` names, or None if it has another form."""
         match = _NAME.fullmatch(text)
-        if match is None or ".." in text:
+        if match is None or ".." in text or "--" in match["repository"]:
             return None
         return cls(match["repository"], match["revision"] or _DEFAULT_BRANCH)
 
@@ -118,7 +119,7 @@ def describe(repository: Repository) -> RemoteModel:
     """Ask the hub for the commit and the files of a model. Blocks.
 
     Raises:
-        SettingError: the hub has no such model, or it has no weights in safetensors.
+        SettingError: the hub has no such model, no commit of it, or no weights in safetensors.
         Unavailable: the hub does not answer.
     """
     with hub_errors(repository) as hub:
@@ -132,6 +133,9 @@ def describe(repository: Repository) -> RemoteModel:
         raise SettingError(SETTING, str(repository), "has no weights in safetensors; convert the model first")
     if _INDEX not in names and _WEIGHTS in names:  # the others are the same weights in another layout
         names = [name for name in names if name == _WEIGHTS or not name.endswith(".safetensors")]
+    if not _COMMIT.fullmatch(str(info.sha)):  # it becomes the name of a folder
+        commit = printable(str(info.sha), 80)
+        raise SettingError(SETTING, str(repository), f"the hub answers with the commit {commit!r}; check HF_ENDPOINT")
     return RemoteModel(repository, str(info.sha), tuple(files[name] for name in sorted(names)))
 
 
@@ -145,7 +149,7 @@ def fetch(model: RemoteModel, data_dir: Path) -> Path:
         data_dir: the data directory.
 
     Raises:
-        SettingError: a file differs from its digest.
+        SettingError: a file differs from its digest, or the index of the weights cannot be read.
         Unavailable: the hub does not answer, or the disk has too little space.
     """
     folder = _folder_of(model.repository, data_dir)
@@ -174,13 +178,24 @@ def _shown_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
     shards: set[str] | None = None
     if index is not None:
         yield index
-        content = json.loads((draft / _INDEX).read_bytes())
-        shards = set(content["weight_map"].values())
+        shards = _shards_of(draft / _INDEX, model.repository)
         if missing := sorted(shards - {file.path for file in model.files}):
-            raise SettingError(SETTING, str(model.repository), f"its index names {missing[0]}, which is not there")
+            name = printable(missing[0], _ERROR_LENGTH)
+            raise SettingError(SETTING, str(model.repository), f"its index names {name}, which is not there")
     for file in model.files:
         if file.path != _INDEX and (shards is None or file.path in shards or not file.path.endswith(".safetensors")):
             yield file
+
+
+def _shards_of(index: Path, repository: Repository) -> set[str]:
+    try:
+        shards = list(json.loads(index.read_bytes())["weight_map"].values())
+        if not shards or not all(isinstance(shard, str) for shard in shards):
+            raise ValueError
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        remedy = f"{_INDEX} does not map weights to files; name another revision"
+        raise SettingError(SETTING, str(repository), remedy) from None
+    return set(shards)
 
 
 def _download(model: RemoteModel, file: RemoteFile, draft: Path) -> None:
