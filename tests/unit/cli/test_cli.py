@@ -35,8 +35,8 @@ COMMANDS = [
     ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"],
     ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["config", "schema"],
     ["rollouts", "list"], ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"],
-    ["rollouts", "promote"], ["connect"], ["rollouts", "rollback"], ["rollouts", "report"], ["models", "stop"],
-    ["models", "pull"], ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
+    ["rollouts", "promote"], ["connect"], ["console"], ["rollouts", "rollback"], ["rollouts", "report"],
+    ["models", "stop"], ["models", "pull"], ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
 ]  # fmt: skip
 
 

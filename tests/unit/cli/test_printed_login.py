@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from headrace_cli.commands.up import print_summary
 from headrace_operations.supervisor.state import RunState, ServiceState
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
-from headrace_schemas.http.stack_access import make_token
+from headrace_schemas.http.stack_access import make_token, take_login_token
 from tests.unit.cli.test_cli import NOW
 
 
@@ -43,6 +44,21 @@ def token(data_dir: Path) -> str:
 def test_a_terminal_gets_an_address_with_the_token(data_dir: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = summary(data_dir, Terminal(), monkeypatch)
     assert f"http://headrace:{token}@127.0.0.1:8003/v1/models" in text
+
+
+def test_a_terminal_gets_an_address_that_logs_in_to_the_console_once(
+    data_dir: Path, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del token
+    service = ServiceState(status="ready", pid=1, url="http://127.0.0.1:8040", port=8040, log="x.log", since=NOW)
+    printed = summary(data_dir, Terminal(), monkeypatch, services={"console": service})
+    match = re.search(r"http://127\.0\.0\.1:8040/login\?token=([\w-]+)", printed)
+    assert match is not None
+    assert take_login_token(data_dir, match[1])
+    assert not take_login_token(data_dir, match[1])
+    logged = summary(data_dir, io.StringIO(), monkeypatch, services={"console": service})
+    assert "http://127.0.0.1:8040" in logged
+    assert "token=" not in logged
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"])

@@ -35,7 +35,7 @@ def routes(stand: Stand) -> list[tuple[str, str]]:
         for route in stand.console.app.routes
         if isinstance(route, Route)
         for method in route.methods or ()
-        if method != "HEAD" and route.path not in ("/health", "/metrics", "/login")
+        if method != "HEAD" and route.path not in ("/health", "/metrics", "/login", "/static/{name}")
     ]
 
 
@@ -171,8 +171,18 @@ async def test_every_response_has_the_security_headers(stand: Stand) -> None:
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
         assert reply.headers["x-content-type-options"] == "nosniff"
-        assert reply.headers["cache-control"] == "no-store"
+        assert reply.headers["cache-control"] == ("no-cache" if "static" in reply.url.path else "no-store")
         assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_static_files_are_those_of_the_folder_and_are_sent_once(stand: Stand) -> None:
+    client = stand.client()
+    first = await client.get("/static/console.js")
+    assert first.headers["content-type"].startswith("text/javascript")
+    again = await client.get("/static/console.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    for name in ("vendor.toml", "..", "nothing.js"):
+        assert (await client.get(f"/static/{name}")).status_code in (303, 404)
 
 
 def test_templates_hold_no_inline_script_style_or_handler() -> None:

@@ -84,6 +84,14 @@ class PromoteRequest(Model):
 
     version: Version
     force: bool = False
+
+
+class AuditedPromoteRequest(PromoteRequest):
+    """A `PromoteRequest` with a reason for the audit log.
+
+    The client sends none, so that older registries accept its requests.
+    """
+
     reason: Remark = ""
 
 

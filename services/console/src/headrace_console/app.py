@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Mount
-from starlette.staticfiles import StaticFiles
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
@@ -19,6 +15,7 @@ from headrace_console.pages.loop import LoopPages
 from headrace_console.pages.models import ModelPages
 from headrace_console.pages.page import NotFound, Page, PageRoutes
 from headrace_console.pages.rollouts import RolloutPages
+from headrace_console.pages.static import static_route
 from headrace_console.settings import ConsoleSettings
 from headrace_console.sources.registry import RegistryReader
 from headrace_console.sources.services import StackReader
@@ -30,7 +27,6 @@ from headrace_runtime.services import installed
 from headrace_runtime.settings.sections import Common
 
 log = get_logger(__name__)
-_STATIC = Path(__file__).parent / "static"
 _WATCH_INTERVAL_S = 2.0
 
 
@@ -71,7 +67,7 @@ class Console:
         self.app: Starlette = web.app(
             {},
             [
-                Mount("/static", StaticFiles(directory=_STATIC)),
+                static_route(),
                 *login.routes(),
                 *(routes.route(page) for page in pages),
             ],

@@ -20,6 +20,8 @@ from headrace_cli.commands.shared import (
     command,
     condition,
     console,
+    echo,
+    running,
     service_names,
     table,
 )
@@ -154,8 +156,8 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 
 def print_summary(state: RunState) -> None:
-    """Print the services with their addresses. A terminal also gets an address with the token for a browser."""
-    from headrace_schemas.http.stack_access import make_login_token, token_file
+    """Print the services with their addresses. A terminal also gets addresses that log a browser in."""
+    from headrace_schemas.http.stack_access import token_file
 
     out = console()
     rows = [
@@ -169,9 +171,11 @@ def print_summary(state: RunState) -> None:
         out.print(f"token     {token_path}   [dim]commands read it, other clients need it[/]")
     if sys.stdout.isatty() and (page := _page_with_login(state)):
         out.print(f"browser   {page}   [dim]other pages take the same login[/]")
-    if console_service := state.services.get("console"):
-        login = make_login_token(Path(state.data_dir))
-        out.print(f"console   [bold]{console_service.url}/login?token={login}[/]   [dim]works once[/]", soft_wrap=True)
+    if "console" in state.services:
+        console_text = f"{state.services['console'].url}   `headrace console` prints an address that logs you in"
+        if sys.stdout.isatty():  # other output may be kept in a log
+            console_text = f"[bold]{_console_login(state)}[/]   [dim]works once[/]"
+        out.print(f"console   {console_text}", soft_wrap=True)
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")
@@ -180,6 +184,24 @@ def print_summary(state: RunState) -> None:
     for name, reason in state.left_out.items():
         out.print(f"[dim]{name} is not started: {reason}[/]")
     out.print("[dim]Ctrl-C stops everything[/]")
+
+
+def console_address(data_dir: DataDir = None) -> None:
+    """Print an address that logs you in to the console once. It replaces an address that was not used yet."""
+    from headrace.errors import UsageError
+
+    state = running(data_dir)
+    if "console" not in state.services:
+        reason = state.left_out.get("console", "not installed")
+        raise UsageError(f"the console is not running ({reason}); start it with `headrace up`")
+    echo(_console_login(state))
+
+
+def _console_login(state: RunState) -> str:
+    """Return the console's address with a new token that is valid once."""
+    from headrace_schemas.http.stack_access import make_login_token
+
+    return f"{state.services['console'].url}/login?token={make_login_token(Path(state.data_dir))}"
 
 
 def _page_with_login(state: RunState) -> str | None:
@@ -219,3 +241,4 @@ def add_to(app: typer.Typer) -> None:
         "headrace up --python inference=.venv-vllm/bin/python --set inference.engine=vllm",
         "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",
     )
+    command(app, console_address, "headrace console", "xdg-open $(headrace console)", name="console")

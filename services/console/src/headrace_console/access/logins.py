@@ -54,7 +54,9 @@ class Logins:
         if not take_login_token(self._data_dir, token):
             LOGINS.labels("refused").inc()
             raise Refused(
-                401, "wrong_token", "this address was used already, or it is of an earlier start; print a new one"
+                401,
+                "wrong_token",
+                "this address was used already, or a newer one was printed; print one with `headrace console`",
             )
         return self._begin(OWNER, "operator", Scope())
 

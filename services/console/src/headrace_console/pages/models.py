@@ -11,7 +11,7 @@ from headrace_console.pages.page import NotFound, Page, read_reason
 from headrace_console.sources.registry import VERSIONS_MAX, RegistryReader
 from headrace_console.users import User
 from headrace_runtime.http.web import parameters_of
-from headrace_schemas.http.registry_api import PromoteRequest, VersionState, WithdrawRequest
+from headrace_schemas.http.registry_api import AuditedPromoteRequest, VersionState, WithdrawRequest
 
 _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
@@ -74,7 +74,7 @@ class ModelPages:
     async def promote(self, request: Request, user: User) -> Response:
         """Make a version the next candidate. It still passes the gate."""
         version = await self._find(request)
-        body = PromoteRequest(version=version.id, reason=await read_reason(request))
+        body = AuditedPromoteRequest(version=version.id, reason=await read_reason(request))
         await self._registry.change(f"/v1/models/{version.model}/promote", body, user)
         return RedirectResponse(request.url.path.removesuffix("/promote"), 303)
 

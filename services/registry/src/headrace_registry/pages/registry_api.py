@@ -25,10 +25,10 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Replica
 from headrace_schemas.http.registry_api import (
+    AuditedPromoteRequest,
     HoldRequest,
     ModelList,
     PinRequest,
-    PromoteRequest,
     RollbackRequest,
     VersionList,
     WithdrawRequest,
@@ -98,7 +98,7 @@ class RegistryApi:
 
     async def promote(self, request: Request) -> Response:
         """Make a version the next candidate. Answer 202: the decision is published later, as an event."""
-        body = await http.read_body(request, PromoteRequest)
+        body = await http.read_body(request, AuditedPromoteRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             version = await store.require_version(tx, model, body.version)
