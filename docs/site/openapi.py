@@ -97,7 +97,7 @@ REGISTRY: Operations = {
         "List the newest versions of a model.", answer=registry_api.VersionList, parameters=("limit",)
     ),
     ("POST", "/v1/models/{name}/promote"): _change(
-        "Make a version the next candidate, or with force the champion.", registry_api.PromoteRequest, 202
+        "Make a version the next candidate, or with force the champion.", registry_api.AuditedPromoteRequest, 202
     ),
     ("POST", "/v1/models/{name}/rollback"): _change("Return to the previous champion.", registry_api.RollbackRequest),
     ("POST", "/v1/models/{name}/withdraw"): _change(

@@ -24,20 +24,14 @@ from tests.support.ports import free_port
 from tests.unit.cli.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-COMMANDS = [
-    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["train"], ["evaluate"], ["models", "list"],
-    ["models", "show"], ["models", "promote"], ["models", "rollback"], ["models", "withdraw"], ["models", "pin"],
-    ["models", "unpin"], ["models", "pause"], ["models", "resume"], ["models", "register"], ["models", "import"],
-    ["models", "export"], ["models", "serve"], ["models", "unserve"], ["models", "alias"], ["models", "tag"],
-    ["models", "note"], ["models", "notes"], ["models", "retire"], ["models", "collect"], ["models", "audit"],
-    ["models", "diff"], ["models", "why"], ["sessions", "where"], ["replay", "events"], ["replay", "plan"],
-    ["replay", "run"], ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"],
-    ["dead-letters", "list"], ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"],
-    ["mirror"], ["controls"], ["config", "init"], ["config", "check"], ["config", "reference"], ["config", "schema"],
-    ["rollouts", "list"], ["rollouts", "show"], ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"],
-    ["rollouts", "promote"], ["connect"], ["console"], ["rollouts", "rollback"], ["rollouts", "report"],
-    ["models", "stop"], ["models", "pull"], ["models", "push"], ["trinity", "convert"], ["trinity", "config"],
-]  # fmt: skip
+_NAMES_BY_GROUP = {
+    "": "up demo status logs console feedback train evaluate mirror controls connect", "sessions": "where",
+    "models": "list show promote rollback withdraw pin unpin pause resume register import export serve unserve alias "
+    "tag note notes retire collect audit diff why stop pull push", "trinity": "convert config",
+    "replay": "events plan run resume offer list remove", "config": "init check reference schema",
+    "dead-letters": "list show retry discard", "rollouts": "list show watch begin stop promote rollback report",
+}  # fmt: skip
+COMMANDS = [f"{group} {name}".split() for group, names in _NAMES_BY_GROUP.items() for name in names.split()]
 
 
 def headrace(*arguments: str, data_dir: Path | None = None) -> tuple[int, str]:
