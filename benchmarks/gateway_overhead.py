@@ -4,8 +4,10 @@ The same call goes to the same replica without a model: directly, through a bare
 on the embedded broker (which makes each turn durable before its client receives the end), and through LiteLLM's proxy
 after `make install GROUP=clients`. The routes alternate call by call, so that a busy machine disturbs all equally. The
 gateway's median must be at most 10 ms above the bare proxy's, plain and streamed. With 16 concurrent calls, its p99 and
-its idle wake-ups are compared with those of a gateway without the runtime's tuning (`_gateway_tuning`). `from headrace
-import Client` in a new interpreter must take at most 0.3 s. Writes `reports/bench-gateway_overhead.json`.
+its idle wake-ups are compared with those of a gateway without the runtime's tuning (`_gateway_tuning`). A call of the
+Responses and of the Messages API must take at most 1.25 times the CPU of the equal chat call (`_gateway_dialects`).
+`from headrace import Client` in a new interpreter must take at most 0.3 s. Writes
+`reports/bench-gateway_overhead.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks import _gateway_tuning
+from benchmarks import _gateway_dialects, _gateway_tuning
 from benchmarks._run_processes import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import Replica
@@ -141,6 +143,18 @@ async def measure_tuning(pairs: int, block_s: float) -> dict[str, Any]:
             return await _gateway_tuning.compare(gateways[0], gateways[1], "tiny", pairs, block_s)
 
 
+async def measure_dialects(blocks: int, calls: int) -> dict[str, Any]:
+    """Compare the CPU time of equal calls of the APIs."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        async with contextlib.AsyncExitStack() as stack:
+            folder, port = Path(scratch), free_port()
+            command = [sys.executable, "-m", "tests.support.fake_replica", "replica", str(port), VERSION, "0"]
+            _start(stack, command, folder)
+            gateways = await stack.enter_async_context(_gateways(folder, f"http://127.0.0.1:{port}", UNLIMITED))
+            await _wait_until_answering(Way("gateway", gateways[0].url, "tiny"))
+            return await _gateway_dialects.compare(gateways[0], blocks, calls)
+
+
 @contextlib.asynccontextmanager
 async def _gateways(
     folder: Path, replica_url: str, *environs: Mapping[str, str]
@@ -217,7 +231,12 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=Path("reports/bench-gateway_overhead.json"))
     parser.add_argument("--pairs", type=int, default=8, help="blocks of calls with and without the tuning")
     parser.add_argument("--block-s", type=float, default=5.0, help="seconds of each block")
+    parser.add_argument("--only", choices=("all", "dialects"), default="all", help="part that is measured")
     arguments = parser.parse_args()
+    dialects = asyncio.run(measure_dialects(2 * arguments.pairs, max(10, arguments.calls // 3)))
+    print(f"CPU time of the APIs, in ratio to chat: {json.dumps(dialects)}", flush=True)
+    if arguments.only == "dialects":
+        return 0 if _gateway_dialects.holds(dialects) else 1
     tuning = asyncio.run(measure_tuning(arguments.pairs, arguments.block_s))
     ways = asyncio.run(measure(arguments.calls))
     for name, result in ways.items():
@@ -227,11 +246,13 @@ def main() -> int:
     imported_s = import_s()
     tuned = all(tuning[f"{name}_ratio"] <= tuning[f"{name}_ratio_max"] for name in ("p99", "wake_ups"))
     is_within_limits = max(above.values()) <= ADDED_MS_MAX and imported_s <= IMPORT_S_MAX and tuned
+    is_within_limits = is_within_limits and _gateway_dialects.holds(dialects)
     print(f"gateway above the bare proxy at p50: {above} ms; limit: {ADDED_MS_MAX:g} ms")
     print(f"from headrace import Client: {imported_s} s; limit: {IMPORT_S_MAX} s")
     print(f"with and without the runtime's tuning: {json.dumps(tuning)}")
     report = {
         "tuning": tuning,
+        "dialects": dialects,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
         "calls": arguments.calls,
         "ms": ways,

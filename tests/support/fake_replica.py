@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from headrace_schemas import LoadedVersion, Replica
-from headrace_schemas.http.replica_api import Resume
+from headrace_schemas.http.replica_api import RawPrompt, Resume
 
 VERSION = "tiny@0123456789abcdef"
 LENGTH = 6
@@ -75,6 +75,7 @@ class FakeReplica:
     engine: str = "torch"
     resumes: bool = True
     grammars: tuple[str, ...] = ()
+    prompts: bool = True
     capacity: int = 16
     faults: list[Fault] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -125,6 +126,7 @@ class FakeReplica:
             engine=self.engine,
             resumes=self.resumes,
             grammars=self.grammars,
+            prompts=self.prompts,
             versions=ready,
             capacity=self.capacity,
             ttl_s=5,
@@ -178,6 +180,7 @@ class FakeReplica:
             "usage": None if fault.no_usage else work.usage(fault.usage_off_by),
             "prompt_token_ids": prompt,
             "prompt_logprobs": None,
+            **work.prompt_text,
             "kv_transfer_params": {"secret": 1},
         }
         return web.Response(body=fault.encoded(answer), content_type="application/json")
@@ -240,8 +243,18 @@ class Generation:
         resume = self._resume()
         if resume is not None and resume.prompt_token_ids is not None:
             return list(resume.prompt_token_ids)
-        prompt = json.dumps([self.body["messages"], self.body.get("tools")]).encode()[: self.prompt_tokens_max]
+        raw = self.body.get("headrace_prompt")
+        if raw and raw.get("token_ids"):
+            return list(RawPrompt.model_validate(raw).token_ids or ())
+        content = self.body["messages"][0]["content"] if raw else [self.body["messages"], self.body.get("tools")]
+        prompt = (content if raw else json.dumps(content)).encode()[: self.prompt_tokens_max]
         return [*prompt, *self.prompt_tail]
+
+    @property
+    def prompt_text(self) -> dict[str, str]:
+        """The field with the text of a prompt that came as token ids."""
+        raw = self.body.get("headrace_prompt") or {}
+        return {"headrace_prompt_text": "".join(map(text_of, self.prompt_ids))} if raw.get("token_ids") else {}
 
     @property
     def limit(self) -> int:
@@ -293,7 +306,7 @@ class Generation:
         begun: list[tuple[dict[str, Any], int]] = []
         for index in range(self.n):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            begun.append((self._chunk([first], prompt_token_ids=self.prompt_ids), 0))
+            begun.append((self._chunk([first], prompt_token_ids=self.prompt_ids, **self.prompt_text), 0))
         for at in range(self.limit):
             for index in range(self.n):
                 choice = resumed.get(index)

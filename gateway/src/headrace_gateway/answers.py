@@ -16,6 +16,7 @@ from headrace_gateway import sse
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
+from headrace_gateway.legacy_functions import FUNCTION_CALL, old_fields
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import IGNORED_HEADER, header_value
 
@@ -81,7 +82,9 @@ def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
     request = call.request
     body: dict[str, object] = {
         **_head(call, "chat.completion", answer.model),
-        "choices": [_choice(request, choice, "message", _message(choice.message)) for choice in answer.choices],
+        "choices": [
+            _choice(request, choice, "message", _message(request, choice.message)) for choice in answer.choices
+        ],
         "usage": answer.usage and answer.usage.model_dump(exclude_none=True),
     }
     if request.return_token_ids:
@@ -106,7 +109,7 @@ class Chunks:
             self._head = to_json(_head(self._call, "chat.completion.chunk", version))[:-1]
         request = self._call.request
         choices = [
-            _choice(request, choice, "delta", choice.delta.model_dump(exclude_unset=True, exclude_none=True))
+            _choice(request, choice, "delta", _delta(request, choice.delta))
             for choice in chunk.choices
             if _has_content(request, choice)
         ]
@@ -145,21 +148,32 @@ def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:
 
 
 def _choice(request: ChatRequest, choice: EngineChoice, key: str, message: JsonValue) -> dict[str, object]:
+    finish = choice.finish_reason
     fields: dict[str, object] = {
         "index": choice.index,
         key: message,
         "logprobs": choice.logprobs.model_dump() if request.logprobs and choice.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": FUNCTION_CALL if request.functions and finish == "tool_calls" else finish,
     }
     if request.return_token_ids:
         fields["token_ids"] = choice.token_ids
     return fields
 
 
-def _message(message: EngineMessage) -> dict[str, JsonValue]:
+def _delta(request: ChatRequest, delta: EngineMessage) -> dict[str, JsonValue]:
+    fields: dict[str, JsonValue] = delta.model_dump(exclude_unset=True, exclude_none=True)
+    if request.functions and delta.tool_calls:
+        del fields["tool_calls"]
+        fields |= old_fields(delta)
+    return fields
+
+
+def _message(request: ChatRequest, message: EngineMessage) -> dict[str, JsonValue]:
     fields: dict[str, JsonValue] = message.model_dump(exclude_none=True, exclude={"tool_calls"})
     fields = {"role": "assistant", "content": message.content, "refusal": None, **fields}
-    if message.tool_calls:
+    if message.tool_calls and request.functions:
+        fields |= old_fields(message)
+    elif message.tool_calls:
         calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in message.tool_calls]
         fields["tool_calls"] = [{"type": "function", **call} for call in calls]
     return fields

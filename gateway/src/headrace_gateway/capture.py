@@ -14,10 +14,11 @@ from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.transcript import ChoiceSoFar, Transcript
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.process.logs import get_logger
-from headrace_schemas import DeadLetter, Turn
+from headrace_schemas import DeadLetter, Message, Turn
 from headrace_schemas.events.turn import TurnReference
 from headrace_schemas.rules.turn_history import token_bytes
 from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _NAME_LENGTH_MAX, _LENGTH_MAX = 512, 1_048_576
@@ -109,7 +110,7 @@ def _turn(
             "delivered": delivered,
             "untrained": untrained,
             "extends": extends,
-            "messages": call.messages[extends.messages :] if extends else call.messages,
+            "messages": _messages(call, transcript)[extends.messages if extends else 0 :],
             "tools": () if extends and extends.tools else call.request.tools or (),
             "sampling": call.sampling,
             "token_grammar": transcript.token_grammar if call.sampling.grammar else None,
@@ -125,8 +126,16 @@ def _turn(
             "side_call": call.side_call,
             "repeats": call.repeats,
             "sub_agent": call.sub_agent,
+            "rendered": call.request.raw_prompt is None,
         }
     )
+
+
+def _messages(call: ChatCall, transcript: Transcript) -> tuple[Message, ...]:
+    """Return the messages of the prompt. A prompt that came as token ids is the text that the engine read in them."""
+    if transcript.prompt_text is None or call.request.raw_prompt is None:
+        return call.messages
+    return (Message(role="user", content=storable(transcript.prompt_text)[:_LENGTH_MAX]),)
 
 
 def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:

@@ -147,7 +147,7 @@ def unseen_answer(
     call: ChatCall, version: str, replica: Replica, earlier: Sequence[CapturedTurn]
 ) -> tuple[CapturedTurn, int] | None:
     """Return the newest turn, with its choice, that `call` continues, unless `replica` has answered it in its present
-    life.
+    life and knows its calls by their ids.
 
     Other versions may have other tokenizers, so only turns of this version count.
     """
@@ -158,7 +158,8 @@ def unseen_answer(
     ]
     newest = max(continued, key=lambda pair: len(pair[0].messages), default=None)
     life = (replica.replica_id, replica.started_at)
-    return newest if newest is not None and newest[0].replica != life else None
+    is_known = newest is not None and newest[0].replica == life and call.request.functions is None
+    return None if is_known else newest
 
 
 def history_of(turn: CapturedTurn, choice: int) -> History:

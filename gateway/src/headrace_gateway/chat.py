@@ -1,7 +1,7 @@
 """A call of a model: from a request to a durable turn and a finished response, plain or streamed.
 
-The APIs of `POST /v1/chat/completions`, `/v1/responses` and `/v1/messages` differ in how a request is read and how an
-answer is written (`Read`).
+The APIs of `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages` differ in how a request
+is read and how an answer is written (`Read`).
 """
 
 from __future__ import annotations

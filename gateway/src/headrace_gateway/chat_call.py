@@ -18,6 +18,7 @@ from headrace_schemas.http.answer_form import constraint_fields
 from headrace_schemas.http.replica_api import (
     BACKGROUND,
     HISTORY_FIELD,
+    PROMPT_FIELD,
     PURPOSE_HEADER,
     RESUME_FIELD,
     SESSION_HEADER,
@@ -126,6 +127,8 @@ def canonical_request(
         value = getattr(sampling, name)
         if value:
             fields[name] = value
+    if request.raw_prompt is not None:
+        fields[PROMPT_FIELD] = request.raw_prompt.model_dump(mode="json", exclude_none=True)
     if request.chat_template_kwargs:
         fields["chat_template_kwargs"] = request.chat_template_kwargs
     return b"".join([b'{"messages":[', texts, b"],", to_json(fields)[1:]])

@@ -90,11 +90,13 @@ class ChatMessage(Model):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Role
+    role: Role | Literal["function"]
     content: Annotated[LongText | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
     name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     tool_calls: tuple[EchoedToolCall, ...] | None = None
     tool_call_id: Text | None = None
+    function_call: CalledFunction | None = None
+    """The old form of a single tool call. Its result is a message with the role `function`."""
     reasoning_content: LongText | None = None
 
     @model_validator(mode="before")
@@ -102,7 +104,7 @@ class ChatMessage(Model):
     def _fill_content(cls, value: Any) -> Any:
         """Read the null content of a tool as an empty text, and the refusal of an assistant as its content."""
         if isinstance(value, dict) and value.get("content") is None:
-            if value.get("role") == "tool" and "content" in value:
+            if value.get("role") in ("tool", "function") and "content" in value:
                 return {**value, "content": ""}
             if value.get("role") == "assistant" and isinstance(value.get("refusal"), str):
                 return {**value, "content": value["refusal"], "refusal": None}
@@ -116,8 +118,10 @@ class ChatMessage(Model):
             if name not in MESSAGE_HINTS or context_of(info).rules.strict:
                 raise ValueError(f"field {name[:80]!r} in a message is not supported; leave it out or empty")
             context_of(info).ignore(f"messages.{name}")
-        if self.tool_calls and self.role != "assistant":
+        if (self.tool_calls or self.function_call) and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
+        if self.tool_calls and self.function_call:
+            raise ValueError("function_call is the old form of tool_calls; send one of them")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a tool's message needs the tool_call_id that it answers")
         if self.content is None and self.role != "assistant":
@@ -126,6 +130,7 @@ class ChatMessage(Model):
 
     def event(self) -> Message:
         """Return the message as events carry it, without the fields that SDKs added."""
+        assert self.role != "function", "`with_tools` translates such messages"
         reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
         calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
         return Message(

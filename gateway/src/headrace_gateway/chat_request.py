@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from headrace_gateway.chat_messages import ChatMessage, says_something
 from headrace_gateway.hints import ENABLE_THINKING, HINTS, is_honoured, thinking_switch
+from headrace_gateway.legacy_functions import with_tools
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
+from headrace_schemas.events.chat import FunctionDefinition
 from headrace_schemas.http.answer_form import (
     TOOL_CHOICE,
+    NamedFunction,
     ResponseFormat,
     ToolChoice,
     check_choice,
     constrained_fields,
     grammar_of,
 )
+from headrace_schemas.http.replica_api import RawPrompt
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_schemas.values.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
 from headrace_schemas.values.plain_values import stop_strings
@@ -36,8 +40,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": ("medium",),
-    "functions": (),
-    "function_call": (),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "min_tokens": (0,),
@@ -70,6 +72,16 @@ class StreamOptions(Model):
     """Padding against traffic analysis; accepted, none is sent."""
 
 
+def _function_choice(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("none", "auto"):
+        raise ValueError("must be 'none', 'auto' or {'name': ...}")
+    return value
+
+
+FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, BeforeValidator(_function_choice)]
+"""The field `function_call`."""
+
+
 class ChatRequest(Model):
     """A chat request. `parse_chat` builds it; fields that are not declared here are never passed on."""
 
@@ -79,6 +91,9 @@ class ChatRequest(Model):
     messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
     tool_choice: ToolChoice = None
+    functions: tuple[FunctionDefinition, ...] | None = Field(default=None, max_length=1024)
+    function_call: FunctionChoice = None
+    """The old names of `tools` and `tool_choice` (`headrace_gateway.legacy_functions`)."""
     parallel_tool_calls: bool | None = None
     """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
     response_format: ResponseFormat | None = None
@@ -135,6 +150,11 @@ class ChatRequest(Model):
         return constrained_fields(self.response_format, self.tool_choice)
 
     @property
+    def raw_prompt(self) -> RawPrompt | None:
+        """The prompt of a text completion; None where the chat template renders the messages."""
+        return None
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
@@ -153,7 +173,7 @@ def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
     """
     rules = context.rules
     check_values(body, rules.json_values_max, "gateway.json_values_max sets the bound")
-    return checked_chat(parse(ChatRequest, body, context=context), context)
+    return checked_chat(with_tools(parse(ChatRequest, body, context=context)), context)
 
 
 def checked_chat(request: ChatRequest, context: RequestContext) -> ChatRequest:
@@ -190,8 +210,6 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
 _REASONS = {
     "modalities": "only text is served",
     "audio": "only text is served",
-    "functions": "use tools",
-    "function_call": "use tools and tool_choice",
     "web_search_options": "offer a search tool instead",
     "prompt_logprobs": "only sampled tokens have logprobs",
 }

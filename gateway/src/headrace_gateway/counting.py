@@ -8,6 +8,7 @@ from headrace_gateway.metrics import REQUESTS
 
 _ROUTES = {
     "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/responses/input_tokens": "count_tokens",
     "/v1/messages": "messages",

@@ -114,6 +114,8 @@ class EngineAnswer(EngineModel):
     prompt_token_ids: list[int] | None = None
     headrace_grammar: JsonValue = Field(default=None, exclude=True)
     """Our engine's extension: the grammar that the answer is sampled with (`TokenGrammar`)."""
+    headrace_prompt_text: str | None = Field(default=None, exclude=True)
+    """Our engine's extension: the text of a prompt that came as token ids."""
     error: JsonValue = None
 
     def drop_abort(self) -> bool:

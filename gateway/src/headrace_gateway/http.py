@@ -35,6 +35,7 @@ from headrace_gateway.responses_api.stored import StoredResponses
 from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sticky_versions import StickyVersions
+from headrace_gateway.text_completions import read_completion
 from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
@@ -80,7 +81,7 @@ def application(parts: Parts) -> ASGIApp:
     memories = (recent, repeated, captured)
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared, stored)
-    messages = Chat(read_messages, *shared)
+    messages, completions = Chat(read_messages, *shared), Chat(read_completion, *shared)
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})
     input_tokens = TokenCounting(Chat(reader(parse_input_tokens), *shared, stored), {"object": "response.input_tokens"})
     stored_responses = StoredResponses(parts.admission, stored)
@@ -100,6 +101,7 @@ def application(parts: Parts) -> ASGIApp:
         {"routing": lambda: parts.catalog.is_ready, "capture": lambda: publisher.lacks_room or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/input_tokens", input_tokens.count, methods=["POST"]),
             Route("/v1/responses/{response_id}", stored_responses.get),

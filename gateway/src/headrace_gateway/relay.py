@@ -26,6 +26,7 @@ from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_schemas.events.routing import PROMPT
 
 log = get_logger(__name__)
 
@@ -234,6 +235,9 @@ class Relay:
 
 
 def _not_held(call: ChatCall, field: str) -> ApiError:
+    if field == PROMPT:
+        message = f"prompt: no replica of {call.target.model} takes text completions; use /v1/chat/completions"
+        return ApiError(400, "unsupported_endpoint", message, field)
     message = (
         f"{field}: no replica of {call.target.model} can hold an answer to a form; leave it out. A replica that can "
         "announces it (`grammars`), which its engine and its inference.tool_parser decide"

@@ -156,7 +156,7 @@ class ReplicaSet:
         The result is empty without such replicas, and if one of them has all abilities.
         """
         holders = [m.replica for m in self._members.values() if any(map(m.replica.ready, _versions_of(m, model)))]
-        return min((needs.difference(holder.grammars) for holder in holders), key=len, default=frozenset())
+        return min((needs.difference(holder.abilities) for holder in holders), key=len, default=frozenset())
 
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
@@ -254,7 +254,7 @@ def _able(
         and member.shunned_until_s <= now
         and version not in member.missing
         and member.replica.state_of(version) in states
-        and needs.issubset(member.replica.grammars)
+        and needs.issubset(member.replica.abilities)
         and not (resuming and not member.replica.resumes)
     )
 

@@ -77,6 +77,8 @@ class Transcript:
     """The assignment of the attempt that made this answer."""
     version: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_text: str | None = None
+    """The text of a prompt that came as token ids."""
     token_grammar: JsonValue = None
     """The grammar that every replica of the call sampled with, or None if one of them reported none or another one."""
     choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Transcript:
             else:
                 self.other_prompt = self.other_prompt or self.prompt_token_ids != answer.prompt_token_ids
                 self.token_grammar = self.token_grammar if self.token_grammar == answer.headrace_grammar else None
+        self.prompt_text = answer.headrace_prompt_text or self.prompt_text
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
             state = self.choices.setdefault(choice.index, ChoiceSoFar())

@@ -16,6 +16,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message as AnthropicMessage
 from anthropic.types import RawMessageStreamEvent
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -29,6 +30,7 @@ from headrace_gateway.messages_api.answers import read_messages
 from headrace_gateway.model_catalog import Target
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api.answers import read_responses
+from headrace_gateway.text_completions import read_completion
 from headrace_schemas.values import ids
 from tests.support.fake_replica import VERSION
 from tests.support.requests import lenient
@@ -54,13 +56,25 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"name": "search", "input_schema": PARAMETERS}],
         "stop_sequences": ["STOP"],
     },
+    "functions": {
+        "messages": [{"role": "user", "content": "q"}],
+        "functions": [SEARCH],
+        "stream_options": {"include_usage": True},
+    },
+    "completions": {"prompt": "q", "logprobs": 2, "stream_options": {"include_usage": True}},
     "responses": {
         "input": "q",
         "tools": [{"type": "function", **SEARCH}, {"type": "custom", "name": "patch"}],
         "include": ["reasoning.encrypted_content"],
     },
 }
-READERS: dict[str, Read] = {"chat": read_chat, "messages": read_messages, "responses": read_responses}
+READERS: dict[str, Read] = {
+    "chat": read_chat,
+    "functions": read_chat,
+    "completions": read_completion,
+    "messages": read_messages,
+    "responses": read_responses,
+}
 
 
 def call_of(api: str, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
@@ -78,8 +92,10 @@ def call_of(api: str, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
     return call, shape
 
 
-def drawn_message(draw: random.Random) -> dict[str, Any]:
+def drawn_message(draw: random.Random, *, is_text: bool = False) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": draw.choice(TEXTS)}
+    if is_text:
+        return message
     if draw.random() < 0.4:
         message["reasoning_content"] = draw.choice(TEXTS[1:])
     if draw.random() < 0.5:
@@ -110,9 +126,9 @@ def deltas(draw: random.Random, message: dict[str, Any]) -> Iterator[dict[str, A
             yield {"tool_calls": [{"index": at, "function": {"arguments": piece}}]}
 
 
-def answers(draw: random.Random) -> tuple[EngineAnswer, list[EngineAnswer]]:
-    """Return an answer of an engine, whole and in chunks."""
-    message = drawn_message(draw)
+def answers(draw: random.Random, *, is_text: bool) -> tuple[EngineAnswer, list[EngineAnswer]]:
+    """Return an answer of an engine, whole and in chunks. `is_text`: it has neither reasoning nor calls."""
+    message = drawn_message(draw, is_text=is_text)
     finish = draw.choice(("length", "tool_calls" if message.get("tool_calls") else "stop"))
     usage = {
         "prompt_tokens": 7,
@@ -137,7 +153,7 @@ def answers(draw: random.Random) -> tuple[EngineAnswer, list[EngineAnswer]]:
 
 def served(api: str, draw: random.Random) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the plain answer and the events of the streamed one, for one drawn answer of an engine."""
-    answer, chunks = answers(draw)
+    answer, chunks = answers(draw, is_text=api == "completions")
     plain_call, plain = call_of(api, stream=False)
     stream_call, shape = call_of(api, stream=True)
     stream_call = replace(stream_call, response_id=plain_call.response_id, started_at=plain_call.started_at)
@@ -170,6 +186,34 @@ def test_chat_completions_are_read_by_the_vendors_types(draw: random.Random) -> 
         ]
         assert (snapshot.id, snapshot.model, snapshot.choices[0].finish_reason, snapshot.usage) == (
             completion.id, completion.model, completion.choices[0].finish_reason, completion.usage,
+        )  # fmt: skip
+
+
+def test_old_functions_are_read_by_the_vendors_types(draw: random.Random) -> None:
+    for _ in range(ANSWERS):
+        body, events = served("functions", draw)
+        (plain,) = ChatCompletion.model_validate(body).choices
+        deltas = [choice for event in events for choice in ChatCompletionChunk.model_validate(event).choices]
+        calls = [choice.delta.function_call for choice in deltas if choice.delta.function_call]
+        called = plain.message.function_call
+        assert "".join(choice.delta.content or "" for choice in deltas) == (plain.message.content or "")
+        assert (called is None) == (not calls)
+        if called is not None:
+            assert called.name == "".join(call.name or "" for call in calls)
+            assert called.arguments == "".join(call.arguments or "" for call in calls)
+        assert deltas[-1].finish_reason == plain.finish_reason in ("stop", "length", "function_call")
+
+
+def test_text_completions_are_read_by_the_vendors_types(draw: random.Random) -> None:
+    for _ in range(ANSWERS):
+        body, events = served("completions", draw)
+        plain = Completion.model_validate(body)
+        *parts, counted = [Completion.model_construct(**event) for event in events]
+        choices: Any = [choice for part in parts for choice in part.choices]
+        assert "".join(choice.text for choice in choices) == plain.choices[0].text
+        assert choices[-1].finish_reason == plain.choices[0].finish_reason
+        assert (counted.choices, counted.id, {**body, "choices": [], "usage": counted.usage}) == (
+            [], plain.id, {**body, "choices": []},
         )  # fmt: skip
 
 

@@ -280,3 +280,42 @@ async def test_a_client_that_leaves_stops_the_engine(tokenizer: ChatTokenizer, s
         asking.cancel()
         await asyncio.wait([asking])
     assert engine.closed == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_raw_prompt_is_no_conversation(tokenizer: ChatTokenizer, stream: bool) -> None:
+    text = "<|im_start|>user\nOnce upon"
+    engine = ScriptedEngine(tokenizer, f"<think>hm</think>{CALL}")
+    async with client(engine, tokenizer) as http:
+        fields: Json = {"messages": [{"role": "user", "content": text}], "headrace_prompt": {}, **FULL}
+        answer = joined(await ask_stream(http, **fields)) if stream else (await ask(http, **fields)).json()
+        ids = engine.asked[0].prompt
+        fields["headrace_prompt"] = {"token_ids": ids[1:]}
+        of_ids = (await ask_stream(http, **fields))[0] if stream else (await ask(http, **fields)).json()
+        follow_up = await ask(http, messages=[*fields["messages"], {"role": "assistant", "content": "a"}, *USER])
+    assert ids == tokenizer.encode_raw(text, add_special_tokens=True)
+    assert tokenizer.token_id("<|im_start|>") in ids, "the text may have control tokens"
+    content = answer["content"] if stream else answer["choices"][0]["message"]["content"]
+    assert content == f"<think>hm</think>{CALL}", "the answer is text"
+    assert engine.asked[1].prompt == ids[1:]
+    assert of_ids["headrace_prompt_text"] == tokenizer.spelled(ids[1:])
+    assert follow_up.status_code == 200
+    assert engine.asked[2].prompt[: len(ids)] != ids, "the turn is no beginning of a conversation"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"headrace_prompt": {}, "tools": TOOLS},
+        {"headrace_prompt": {}, "messages": [*USER, *USER]},
+        {"headrace_prompt": {}, "response_format": {"type": "json_object"}},
+        {"headrace_prompt": {}, "messages": [{"role": "user", "content": ""}]},
+        {"headrace_prompt": {"token_ids": []}},
+        {"headrace_prompt": {"token_ids": [2**30]}},
+    ],
+)
+async def test_a_raw_prompt_that_is_none_is_refused(tokenizer: ChatTokenizer, fields: Json) -> None:
+    async with client(ScriptedEngine(tokenizer, "a"), tokenizer) as http:
+        response = await ask(http, **fields)
+    assert response.status_code == 400
+    assert "prompt" in response.json()["error"]["message"]

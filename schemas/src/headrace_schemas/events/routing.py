@@ -129,6 +129,10 @@ class LoadedVersion(Model):
     probe: Probe | None = None
 
 
+PROMPT = "prompt"
+"""The ability `Replica.prompts` among the request fields that only some replicas support."""
+
+
 class Replica(Event):
     """A heartbeat of one inference replica. Without a heartbeat for `ttl_s` the replica counts as dead."""
 
@@ -152,6 +156,8 @@ class Replica(Event):
     """Whether it serves logprobs of given answers (`headrace_schemas.http.replica_api`)."""
     grammars: tuple[Text, ...] = Field(default=(), max_length=16)
     """The request fields whose constraints it enforces: `response_format`, `tool_choice`."""
+    prompts: bool = False
+    """Whether it takes prompts that no chat template renders (`headrace_prompt`)."""
     signature: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     """HMAC-SHA256 over `replica_id` and `url` with the internal key of the services; empty without such a key."""
 
@@ -162,6 +168,11 @@ class Replica(Event):
     @property
     def key(self) -> str:
         return self.replica_id
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """The request fields that only some replicas support, and this one does."""
+        return frozenset((*self.grammars, *((PROMPT,) if self.prompts else ())))
 
     def ready(self, version: str) -> bool:
         """Return whether the replica accepts calls of `version`."""

@@ -152,6 +152,9 @@ class Turn(Event):
     closed before its end, or the request came again within seconds."""
     sub_agent: SubAgent | None = None
     """The sub-agent that made the call. None for the session's own agent."""
+    rendered: bool = True
+    """Whether the chat template rendered the messages. False for a text completion: its prompt is the content of the
+    only message, and no other call can be made from its messages."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

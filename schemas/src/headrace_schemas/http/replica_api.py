@@ -11,6 +11,8 @@
 - The request field `headrace_history` has the exact tokens of an earlier call of the conversation. The gateway adds it
   where a replica that sets `Replica.histories` did not answer that call itself, or has been restarted since then, so
   that the prompt continues the sampled tokens and not a second tokenization of their text.
+- The request field `headrace_prompt` is a prompt that no chat template renders. Replicas that set `Replica.prompts`
+  take it.
 - HTTP headers describe a call, so that replicas can schedule the calls of all gateways fairly. The request's
   `cache_salt` identifies the tenant of a call.
 """
@@ -98,6 +100,29 @@ class History(Model):
     def _has_an_answer(self) -> Self:
         if not self.token_ids:
             raise ValueError("token_ids: is empty; leave out the history of a call without an answer")
+        return self
+
+
+PROMPT_FIELD = "headrace_prompt"
+"""The name of the field in the request body of `POST /v1/chat/completions`."""
+PROMPT_TEXT_FIELD = "headrace_prompt_text"
+"""The name of the field of the answer, or of the first chunk, with the text of a prompt that came as token ids."""
+
+
+class RawPrompt(Model):
+    """The field `headrace_prompt`: the prompt is `token_ids`, or without them the content of the only message.
+
+    The text may contain control tokens, and the answer is read as text without reasoning and calls.
+    """
+
+    token_ids: TokenIds | None = None
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds the tokens with which its texts begin or end. Without effect on `token_ids`."""
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if self.token_ids is not None and not self.token_ids:
+            raise ValueError("token_ids: is empty; at least one token is needed")
         return self
 
 

@@ -169,6 +169,7 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine, forms: tup
         engine=engine.name,
         resumes=engine.resumes,
         histories=True,
+        prompts=True,
         scores=isinstance(engine, AnswerScorer),
         grammars=forms,
         capacity=engine.capacity,

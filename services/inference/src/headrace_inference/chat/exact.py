@@ -49,7 +49,8 @@ class Prompt:
 
     token_ids: list[int]
     text: str
-    digest: bytes
+    digest: bytes | None
+    """None for a prompt that was not rendered from a conversation."""
     salt: str
     """Stands for the tenant, whose conversations no other one uses or displaces."""
 
@@ -109,7 +110,10 @@ class ExactPrompts:
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
-        """Remember the tokens sampled for a prompt, and the `message` that the client received for them."""
+        """Remember the tokens sampled for the prompt of a conversation, and the `message` that the client received for
+        them."""
+        if prompt.digest is None:
+            return
         conversation = _Conversation(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
         digest = _chain_digest(prompt.digest, message)
         with self._lock:

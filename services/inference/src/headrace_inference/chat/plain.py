@@ -172,9 +172,9 @@ class PlainText:
         return min(positions or [len(text) // 2], key=lambda position: abs(position - len(text) // 2))
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
+def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     """Tokenize a text without holding the interpreter's lock, as `Tokenizer.encode` would."""
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
 

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from headrace_inference.chat.detokenizer import Decoding, Detokenizer
 from headrace_inference.chat.parsers import tags
-from headrace_inference.chat.plain import PlainText
+from headrace_inference.chat.plain import PlainText, ids_of
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.token_bytes import byte_level_table
@@ -162,6 +162,14 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Tokenize rendered text. Control tokens of the template are control tokens, those of messages are text."""
         return self._plain.encode(text)
+
+    def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize a text that no template rendered. Control tokens in it are control tokens.
+
+        Args:
+            add_special_tokens: whether to add the tokens with which the tokenizer begins or ends its texts.
+        """
+        return ids_of(self._inner, text, add_special_tokens=add_special_tokens)
 
     def text_of(self, ids: Sequence[int], *, special_as_text: bool = False) -> str:
         """Return the text of an answer, as `stream` would return it."""

@@ -110,7 +110,9 @@ class Completions:
                 share=replace(share, salt=request.cache_salt or ""),
             )
         grammar = prepared.grammar.model_dump(mode="json") if prepared.grammar and request.return_token_ids else None
-        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs), grammar)
+        raw = request.headrace_prompt
+        text = prepared.prompt.text if raw is not None and raw.token_ids is not None else None
+        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs), grammar, text)
         return Completion(
             self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._worker_threads
         )
@@ -152,19 +154,19 @@ class Completions:
     def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
         """Render and tokenize the prompt, and create the choices. May be called in any thread."""
         tools = request.offered_tools
-        extra = request.chat_template_kwargs or {}
-        salt = request.cache_salt or ""
-        history = request.headrace_history
-        prompt = self._prompts.build(
-            tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits, history=history
-        )
+        prompt = self._prompt(request, tokenizer)
         if request.resumed_prompt is not None:  # the replica that began had the exact tokens
             self._check_ids(request.resumed_prompt, version, tokenizer, RESUME)
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
-        self._check_ids(prompt.token_ids, version, tokenizer, "messages")
+        field = "prompt" if request.headrace_prompt else "messages"
+        if not prompt.token_ids:
+            message = f"{field}: the prompt has no tokens; send a text that is not empty"
+            raise Refused(400, "invalid_value", message, field)
+        self._check_ids(prompt.token_ids, version, tokenizer, field)
         stops = request.stop or ()
         context = ParserContext(tokenizer.outer, tools)
-        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops, context=context)
+        parsers = Parsers() if request.headrace_prompt else self._parsers
+        how = Reading.of(prompt.text, parsers, tools=bool(tools), stops=stops, context=context)
         sampling = self._sampling(request, version, tokenizer)
         choices: list[_Choice] = []
         starts: list[Start] = []
@@ -178,6 +180,20 @@ class Completions:
             if choice.finish is None and not choice.complete:
                 starts.append(Start(index, choice.answer.token_ids.copy(), watch))
         return _Prepared(prompt, sampling, choices, starts, request.form, how.reasoning_opened)
+
+    def _prompt(self, request: ChatRequest, tokenizer: ChatTokenizer) -> Prompt:
+        """Return the prompt of the request: its messages as the chat template renders them, or a raw prompt."""
+        salt, raw = request.cache_salt or "", request.headrace_prompt
+        if raw is None:
+            extra, history = request.chat_template_kwargs or {}, request.headrace_history
+            limits, tools = self._limits, request.offered_tools
+            return self._prompts.build(
+                tokenizer, request.messages, tools, extra, salt=salt, limits=limits, history=history
+            )
+        if raw.token_ids is None:
+            text = request.messages[0].text
+            return Prompt(tokenizer.encode_raw(text, add_special_tokens=raw.add_special_tokens), text, None, salt)
+        return Prompt(list(raw.token_ids), tokenizer.spelled(raw.token_ids), None, salt)
 
     def _resume(
         self,

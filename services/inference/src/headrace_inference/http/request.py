@@ -13,7 +13,7 @@ from headrace_runtime.kafka.wire import more_values_than
 from headrace_schemas import Message, Tool
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
-from headrace_schemas.http.replica_api import History, Resume, ResumedChoice
+from headrace_schemas.http.replica_api import History, RawPrompt, Resume, ResumedChoice
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_schemas.values.plain_values import none_if_empty, stop_strings
 
@@ -78,6 +78,7 @@ class ChatRequest(Model):
     """`user` and `metadata` are labels without an effect."""
     headrace_resume: Resume | None = None
     headrace_history: History | None = None
+    headrace_prompt: RawPrompt | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -89,6 +90,8 @@ class ChatRequest(Model):
             raise ValueError("headrace_resume needs stream: true")
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.headrace_prompt and (len(self.messages) > 1 or self.tools or self.form or self.headrace_history):
+            raise ValueError("headrace_prompt needs a single message, without tools, response_format and history")
         if self.ignore_eos and constrained_fields(self.response_format, self.tool_choice):
             raise ValueError("ignore_eos cannot be combined with response_format or a forced call; leave it out")
         return self

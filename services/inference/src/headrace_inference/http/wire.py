@@ -14,6 +14,7 @@ from headrace_inference.chat.answer import Delta
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Tokens
 from headrace_schemas import Message
+from headrace_schemas.http.replica_api import PROMPT_TEXT_FIELD
 
 Json = dict[str, Any]
 
@@ -34,6 +35,8 @@ class Wire:
     logprobs: bool
     grammar: Json | None = None
     """The grammar that the answers are sampled with (`headrace_schemas.TokenGrammar`)."""
+    prompt_text: str | None = None
+    """The text of a prompt that came as token ids."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -95,7 +98,8 @@ class Wire:
         if not self.token_ids:
             return {}
         grammar = {} if self.grammar is None else {"headrace_grammar": self.grammar}
-        return {"prompt_token_ids": prompt_ids, **grammar}
+        text = {} if self.prompt_text is None else {PROMPT_TEXT_FIELD: self.prompt_text}
+        return {"prompt_token_ids": prompt_ids, **grammar, **text}
 
     def _with_tokens(self, choice: Json, tokens: Tokens) -> Json:
         choice["logprobs"] = {"content": self._logprobs(tokens, 0, len(tokens.token_ids))} if self.logprobs else None

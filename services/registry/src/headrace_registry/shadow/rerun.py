@@ -17,8 +17,10 @@ from headrace_schemas import FunctionCall, Message, Turn
 
 
 def is_opening(turn: Turn) -> bool:
-    """Return whether no answer precedes the turn. The first turn of a session contains its whole prompt."""
-    return turn.extends is None and all(message.role in ("system", "developer", "user") for message in turn.messages)
+    """Return whether the turn can be repeated as a call without an answer before it. The first turn of a session
+    contains its whole prompt."""
+    roles = {message.role for message in turn.messages}
+    return turn.extends is None and turn.rendered and roles <= {"system", "developer", "user"}
 
 
 def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
