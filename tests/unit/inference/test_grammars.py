@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace_gateway.responses_api.grammars import pattern_of
 from headrace_inference.chat.parsers import NO_TOOLS, Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -25,6 +27,8 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
 from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat
+from tests.support.requests import lenient
+from tests.unit.gateway.test_custom_grammars import APPLY_PATCH, chat_tools, grammar
 from tests.unit.inference.asking import FULL, TOOLS, Json, joined
 from tests.unit.inference.conftest import Models, prompt_of, sample
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
@@ -184,6 +188,37 @@ async def test_forced_calls_are_read_as_calls(
             assert len(calls) == 1
         if choice is named:
             assert {call["name"] for call in calls} == {'say "it"'}
+
+
+@pytest.mark.parametrize(
+    ("definition", "syntax"),
+    [
+        (APPLY_PATCH, "lark"),
+        ('start: /[a-c"\\\\]+/ LF "\\"é\\""\n%import common.LF', "lark"),
+        (r"\d{2}-[A-F]+\n", "regex"),
+    ],
+)
+async def test_a_forced_custom_tool_is_held_to_its_grammar(
+    engine: TorchEngine,
+    models: Models,
+    tokenizer: ChatTokenizer,
+    grammars: GrammarCompiler,
+    definition: str,
+    syntax: str,
+) -> None:
+    text_format = grammar(definition, syntax)
+    tools = chat_tools(lenient(), text_format, "required")
+    pattern = pattern_of(text_format)
+    form = form_of(None, "required", tools, several=False)
+    assert form is not None
+    assert pattern is not None
+    compiled = await compile_form(grammars, tokenizer, form)
+    text, tokens = await answer(engine, models, tokenizer, compiled, seed=1, max_tokens=600)
+    guide = compiled.guides[0].fresh()
+    assert guide.replay(tokens.token_ids)
+    if tokens.finish == "stop":
+        (call,) = calls_in(text)
+        assert re.search(pattern[:-1] + r"\Z", call["arguments"]["input"]), text
 
 
 def test_grammars_as_text() -> None:

@@ -197,7 +197,10 @@ def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedRes
             raise _too_large(request, context)
     context.referred_bytes = earlier.size_bytes + added_bytes
     offered = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
-    tools = ToolSet([*(request.tools or ()), *offered], context)
+    choice = request.tool_choice
+    mode = choice.mode if isinstance(choice, AllowedTools) else choice
+    is_forced = mode == "required" or isinstance(choice, NamedTool)
+    tools = ToolSet([*(request.tools or ()), *offered], context, is_forced=is_forced)
     try:
         document = to_json(_chat_body(request, items, tools))
         chat = parse_chat(document, context.for_translation())

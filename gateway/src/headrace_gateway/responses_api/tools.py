@@ -15,8 +15,10 @@ from pydantic_core import from_json
 
 from headrace_gateway.chat_messages import says_something
 from headrace_gateway.request_context import RequestContext
+from headrace_gateway.responses_api.grammars import NotRegularError, pattern_of
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject
+from headrace_schemas.values.text import printable
 
 Json = dict[str, JsonValue]
 _CUSTOM_PARAMETERS: Json = {
@@ -40,7 +42,8 @@ class FunctionTool(Model):
 
 
 class CustomTool(Model):
-    """A tool that takes a text. A grammar of the text is described to the model and not enforced."""
+    """A tool that takes a text. A grammar of the text is described to the model, and its pattern is a part of the
+    argument's schema, which replicas hold a forced call to."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -111,7 +114,7 @@ class OfferedTool:
         """Return the tool as a chat request offers it."""
         function: Json = {"name": self.chat_name}
         if isinstance(self.tool, CustomTool):
-            function |= {"description": _described(self.tool), "parameters": _CUSTOM_PARAMETERS}
+            function |= {"description": _described(self.tool), "parameters": _parameters(self.tool)}
         else:
             fields = {"description", "parameters", "strict"}
             function |= self.tool.model_dump(mode="json", exclude_none=True, include=fields)
@@ -121,7 +124,9 @@ class OfferedTool:
 class ToolSet:
     """The tools that one request offers, by their names in the chat request."""
 
-    def __init__(self, tools: Iterable[RequestTool], context: RequestContext) -> None:
+    def __init__(self, tools: Iterable[RequestTool], context: RequestContext, *, is_forced: bool = False) -> None:
+        """`is_forced`: the answer must be a call, so that replicas hold its arguments to their schema."""
+        self._is_forced = is_forced
         self.echoed: list[Json] = []
         """The tools as the response names them."""
         self._offered: dict[str, OfferedTool] = {}
@@ -148,9 +153,19 @@ class ToolSet:
             for name, value in (offered.tool.model_extra or {}).items():
                 if says_something(value) and value is not False:
                     context.ignore(f"tools.{name}")
-            if isinstance(offered.tool, CustomTool) and (offered.tool.format or {}).get("type") == "grammar":
-                context.ignore("tools.format", "the grammar is described to the model and not enforced")
+            if isinstance(offered.tool, CustomTool):
+                self._check_grammar(offered.tool, context)
             self._offered[offered.chat_name] = offered
+
+    def _check_grammar(self, tool: CustomTool, context: RequestContext) -> None:
+        """Report a grammar that replicas do not hold a call to. Raises `ApiError` where hints are refused."""
+        try:
+            pattern = pattern_of(tool.format)
+        except NotRegularError as error:
+            context.ignore("tools.format", f"the grammar of {printable(tool.name)} is only described ({error})")
+            return
+        if pattern is not None and not self._is_forced:
+            context.ignore("tools.format", "a call is held to its grammar if tool_choice requires it")
 
 
 def chat_name(name: str, namespace: str | None) -> str:
@@ -166,6 +181,16 @@ def custom_input(arguments: str) -> str:
         return arguments
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+def _parameters(tool: CustomTool) -> Json:
+    try:
+        pattern = pattern_of(tool.format)
+    except NotRegularError:
+        pattern = None
+    if pattern is None:
+        return _CUSTOM_PARAMETERS
+    return {**_CUSTOM_PARAMETERS, "properties": {"input": {"type": "string", "pattern": pattern}}}
 
 
 def _described(tool: CustomTool) -> str:
