@@ -113,5 +113,5 @@ async def compare(gateway: GatewayProcess, blocks: int, calls: int) -> dict[str,
 
 def holds(results: dict[str, Any]) -> bool:
     """Return whether no API costs more than `RATIO_MAX` times the chat call."""
-    ratios = [api["ratio"] for mode in ("plain", "stream") for api in results[mode].values()]
+    ratios: list[float] = [api["ratio"] for mode in ("plain", "stream") for api in results[mode].values()]
     return max(ratios) <= RATIO_MAX

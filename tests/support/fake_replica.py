@@ -246,8 +246,9 @@ class Generation:
         raw = self.body.get("headrace_prompt")
         if raw and raw.get("token_ids"):
             return list(RawPrompt.model_validate(raw).token_ids or ())
-        content = self.body["messages"][0]["content"] if raw else [self.body["messages"], self.body.get("tools")]
-        prompt = (content if raw else json.dumps(content)).encode()[: self.prompt_tokens_max]
+        text: str = self.body["messages"][0]["content"] if raw else ""
+        text = text or json.dumps([self.body["messages"], self.body.get("tools")])
+        prompt = text.encode()[: self.prompt_tokens_max]
         return [*prompt, *self.prompt_tail]
 
     @property

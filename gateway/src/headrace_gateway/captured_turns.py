@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from headrace_gateway.chat_call import ChatCall, message_json
+from headrace_gateway.chat_call import ChatCall
+from headrace_gateway.chat_messages import message_json
 from headrace_gateway.identity import CallIdentity
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import Replica, Tool, Turn, UnitAssignment

@@ -19,11 +19,12 @@ from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer
 from headrace_gateway.capture import capture
 from headrace_gateway.captured_turns import CapturedTurns, message_digests
-from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of, message_json
+from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client_calls import side_call, sub_agent
 from headrace_gateway.client_connection import ClientConnection
 from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify
+from headrace_gateway.known_messages import MessageMemory
 from headrace_gateway.limits import Work
 from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.recent_turns import RecentTurns
@@ -81,6 +82,7 @@ class Chat:
     recent: RecentTurns
     repeated: RepeatedRequests
     captured: CapturedTurns
+    messages: MessageMemory
     responses: ResponseStore | None = None
     """The stored responses, for an API whose requests may refer to them."""
 
@@ -104,7 +106,7 @@ class Chat:
         started_at = self.clock.now()
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
         view = None if self.responses is None else self.responses.view(admitted.caller)
-        context = RequestContext(self.settings.request_rules, bytes_max, view)
+        context = RequestContext(self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant))
         stored_bytes = 0 if view is None else min(view.stored_bytes, bytes_max)
         size_bytes = len(admitted.body) + stored_bytes  # a short body may refer to all of them
         request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
@@ -131,12 +133,12 @@ class Chat:
         ignored: tuple[str, ...],
     ) -> ChatCall:
         """Build the call. The method may run in any thread."""
-        messages = tuple(message.event() for message in request.messages)
+        messages = tuple(message.event for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
         cache_key = (request.model_extra or {}).get("prompt_cache_key")
         identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user, cache_key)
-        encoded = [message_json(message) for message in messages]
+        encoded = [message.event_json for message in request.messages]
         asked_json = canonical_request(request, messages, sampling, encoded)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(

@@ -10,6 +10,7 @@ from datetime import datetime
 from pydantic import JsonValue
 from pydantic_core import to_json
 
+from headrace_gateway.chat_messages import message_json
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
@@ -132,11 +133,6 @@ def canonical_request(
     if request.chat_template_kwargs:
         fields["chat_template_kwargs"] = request.chat_template_kwargs
     return b"".join([b'{"messages":[', texts, b"],", to_json(fields)[1:]])
-
-
-def message_json(message: Message) -> bytes:
-    """Return a message as it is written into an event."""
-    return message.model_dump_json(exclude_none=True).encode()
 
 
 def core_of(asked_json: bytes, request: ChatRequest) -> bytes:

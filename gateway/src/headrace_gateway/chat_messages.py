@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, model_validator
+from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, WrapValidator, model_validator
 
 from headrace_gateway.hints import MESSAGE_HINTS
 from headrace_gateway.request_context import context_of
@@ -128,8 +130,9 @@ class ChatMessage(Model):
             raise ValueError(f"a {self.role} message needs content")
         return self
 
+    @cached_property
     def event(self) -> Message:
-        """Return the message as events carry it, without the fields that SDKs added."""
+        """The message as events carry it, without the fields that SDKs added."""
         assert self.role != "function", "`with_tools` translates such messages"
         reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
         calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
@@ -141,3 +144,22 @@ class ChatMessage(Model):
             tool_call_id=self.tool_call_id,
             reasoning_content=reasoning,
         )
+
+    @cached_property
+    def event_json(self) -> bytes:
+        """The message as it is written into an event."""
+        return message_json(self.event)
+
+
+def _read(value: Any, validate: Callable[[Any], ChatMessage], info: ValidationInfo) -> ChatMessage:
+    known = context_of(info).known_messages
+    return validate(value) if known is None else known.read(value, validate)
+
+
+ReadMessage = Annotated[ChatMessage, WrapValidator(_read)]
+"""A message of a request, which may be known from an earlier request."""
+
+
+def message_json(message: Message) -> bytes:
+    """Return a message as it is written into an event."""
+    return message.model_dump_json(exclude_none=True).encode()

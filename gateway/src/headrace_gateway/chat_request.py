@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headrace_gateway.chat_messages import ChatMessage, says_something
+from headrace_gateway.chat_messages import ReadMessage, says_something
 from headrace_gateway.hints import ENABLE_THINKING, HINTS, is_honoured, thinking_switch
 from headrace_gateway.legacy_functions import with_tools
 from headrace_gateway.refusals import ApiError
@@ -88,7 +88,7 @@ class ChatRequest(Model):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Text
-    messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
+    messages: tuple[ReadMessage, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
     tool_choice: ToolChoice = None
     functions: tuple[FunctionDefinition, ...] | None = Field(default=None, max_length=1024)

@@ -17,6 +17,7 @@ from headrace_gateway.counting import Counting
 from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines
 from headrace_gateway.ingest import Lookup, nothing_known
+from headrace_gateway.known_messages import MessageMemory
 from headrace_gateway.messages_api.answers import read_messages
 from headrace_gateway.messages_api.request import parse_count
 from headrace_gateway.model_catalog import ModelCatalog
@@ -78,7 +79,7 @@ def application(parts: Parts) -> ASGIApp:
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, upstream, parts.clock, captured)
     workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns(parts.signals_of)
     repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
-    memories = (recent, repeated, captured)
+    memories = (recent, repeated, captured, MessageMemory())
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared, stored)
     messages, completions = Chat(read_messages, *shared), Chat(read_completion, *shared)

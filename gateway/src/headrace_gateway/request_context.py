@@ -11,6 +11,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import RequestRules
 
 if TYPE_CHECKING:
+    from headrace_gateway.known_messages import KnownMessages
     from headrace_gateway.response_store import CallerResponses
 from headrace_schemas.values.text import printable
 
@@ -33,6 +34,8 @@ class RequestContext:
     """Most bytes of a request's body, and of a conversation with everything that it refers to."""
     responses: CallerResponses | None = None
     """Stored responses that the request may refer to."""
+    known_messages: KnownMessages | None = None
+    """Messages of earlier requests of the tenant."""
     referred_bytes: int = 0
     """Bytes of the conversation that the body refers to, once it was read."""
     _ignored: dict[str, None] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from headrace_gateway.body_encoding import decoded
 from headrace_gateway.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
+from headrace_gateway.known_messages import MessageMemory
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Sampling
@@ -152,7 +154,7 @@ def test_a_field_that_is_missing_is_named() -> None:
 )
 def test_answers_that_sdks_echo_come_back_as_plain_messages(echoed: dict[str, Any]) -> None:
     request = parsed(messages=[USER, {"role": "assistant", **echoed}, USER])
-    message = request.messages[1].event()
+    message = request.messages[1].event
     assert type(message) is Message
     assert message.content == echoed.get("content")
     assert message.name == echoed.get("name")
@@ -183,7 +185,7 @@ def test_a_field_that_says_nothing_asks_for_nothing(value: Any) -> None:
 
 def test_text_parts_are_kept_as_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    message = parsed(messages=[{"role": "user", "content": parts}]).messages[0].event()
+    message = parsed(messages=[{"role": "user", "content": parts}]).messages[0].event
     assert message.text == "ab"
     assert isinstance(message.content, tuple)
 
@@ -254,3 +256,37 @@ async def test_a_compressed_call_is_served_and_a_large_one_refused(tmp_path: Pat
             content = COMPRESS[encoding](json.dumps(body).encode())
             answer = await served.client.post("/v1/chat/completions", content=content, headers=headers)
             assert answer.status_code == status, answer.text
+
+
+def test_a_message_is_read_once_for_each_tenant_and_never_as_another() -> None:
+    memory = MessageMemory()
+    drawn: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "a", "name": "n"},
+        {"role": "assistant", "content": "a", "tool_calls": None},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "a", "tool_call_id": "c"},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
+    body = json.dumps({"model": "tiny", "messages": drawn}).encode()
+    plain = parse_chat(body, strict())
+
+    def read(tenant: str) -> ChatRequest:
+        return parse_chat(body, replace(strict(), known_messages=memory.view(tenant)))
+
+    first, second, other = read("a"), read("a"), read("b")
+    assert plain.messages == first.messages == second.messages == other.messages
+    assert [message.event for message in second.messages] == [message.event for message in plain.messages]
+    again = [one is two for one, two in zip(first.messages, second.messages, strict=True)]
+    assert again == [True] * 6 + [False] * 2, "messages with fields of other clients are checked anew"
+    assert not any(one is two for one, two in zip(first.messages, other.messages, strict=True))
+
+
+def test_a_message_that_is_refused_is_refused_again() -> None:
+    memory = MessageMemory()
+    body = json.dumps({"model": "tiny", "messages": [{"role": "tool", "content": "a"}]}).encode()
+    for _ in range(2):
+        with pytest.raises(ApiError, match="tool_call_id"):
+            parse_chat(body, replace(strict(), known_messages=memory.view("a")))

@@ -69,7 +69,7 @@ REQUESTS = st.fixed_dictionaries(
 def call_of(fields: dict[str, Any]) -> ChatCall:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
     request = parse_chat(json.dumps(body).encode(), strict(8))
-    messages = tuple(message.event() for message in request.messages)
+    messages = tuple(message.event for message in request.messages)
     return ChatCall(
         request=request,
         messages=messages,
@@ -242,7 +242,7 @@ def test_media_is_refused_or_replaced_by_a_text(kind: str) -> None:
         parsed(lenient(), messages=messages)
     context = lenient(media="placeholder")
     request = parsed(context, messages=messages)
-    assert request.messages[0].event().text == f"See: [{kind} omitted: this model reads text only]"
+    assert request.messages[0].event.text == f"See: [{kind} omitted: this model reads text only]"
     assert context.ignored == (f"media.{kind}",)
 
 

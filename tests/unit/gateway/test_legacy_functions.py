@@ -16,7 +16,7 @@ from tests.support.gateway import gateway
 from tests.support.requests import strict
 
 SEARCH: dict[str, Any] = {"name": "search", "description": "looks", "parameters": {"type": "object", "properties": {}}}
-USER: dict[str, Any] = {"role": "user", "content": "Any mail?"}
+USER: Any = {"role": "user", "content": "Any mail?"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -26,7 +26,7 @@ async def test_a_function_is_called_and_its_result_comes_back_with_exact_tokens(
         server.replica_set.update(replica.replica_id, replica.heartbeat(histories=True))
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             fields: dict[str, Any] = {"model": "tiny", "functions": [SEARCH], "function_call": "auto", "stream": stream}
-            answer = await client.chat.completions.create(messages=[USER], **fields)
+            answer: Any = await client.chat.completions.create(messages=[USER], **fields)
             if stream:
                 deltas = [choice async for chunk in answer for choice in chunk.choices]
                 assert all(choice.delta.tool_calls is None for choice in deltas)
@@ -38,8 +38,8 @@ async def test_a_function_is_called_and_its_result_comes_back_with_exact_tokens(
                 assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
                 called = choice.message.function_call.model_dump()
             assert called == {"name": "search", "arguments": json.dumps({"query": "mail"})}
-            echo = {"role": "assistant", "content": None, "function_call": called}
-            result = {"role": "function", "name": "search", "content": "1"}
+            echo: Any = {"role": "assistant", "content": None, "function_call": called}
+            result: Any = {"role": "function", "name": "search", "content": "1"}
             await client.chat.completions.create(messages=[USER, echo, result], **fields)
         first, second = server.turns
     assert [tool.function.name for tool in first.tools] == ["search"]

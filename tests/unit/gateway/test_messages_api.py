@@ -153,7 +153,7 @@ async def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
 def messages_of(**fields: Any) -> list[dict[str, Any]]:
     """Return the chat messages of a request, without empty fields."""
     _, request = parse_messages(json.dumps({**ASKED, **fields}).encode(), lenient())
-    return [message.event().model_dump(mode="json", exclude_none=True) for message in request.messages]
+    return [message.event.model_dump(mode="json", exclude_none=True) for message in request.messages]
 
 
 def test_blocks_become_chat_messages() -> None:

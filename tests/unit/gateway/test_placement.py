@@ -66,7 +66,7 @@ class Rig:
     def call(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> ChatCall:
         body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
         request = ChatRequest.model_validate_json(json.dumps(body))
-        messages = tuple(message.event() for message in request.messages)
+        messages = tuple(message.event for message in request.messages)
         key = ids.session_key("default", session)
         return ChatCall(
             request=request,

@@ -228,7 +228,7 @@ def test_the_items_of_one_turn_are_one_message() -> None:
     request = parse_responses(json.dumps({"model": "m", "input": input_items}).encode(), strict()).chat
     roles = [message.role for message in request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
-    turn = request.messages[1].event()
+    turn = request.messages[1].event
     assert (turn.reasoning_content, turn.text) == ("hm", "I look.")
     assert [call.id for call in turn.tool_calls or ()] == ["c1", "c2"]
-    assert request.messages[3].event().text == "2"
+    assert request.messages[3].event.text == "2"

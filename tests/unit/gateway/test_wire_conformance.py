@@ -82,7 +82,7 @@ def call_of(api: str, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
     if not stream:
         body.pop("stream_options", None)
     request, shape = READERS[api](json.dumps(body).encode(), lenient())
-    messages = tuple(message.event() for message in request.messages)
+    messages = tuple(message.event for message in request.messages)
     asked_json = canonical_request(request, messages, request.sampling)
     call = ChatCall(
         request=request, messages=messages, sampling=request.sampling, identity=IDENTITY, target=Target("tiny"),
