@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, Wra
 from headrace_gateway.hints import MESSAGE_HINTS
 from headrace_gateway.request_context import context_of
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
-from headrace_schemas.events.chat import Role
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.plain_values import none_if_empty
 
@@ -92,7 +91,7 @@ class ChatMessage(Model):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Role | Literal["function"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[LongText | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
     name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     tool_calls: tuple[EchoedToolCall, ...] | None = None
