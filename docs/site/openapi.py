@@ -60,6 +60,9 @@ GATEWAY: Operations = {
     ("GET", "/"): Operation("Answer clients that look whether the server is there."),
     ("POST", "/v1/chat/completions"): _CHAT,
     ("POST", "/chat"): _CHAT,
+    ("POST", "/v1/completions"): Operation(
+        "Continue a text or token ids.", "OpenAI CompletionCreateParams", "OpenAI Completion"
+    ),
     ("POST", "/v1/messages"): _MESSAGES,
     ("POST", "/v1/messages/count_tokens"): Operation(
         "Count the tokens of a prompt.", "Anthropic MessageCountTokensParams", "Anthropic MessageTokensCount"

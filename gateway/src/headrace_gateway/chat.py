@@ -106,7 +106,9 @@ class Chat:
         started_at = self.clock.now()
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
         view = None if self.responses is None else self.responses.view(admitted.caller)
-        context = RequestContext(self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant))
+        context = RequestContext(
+            self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant)
+        )
         stored_bytes = 0 if view is None else min(view.stored_bytes, bytes_max)
         size_bytes = len(admitted.body) + stored_bytes  # a short body may refer to all of them
         request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))

@@ -98,7 +98,7 @@ async def test_a_body_of_an_unknown_compression_is_refused(tmp_path: Path) -> No
     ("method", "path", "status"),
     [
         ("GET", "/v1/chat/completions", 405),
-        ("POST", "/v1/completions", 404),
+        ("POST", "/v1/embeddings", 404),
         ("GET", "/x", 404),
         ("POST", "/t/k", 405),
     ],

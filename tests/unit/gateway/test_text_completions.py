@@ -146,7 +146,7 @@ async def test_a_replica_without_the_ability_is_no_reason_to_wait(tmp_path: Path
         ({"prompt": "a", "temperature": 3}, "temperature"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "n": 100}, "n"),
-        ({"prompt": "a", "messages": [{}]}, "messages"),
+        ({"prompt": "a", "messages": ["b"]}, "messages"),
         ({"prompt": "a", "tools": []}, None),
     ],
 )
