@@ -239,7 +239,7 @@ def _common(name: str) -> str:
 def _text(literal: str) -> str:
     try:
         text = json.loads(literal)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NotRegularError("a string has an escape that JSON lacks") from None
     assert isinstance(text, str)
     return text
