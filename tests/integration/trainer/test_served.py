@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import shutil
 import threading
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
@@ -20,11 +25,13 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import VersionCache
-from headrace_schemas import Branch, Experience, Span
+from headrace_schemas import Branch, Experience, Probe, Span
 from headrace_schemas.values.base import utcnow
+from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
+from tests.support import tiny_model
 from tests.unit.trainer.world import experience
 
 BATCH = 16
@@ -97,3 +104,78 @@ async def test_versions_are_served_sampled_and_trained_on(
         assert measured["weight_mean"] == pytest.approx(1.0, abs=1e-3)
         assert measured["clip_fraction"] == measured["truncated_fraction"] == 0.0
         assert lineage.save(publish=True)
+
+
+ROOT = Path(__file__).parents[3]
+GUIDE = tomllib.loads(
+    re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "guides" / "lora.md").read_text(encoding="utf-8"), re.DOTALL)[1]  # type: ignore[index]
+)["trainer"]
+"""The block of the LoRA guide: rank 16, bfloat16, gradient checkpointing."""
+
+
+def guided_lineage(tmp_path: Path, layers: int) -> tuple[Lineage, VersionCache]:
+    """Open a lineage with the guide's block, on a base of this depth."""
+    base = tiny_model.build(tmp_path / "base", layers=layers, hidden=64, seed=layers)
+    changes = {"base": str(base), "model": "m", "batch_experiences": BATCH, "steps_per_version": 1}
+    settings = TrainerSettings.model_validate({**GUIDE, **changes, "optimizer": {"learning_rate": 2e-2}})
+    blobs = BlobStore((tmp_path / "blobs").as_uri())
+    return open_lineage(settings, blobs, SystemClock()), VersionCache(blobs, tmp_path / "cache")
+
+
+async def load(engine: TorchEngine, lineage: Lineage, cache: VersionCache) -> tuple[Manifest, Path, Probe]:
+    manifest, folder = await cache.fetch(lineage.saved.checkpoint.manifest)
+    await engine.load(folder, manifest)
+    return manifest, folder, await engine.probe(manifest.version)
+
+
+def plant(folder: Path, target: Path, *, scale: float) -> Path:
+    """Copy a version with other weights in its file."""
+    shutil.copytree(folder, target)
+    (path,) = target.glob("*.safetensors")
+    path.unlink()  # the copy may be a link to the blob
+    original = load_file(folder / path.name)
+    generator = torch.Generator().manual_seed(1)
+    planted = {
+        name: weights + scale * torch.randn(weights.shape, generator=generator).to(weights.dtype)
+        for name, weights in original.items()
+    }
+    save_file(planted, path, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+async def test_the_block_of_the_lora_guide_is_served_and_trained_on_a_cpu(
+    engine: TorchEngine, tmp_path: Path, layers: int
+) -> None:
+    lineage, cache = guided_lineage(tmp_path, layers)
+    draw = random.Random(1)
+    for turn in range(2):
+        manifest, _, probe = await load(engine, lineage, cache)
+        assert probe.passed, probe
+        assert manifest.fingerprint.dtype == "bfloat16"
+        calls = [play(engine, manifest.version, BATCH * turn + n, draw) for n in range(BATCH)]
+        for number, event in enumerate(await asyncio.gather(*calls)):
+            lineage.state.admit(event, (0, number), utcnow())
+        measured = lineage.step(lineage.next_batch(), threading.Event())
+        assert measured["mismatch_mean"] < 0.05, "the engine computes in the type of the trainer"
+        assert lineage.save(publish=True)
+    assert (await load(engine, lineage, cache))[2].passed
+
+
+async def test_planted_weights_are_refused_in_bfloat16(engine: TorchEngine, tmp_path: Path) -> None:
+    lineage, cache = guided_lineage(tmp_path, 12)
+    base, base_folder, _ = await load(engine, lineage, cache)
+    draw = random.Random(1)
+    for number, event in enumerate(await asyncio.gather(*(play(engine, base.version, n, draw) for n in range(BATCH)))):
+        lineage.state.admit(event, (0, number), utcnow())
+    lineage.step(lineage.next_batch(), threading.Event())
+    assert lineage.save(publish=True)
+    adapter, folder, probe = await load(engine, lineage, cache)
+    assert probe.passed
+    await engine.unload(adapter.version)
+    await engine.load(plant(folder, tmp_path / "other adapter", scale=0.3), adapter)
+    assert not (await engine.probe(adapter.version)).passed, "a wrong adapter"
+    await engine.unload(adapter.version)
+    await engine.unload(base.version)
+    await engine.load(plant(base_folder, tmp_path / "other base", scale=0.1), base)
+    assert not (await engine.probe(base.version)).passed, "a stale base"

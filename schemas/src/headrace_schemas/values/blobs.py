@@ -72,6 +72,9 @@ class Fingerprint(Model):
 
     token_ids: TokenIds
     logprobs: Logprobs
+    dtype: Literal["bfloat16"] | None = None
+    """Type of the weights and products with which they were computed; None is float32. An engine whose type is not set
+    serves the version in the same one."""
 
     @model_validator(mode="after")
     def _one_logprob_per_predicted_token(self) -> Self:

@@ -28,7 +28,8 @@ class TorchSettings(Section):
     device: str = "auto"
     """`auto` (a GPU when there is one), or a torch device such as `cpu` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    """Type of weights and KV. `auto` is bfloat16 where the trainer keeps frozen weights in bfloat16 (LoRA); otherwise
+    float32 on a CPU, and the checkpoint's own on a GPU."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per operator; 0 uses one on machines with up to four cores, else half the cores."""
     trace: bool = True
@@ -47,9 +48,9 @@ class TorchSettings(Section):
     """Memory for the KV of one version's running sequences."""
     prefix_mib_max: Annotated[int, Field(ge=0)] = 256
     """Memory for the KV of one version's finished sequences, which prompts that extend them reuse; 0 stores none."""
-    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint; about 0.1 suits
-    bfloat16."""
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint, in nats. None: 0.001 in
+    float32; in types of 16 bits the mean difference may be 0.02 times the square root of the number of layers."""
 
 
 def _torch(settings: TorchSettings) -> Engine:

@@ -17,7 +17,7 @@ from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_inference.torch_engine.engine import device_and_type
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
-from headrace_inference.torch_engine.probe import probe
+from headrace_inference.torch_engine.probe import probe, tolerance_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
@@ -36,8 +36,8 @@ class Importer:
     def __init__(self, blobs: BlobStore, settings: InferenceSettings) -> None:
         self._blobs = blobs
         self._torch = TorchSettings.model_validate(settings.of("torch"))
-        self._device, self._dtype = device_and_type(self._torch)
-        self._loader = Loader(self._device, self._dtype, self._torch.context_tokens_max, trace=False)
+        self._device, dtype = device_and_type(self._torch)
+        self._loader = Loader(self._device, dtype, self._torch.context_tokens_max, trace=False)
 
     def import_folder(self, line: FolderLine) -> StoredLine:
         """Store a folder as a version.
@@ -67,7 +67,9 @@ class Importer:
             template_sha256=versions.template_digest(folder),
         )
         tokenizer = ChatTokenizer(folder, draft)
-        manifest = _with_fingerprint(draft, native.fingerprint_of(folder, None, self._device, self._dtype))
+        manifest = _with_fingerprint(
+            draft, native.fingerprint_of(folder, None, self._device, self._loader.dtype_of(draft))
+        )
         model = self._loader.load(folder, manifest, None, None)
         _check_tokenizer(tokenizer, model, folder)
         self._check_answers(model, manifest)
@@ -92,7 +94,11 @@ class Importer:
                 tokenizer_sha256=base_manifest.tokenizer_sha256,
                 template_sha256=base_manifest.template_sha256,
             )
-            manifest = _with_fingerprint(draft, native.fingerprint_of(base, folder, self._device, self._dtype))
+            dtype = self._loader.dtype_of(base_manifest)
+            fingerprint = native.fingerprint_of(base, folder, self._device, dtype)
+            manifest = _with_fingerprint(
+                draft, fingerprint.model_copy(update={"dtype": base_manifest.fingerprint.dtype})
+            )
             base_model = self._loader.load(base, base_manifest, None, None)
             model = self._loader.load(folder, manifest, base_model, base)
             self._check_answers(model, manifest)
@@ -116,9 +122,10 @@ class Importer:
     def _check_answers(self, model: Model, manifest: Manifest) -> None:
         result = probe(model, None, self._torch.probe_tolerance)
         if not result.passed:
+            tolerance = tolerance_of(model, self._torch.probe_tolerance)
             raise VersionUnusable(
                 f"{manifest.version}: the logprobs of the engine differ from those of transformers' own attention by "
-                f"{result.max_abs_delta:.3g} nats; inference.torch.probe_tolerance is {self._torch.probe_tolerance:g}"
+                f"{result.max_abs_delta:.3g} nats; the tolerance (inference.torch.probe_tolerance) is {tolerance:.3g}"
             )
 
     def _store(self, folder: Path, manifest: Manifest) -> StoredLine:

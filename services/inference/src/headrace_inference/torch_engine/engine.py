@@ -197,6 +197,5 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def device_and_type(settings: TorchSettings) -> tuple[torch.device, torch.dtype | None]:
-    """Return the device and the type of weights. The type is None if it is that of the files."""
-    device = _device(settings.device)
-    return device, None if settings.dtype == "auto" and device.type != "cpu" else _dtype(settings.dtype)
+    """Return the device and the type of weights. The type is None if each version decides it (`Loader`)."""
+    return _device(settings.device), None if settings.dtype == "auto" else _dtype(settings.dtype)

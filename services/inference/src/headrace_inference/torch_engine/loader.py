@@ -33,6 +33,15 @@ class Loader:
     """Loads versions onto one device. Used by one thread at a time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None, context_max: int, *, trace: bool) -> None:
+        """Create the loader.
+
+        Args:
+            device: the device.
+            dtype: type of all weights, or None for the type in which the trainer computed a version's fingerprint. For
+                versions without one it is float32 on a CPU, and that of the files on a GPU.
+            context_max: largest length of a sequence.
+            trace: whether to trace forward passes.
+        """
         self._device = device
         self._dtype = dtype
         self._context_max = context_max
@@ -48,7 +57,7 @@ class Loader:
         """
         with _errors_of(manifest.version), torch.no_grad():
             if manifest.kind == "full":
-                module, folders = self._full(folder), [folder]
+                module, folders = self._full(folder, self.dtype_of(manifest)), [folder]
             elif base is None or base_folder is None:
                 raise VersionUnusable(f"its base {manifest.base} is not loaded; routing must serve it too")
             else:
@@ -56,12 +65,18 @@ class Loader:
             module.eval().requires_grad_(False)
             return self._model(manifest, module, folders)
 
-    def _full(self, folder: Path) -> nn.Module:
+    def dtype_of(self, manifest: Manifest) -> torch.dtype | None:
+        """Return the type of the weights of a full version, or None for that of its files."""
+        if self._dtype is None and manifest.fingerprint.dtype is not None:
+            return torch.bfloat16
+        return torch.float32 if self._dtype is None and self._device.type == "cpu" else self._dtype
+
+    def _full(self, folder: Path, dtype: torch.dtype | None) -> nn.Module:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_config(config)
         module, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=self._dtype or "auto",
+            dtype=dtype or "auto",
             attn_implementation=ATTENTION,
             use_safetensors=True,
             local_files_only=True,

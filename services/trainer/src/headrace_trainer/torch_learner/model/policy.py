@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -291,7 +291,9 @@ class Policy:
             logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
         targets_T = torch.tensor(token_ids[1:], device=self.device)
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
-        return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
+        frozen_in_bfloat16 = self.lora and weights_dtype(self._compute, frozen=True) is torch.bfloat16
+        dtype: Literal["bfloat16"] | None = "bfloat16" if frozen_in_bfloat16 else None
+        return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist(), dtype=dtype)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
