@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import JsonValue, TypeAdapter
@@ -50,10 +51,18 @@ def describe_settings(services: Mapping[str, ServiceInfo]) -> Described:
     return sections
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceCheck:
+    """Result of the check of a service. `notes` are sentences about a start without problems."""
+
+    problems: list[str]
+    notes: list[str]
+
+
 def check_services(
     services: Mapping[str, ServiceInfo], environ: Mapping[str, str], *, bus: bool
-) -> dict[str, list[str]]:
-    """Let each service check its settings and dependencies as at its start. Return the problems by service.
+) -> dict[str, ServiceCheck]:
+    """Let each service check its settings and dependencies as at its start. Return the results by service.
 
     Args:
         services: the services to check.
@@ -62,7 +71,10 @@ def check_services(
     """
     arguments = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
     results = _run_all(services, arguments, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
-    return {name: _problems(name, result) for name, result in results.items()}
+    return {
+        name: ServiceCheck(_problems(name, result), [] if result.returncode else result.stdout.splitlines())
+        for name, result in results.items()
+    }
 
 
 def _problems(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:

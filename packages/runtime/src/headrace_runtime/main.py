@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, SecretStr
@@ -55,6 +55,8 @@ class Service(Generic[S]):
     garbage_threshold: int = GARBAGE_THRESHOLD
     """Net allocations between two garbage collections. Services whose reference cycles may hold tensors use Python's
     own threshold, because it does not count the bytes of tensors."""
+    notes: str = ""
+    """The function that returns sentences about a start without problems, such as its sizes, as `module:function`."""
 
     def main(self) -> NoReturn:
         """Run the process from its arguments to its exit."""
@@ -113,13 +115,14 @@ class Service(Generic[S]):
         return 0
 
     def _check(self, common: Common, settings: S, *, bus: bool) -> int:
-        """Print one sentence per problem, and return the exit status: 2 if there are problems, otherwise 0."""
+        """Print one sentence per problem, or per note if there is none, and return the exit status: 2 or 0."""
         from headrace_runtime import check
 
-        module, _, function = self.check.partition(":")
-        check_service = getattr(import_module(module), function) if module else None
-        problems = asyncio.run(check.find_problems(self.name, common, settings, check_service, bus=bus))
-        sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+        with contextlib.redirect_stdout(sys.stderr):  # log lines are no problems
+            problems = asyncio.run(check.find_problems(self.name, common, settings, _function_of(self.check), bus=bus))
+        notes = _function_of(self.notes) if not problems else None
+        sentences = problems or (notes(common, settings) if notes else [])
+        sys.stdout.write("".join(f"{sentence}\n" for sentence in sentences))
         return 2 if problems else 0
 
     def _describe(self) -> int:
@@ -129,6 +132,12 @@ class Service(Generic[S]):
         text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
         sys.stdout.write(text + "\n")
         return 0
+
+
+def _function_of(name: str) -> Any:
+    """Import `module:function`; return None for an empty name."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function) if module else None
 
 
 def tune_garbage_collection(threshold: int) -> None:

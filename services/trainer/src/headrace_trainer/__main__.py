@@ -13,6 +13,7 @@ SERVICE = Service(
     "headrace_trainer.app:run",
     "headrace_trainer.check:check",
     PYTHON_GARBAGE_THRESHOLD,
+    notes="headrace_trainer.check:notes",
 )
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from jinja2 import TemplateError
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import base_models
+from headrace_runtime.storage import base_files, base_models
 from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.sizes import describe
 
 log = get_logger(__name__)
 _CONFIG = "config.json"
@@ -56,7 +57,8 @@ _TOOL_CALL = [
 async def check(common: Common, settings: TrainerSettings) -> list[str]:
     """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ.
 
-    Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked.
+    Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked, and of a
+    GGUF file that it will convert, that the file exists.
     """
     folder = await asyncio.to_thread(_find_folder, settings.base, common.data_dir)
     if folder is None:
@@ -72,9 +74,20 @@ async def check(common: Common, settings: TrainerSettings) -> list[str]:
     return [_setting_message(folder, problem) for problem in problems]
 
 
+def notes(common: Common, settings: TrainerSettings) -> list[str]:
+    """Return sentences about the sizes of the training."""
+    folder = _find_folder(settings.base, common.data_dir)
+    if folder is None:
+        return ["the base is fetched or converted at the first start; its sizes are known after that"]
+    return list(describe(folder, settings))
+
+
 def _find_folder(base: str, data_dir: Path) -> Path | None:
-    """Return the folder of the base, or None if it is a model of the hub that was not fetched yet. Blocks."""
-    repository = None if Path(base).is_dir() else base_models.Repository.parse(base)
+    """Return the folder of the base, or None if the trainer's start will fetch or convert it. Blocks."""
+    path = Path(base) if Path(base).is_dir() else base_files.find_file(base)
+    if path is not None:
+        return path if path.is_dir() else base_files.find_converted(path, data_dir)
+    repository = base_models.Repository.parse(base)
     if repository is None:
         return Path(base)
     fetched = base_models.find_fetched(repository, data_dir)

@@ -213,8 +213,8 @@ class TrainerSettings(ServiceSettings):
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     base: str = ""
-    """Where a lineage starts: a Hugging Face folder (safetensors, tokenizer, chat template), or a model of the hub as
-    `org/name` or `org/name@revision`, which is fetched once into `data_dir`. Required."""
+    """Where a lineage starts: a Hugging Face folder, a model of the hub (`org/name` or `org/name@revision`), a GGUF
+    file, or one of an installed package (`package:NAME/PATH`). Required."""
     model: ModelName = "headrace"
     """The model that is trained; experiences of other models are skipped."""
     lineage: ModelName = "main"

@@ -36,10 +36,12 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
     left_out = {name: reason for name, info in services.items() if (reason := exclusion_reason(name, info, overrides))}
     chosen = {name: info for name, info in services.items() if name not in left_out}
     with console().status("checking the services"):
-        problems = check_services(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
-    problems = _merge_shared_problems(problems) | {"ports": _ports(file, chosen)}
+        checks = check_services(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
+    problems = _merge_shared_problems({name: result.problems for name, result in checks.items()})
+    problems |= {"ports": _ports(file, chosen)}
+    notes = {name: "".join(f"\n{escape(note)}" for note in result.notes) for name, result in checks.items()}
     rows = [
-        (name, "[red]" + escape("\n".join(sentences)) + "[/]" if sentences else "[green]ok[/]")
+        (name, "[red]" + escape("\n".join(sentences)) + "[/]" if sentences else f"[green]ok[/]{notes.get(name, '')}")
         for name, sentences in problems.items()
     ]
     rows += [(name, f"[dim]not started: {escape(reason)}[/]") for name, reason in left_out.items()]

@@ -1,4 +1,4 @@
-"""Base models by name: a folder, or a repository of a model hub that is fetched once into the data directory.
+"""Base models by name: a folder, a file (`base_files`), or a repository of a model hub that is fetched once.
 
 A repository is named as `org/name` or `org/name@revision`. Its files are stored in `models/<org>--<name>/<commit>` of
 the data directory, together with the file `headrace_origin.json`, which names repository and commit. Versions contain
@@ -22,16 +22,18 @@ from typing import Any
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.process import liveness
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage import disk
+from headrace_runtime.storage import base_files, disk
+from headrace_runtime.storage.base_files import ORIGIN_FILE, SETTING
 from headrace_runtime.storage.blobs import digest_of
 from headrace_runtime.storage.files import replace_file
 from headrace_runtime.storage.versions import FILE_PATTERNS
 from headrace_schemas.values.text import printable
 
 log = get_logger(__name__)
-SETTING = "trainer.base"
-ORIGIN_FILE = "headrace_origin.json"
-FORMS = "name a folder in Hugging Face's layout, or a model of the hub as org/name or org/name@revision"
+FORMS = (
+    "name a folder in Hugging Face's layout, a GGUF file, a file of an installed package as package:NAME/PATH, or a "
+    "model of the hub as org/name or org/name@revision"
+)
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]{{1,200}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -86,16 +88,18 @@ class RemoteModel:
 
 
 def resolve(base: str, data_dir: Path) -> Path:
-    """Return the folder of a base model, which is fetched from the hub if necessary. Blocks.
+    """Return the folder of a base model, which is converted or fetched from the hub if necessary. Blocks.
 
     An existing folder has precedence over a model of the hub.
 
     Raises:
-        SettingError: neither a folder nor a model of the hub has this name, or the model cannot be used.
+        SettingError: the base has none of the forms, does not exist, or cannot be used.
         Unavailable: the hub does not answer, and the model was not fetched before.
     """
     if Path(base).is_dir():
         return Path(base)
+    if (path := base_files.find_file(base)) is not None:
+        return path if path.is_dir() else base_files.convert(base, path, data_dir)
     repository = Repository.parse(base)
     if repository is None:
         raise SettingError(SETTING, base, f"is not a folder; {FORMS}")

@@ -43,9 +43,14 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
     def equals(self, other: StoredTensor) -> bool:
         """Return whether two tensors are equal, by comparing 64 pieces. Tensors of unknown types count as equal."""
-        size = _ITEM_BYTES.get(self.dtype, 0) * math.prod(self.shape)
+        size = _ITEM_BYTES.get(self.dtype, 0) * self.size
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         with self.path.open("rb") as file, other.path.open("rb") as other_file:
@@ -65,7 +70,7 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            tensors |= _stored_tensors(path)
+            tensors |= stored_tensors(path)
         except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
             yield f"{path.name} is not a safetensors file: {error}; copy it again"
     index = _read_json(folder / "model.safetensors.index.json")
@@ -81,7 +86,7 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
         yield from _architecture_problems(config)
 
 
-def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Parse the header of a safetensors file: eight bytes with the length of a JSON header, then the header.
 
     Raises:

@@ -1,0 +1,93 @@
+"""Computed sizes of a training beside those of the real parts: parameters, files, and what autograd stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.sizes import Shape, Sizes, describe
+from tests.support import tiny_model
+
+SMOLLM2 = Shape(134_515_008, 4_884_480, 4, 30, 576, 576, 192, 1536)
+GB = 1e9
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    return tiny_model.build(folder, layers=3, hidden=128, heads=4, kv_heads=2, feed_forward=384)
+
+
+def settings_of(base: Path | str, **changes: object) -> TrainerSettings:
+    return TrainerSettings.model_validate({"base": str(base), **changes})
+
+
+def shape_of(base: Path, settings: TrainerSettings) -> Shape:
+    shape = Shape.read(base, settings)
+    assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_counts_and_files_are_those_of_the_real_model(base: Path, tmp_path: Path, rank: int) -> None:
+    from headrace_trainer.torch_learner.model.policy import Policy
+    from headrace_trainer.torch_learner.version_files import save_adapter, save_weights
+
+    settings = settings_of(base, lora={"rank": rank})
+    shape = shape_of(base, settings)
+    policy = Policy.open(base, settings.compute, settings.lora, 0)
+    assert shape.parameters == policy.size - shape.adapters
+    sizes = Sizes.of(shape, settings)
+    assert sizes.trained == sum(parameter.numel() for parameter in policy.parameters.values())
+    if rank:
+        save_adapter(policy, tmp_path, "base")
+    else:
+        save_weights(policy, tmp_path, policy.tensors())
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert sizes.version_bytes == pytest.approx(written, rel=0.1)
+
+
+def test_activations_are_those_that_autograd_stores(base: Path) -> None:
+    from headrace_runtime.storage.versions import fingerprint_tokens
+    from headrace_trainer.torch_learner.model import sequence_bound
+    from headrace_trainer.torch_learner.model.policy import Policy, _plain_row
+
+    settings = settings_of(base)
+    shape = shape_of(base, settings)
+    policy = Policy.open(base, settings.compute, settings.lora, 0)
+    row = _plain_row(fingerprint_tokens(policy.vocabulary))
+    counted = sequence_bound.token_bytes(policy, row, recomputed=False)
+    fewer = settings.model_copy(update={"compute": settings.compute.model_copy(update={"pack_tokens": 1})})
+    more = settings.model_copy(update={"compute": settings.compute.model_copy(update={"pack_tokens": 1001})})
+    computed = (Sizes.of(shape, more).trainer_bytes - Sizes.of(shape, fewer).trainer_bytes) / 1000
+    assert computed == pytest.approx(counted, rel=0.35)
+
+
+def test_a_model_of_135_million_parameters_has_these_sizes() -> None:
+    whole = Sizes.of(SMOLLM2, settings_of("b"))
+    assert whole.version_bytes / GB == pytest.approx(0.54, abs=0.01)
+    assert whole.restore_point_bytes / GB == pytest.approx(1.08, abs=0.01)
+    small_passes = Sizes.of(SMOLLM2, settings_of("b", compute={"pack_tokens": 1024}))
+    assert small_passes.trainer_bytes < whole.trainer_bytes - 3 * GB
+    lora = settings_of("b", lora={"rank": 16}, compute={"dtype": "bfloat16", "gradient_checkpointing": True})
+    adapters = Sizes.of(SMOLLM2, lora)
+    assert adapters.trained == SMOLLM2.adapters
+    assert adapters.version_bytes < whole.version_bytes / 20
+    assert adapters.trainer_bytes < 0.4 * whole.trainer_bytes
+
+
+def test_the_sentences_name_the_rate_and_whether_it_was_chosen(base: Path) -> None:
+    chosen, given = (
+        next(describe(base, settings_of(base, **changes))) for changes in ({}, {"optimizer": {"learning_rate": 3e-5}})
+    )
+    assert "by the size of the model" in chosen
+    assert chosen.startswith(f"{shape_of(base, settings_of(base)).parameters:,} parameters, all trained")
+    assert given.endswith("learning rate 3e-05")
+    assert "adapters trained" in next(describe(base, settings_of(base, lora={"rank": 4})))
+
+
+def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_layer": 2}')
+    assert list(describe(tmp_path, settings_of(tmp_path))) == []
