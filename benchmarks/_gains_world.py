@@ -28,7 +28,7 @@ from email_agent.users import AnsweredQuestion
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
-from headrace_gateway.settings import FeedbackSettings, LimitSettings
+from headrace_gateway.settings import LimitSettings
 from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.programs.replay import FeedbackLine
@@ -70,7 +70,7 @@ class Visitor(CapturingClient):
         request = FeedbackRequest.model_validate_json(json.dumps(body))
         self.feedback = [
             *getattr(self, "said", ()),
-            *events_of(request, _CALLER, SystemClock(), FeedbackSettings(), _BODY_BYTES),
+            *events_of(request, _CALLER, SystemClock(), _BODY_BYTES),
         ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
-from headrace_gateway.settings import FeedbackSettings, LimitSettings
+from headrace_gateway.settings import LimitSettings
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.stream.processor import Step, Unfinished
 from headrace_schemas import Branch, Event, Experience, Feedback, Sampling, Span, Trajectory
@@ -103,7 +103,7 @@ def events(saying: Saying) -> list[Feedback]:
     request = FeedbackRequest.model_validate(saying.request)
     clock = ManualClock()
     clock.advance(saying.skew_s)
-    feedback_events = events_of(request, _CALLER, clock, FeedbackSettings(), 1024)
+    feedback_events = events_of(request, _CALLER, clock, 1024)
     if request.level == "task":
         return [
             event.model_copy(update={"partition": number}) for event in feedback_events for number in range(PARTITIONS)

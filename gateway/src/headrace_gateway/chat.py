@@ -39,6 +39,9 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_schemas.values import ids
 
+UNDELIVERED_WAIT_S = 10.0
+"""How long a response is still generated, to be captured as undelivered, after its client has gone."""
+
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ROUTING_POLL_S = 0.05
 PING_S = 10.0
@@ -209,7 +212,7 @@ class Chat:
         """Shorten the deadline of a call after its client disconnected: an answer that ends soon is captured, others
         are dropped."""
         self.repeated.disconnected(call)
-        soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
+        soon = asyncio.get_running_loop().time() + UNDELIVERED_WAIT_S
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))
 

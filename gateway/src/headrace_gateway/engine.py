@@ -21,6 +21,9 @@ from headrace_runtime.process import tracing
 from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_schemas import Replica
 
+_RESPONSE_BYTES_MAX = 67_108_864
+"""Largest response, or event of a stream, that a replica may send."""
+
 Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError)
 _FULL = frozenset((429, 502, 503, 504))
@@ -56,7 +59,9 @@ class Engines:
 
     async def __aenter__(self) -> Engines:
         connector = aiohttp.TCPConnector(
-            limit=self._settings.connections_max, keepalive_timeout=30, socket_factory=_watched_socket
+            limit=0,
+            keepalive_timeout=30,
+            socket_factory=_watched_socket,  # `limits_total.concurrency` bounds the calls
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s)
         self._session = aiohttp.ClientSession(
@@ -102,7 +107,7 @@ class Engines:
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncGenerator[EngineAnswer]:
         """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
-        splitter = sse.Splitter(self._settings.response_bytes_max)
+        splitter = sse.Splitter(_RESPONSE_BYTES_MAX)
         patience_s: float | None = None  # the first tokens may have to wait for a place
         async with self._opened(replica, body, upstream_call, headers) as response:
             while True:
@@ -154,7 +159,7 @@ class Engines:
 
     async def _read(self, response: aiohttp.ClientResponse, upstream_call: UpstreamCall) -> bytes:
         chunks: list[bytes] = []
-        remaining = self._settings.response_bytes_max
+        remaining = _RESPONSE_BYTES_MAX
         while True:
             async with upstream_call.waiting(self._settings.stall_timeout_s):
                 chunk = await response.content.readany()

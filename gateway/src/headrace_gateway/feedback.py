@@ -13,7 +13,6 @@ from headrace_gateway.access import Caller
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityFeedback
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
-from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import Feedback
@@ -21,6 +20,11 @@ from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import metric_source, values_of
 from headrace_schemas.values import ids
 from headrace_schemas.values.text import printable
+
+_SESSIONS_MAX = 64
+"""Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
+GROWTH_MAX = 9.0
+"""Bytes of events that each byte of a request (of at least 1 KiB) for several sessions may become; else 413."""
 
 _HEADERS_BYTES = 300
 """Estimated bytes that an event's envelope adds on the log."""
@@ -31,7 +35,6 @@ def events_of(
     request: FeedbackRequest,
     caller: Caller,
     clock: Clock,
-    bounds: FeedbackSettings,
     body_bytes: int,
     *,
     copies: int = 1,
@@ -50,16 +53,14 @@ def events_of(
         turns: Mapping[str, Sequence[str]] = {task_key(caller.tenant, request.task_id or ""): ()}
     else:
         turns = turns_by_session(caller.tenant, request.session_id or caller.session_id, request.targets)
-    if len(turns) > bounds.sessions_max:
-        message = (
-            f"msg_ids: {len(turns)} sessions; gateway.feedback.sessions_max allows {bounds.sessions_max}, send several"
-        )
+    if len(turns) > _SESSIONS_MAX:
+        message = f"msg_ids: {len(turns)} sessions; send at most {_SESSIONS_MAX} in one feedback"
         raise ApiError(422, "too_many_sessions", message, "msg_ids")
     try:
         events = _events(request, caller, clock, turns)
     except ValidationError as error:
         raise refusal_of(error, FeedbackRequest) from None
-    _check_size(events, copies, body_bytes, bounds)
+    _check_size(events, copies, body_bytes)
     return events
 
 
@@ -138,16 +139,15 @@ def _field_of(event: Feedback, source: str) -> str:
     return "label" if event.label is not None else "value" if event.rating is None else "rating"
 
 
-def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int, bounds: FeedbackSettings) -> None:
+def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int) -> None:
     if len(events) * copies == 1:
         return
-    allowed = round(max(body_bytes, _BODY_BYTES_MIN) * bounds.growth_max)
+    allowed = round(max(body_bytes, _BODY_BYTES_MIN) * GROWTH_MAX)
     size = copies * sum(len(event.to_json()) + _HEADERS_BYTES for event in events)
     if size > allowed:
         message = (
             f"a copy for each of {len(events) * copies} {'sessions' if copies == 1 else 'partitions'} would be {size} "
-            f"bytes, gateway.feedback.growth_max allows "
-            f"{allowed}; send comment and context in a feedback for each session"
+            f"bytes, more than the {allowed} allowed; send comment and context in a feedback for each session"
         )
         raise ApiError(413, "feedback_too_large", message, "context")
 

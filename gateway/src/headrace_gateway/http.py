@@ -45,6 +45,9 @@ from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.settings.source_values import SourceValues
 
+_PARSE_THREADS = 2
+"""Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -77,7 +80,7 @@ def application(parts: Parts) -> ASGIApp:
     captured = parts.captured or CapturedTurns(parts.settings.capture.references_bytes_max)
     upstream = parts.settings.upstream
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, upstream, parts.clock, captured)
-    workers, recent = WorkerThreads(parts.settings.parse_threads), RecentTurns(parts.signals_of)
+    workers, recent = WorkerThreads(_PARSE_THREADS), RecentTurns(parts.signals_of)
     repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
     memories = (recent, repeated, captured, MessageMemory())
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
@@ -90,7 +93,6 @@ def application(parts: Parts) -> ASGIApp:
         parts.admission,
         sticky_versions,
         parts.clock,
-        parts.settings.feedback,
         workers,
         recent,
         parts.known_models,

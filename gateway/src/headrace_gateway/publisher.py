@@ -22,6 +22,9 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import TRIES, is_fatal, reason_of
 from headrace_schemas import EVENTS, Event, Feedback, SessionEnd
 
+DRAIN_BATCH = 200
+"""Spooled events that are sent to the bus at one time."""
+
 log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
@@ -171,7 +174,7 @@ class Publisher:
             if self._producer is not producer:
                 raise Unavailable("the connection was given up, with what it had not yet sent")
             while self._spool.events:
-                batch = await self._spool.oldest(self._settings.drain_batch)
+                batch = await self._spool.oldest(DRAIN_BATCH)
                 if not batch:  # still on its way to the disk
                     await asyncio.sleep(0.01)
                     continue

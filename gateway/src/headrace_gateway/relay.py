@@ -28,6 +28,9 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.worker_threads import run_off_loop
 from headrace_schemas.events.routing import PROMPT
 
+_ERRORS_MAX = 3
+"""Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
+
 log = get_logger(__name__)
 
 
@@ -62,7 +65,7 @@ class _RetryBudget:
             self.avoid |= {replica_id}
         if failure.trouble == "error":
             self._errors += 1
-        if self._errors >= self._settings.errors_max:
+        if self._errors >= _ERRORS_MAX:
             raise ApiError(502, "engine_error", "the engine failed at this request repeatedly; its log says why")
 
 

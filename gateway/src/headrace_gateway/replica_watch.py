@@ -14,6 +14,9 @@ from headrace_gateway.settings import UpstreamSettings
 from headrace_runtime.clock import Clock
 from headrace_runtime.process.logs import get_logger
 
+PROBE_AFTER_S = 2.0
+"""Silence of a replica after which its health is checked (`GET /health`)."""
+
 log = get_logger(__name__)
 _TICK_S = 0.25
 _ATTEMPTS = 2
@@ -33,7 +36,7 @@ class ReplicaWatch:
         """Probe idle replicas and cut hanging calls, until the owner cancels this."""
         async with asyncio.TaskGroup() as asking:
             while True:
-                for member in self._replica_set.members_to_probe(self._settings.probe_after_s):
+                for member in self._replica_set.members_to_probe(PROBE_AFTER_S):
                     asking.create_task(self._ask(member))
                 for member in self._replica_set.hanging():
                     self._cut(member)

@@ -17,7 +17,6 @@ from headrace_gateway.ingest import Lookup, check, nothing_known, trajectory_of
 from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse
-from headrace_gateway.settings import FeedbackSettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_runtime.clock import Clock
 from headrace_runtime.kafka.topics import catalogue
@@ -41,7 +40,6 @@ class SessionsApi:
     admission: Admission
     sticky_versions: StickyVersions
     clock: Clock
-    bounds: FeedbackSettings
     workers: WorkerThreads
     recent: RecentTurns
     known_models: Lookup = nothing_known
@@ -139,7 +137,7 @@ class SessionsApi:
         return {} if teaching is None else teaching.fields()
 
     def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:
-        events = events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
+        events = events_of(request, admitted.caller, self.clock, len(admitted.body), copies=copies)
         check_values_of(events[0], self.values)
         return events
 

@@ -91,21 +91,6 @@ class CaptureSettings(Section):
     them contains the rest only (`extends`), and a replica that did not answer them, or was restarted, continues
     their exact tokens. The tenant with most bytes forgets its least recently used session first, and the next turn of
     that session is whole. 0: every turn is whole, for readers of `turns` that do not resolve references."""
-    drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
-    """Spooled events that are sent to the bus at one time."""
-    undelivered_wait_s: Positive = 10.0
-    """How long a response is still generated, to be captured as undelivered, after its client has gone."""
-
-
-class FeedbackSettings(Section):
-    """Bounds of one feedback, which becomes an event for each session that it lists turns of."""
-
-    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
-
-    sessions_max: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
-    growth_max: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 9.0
-    """Bytes of events that each byte of a request (of at least 1 KiB) for several sessions may become; else 413."""
 
 
 class UpstreamSettings(Section):
@@ -119,18 +104,11 @@ class UpstreamSettings(Section):
     """How long one request may take altogether."""
     connect_timeout_s: Positive = 2.0
     """How long connecting to a replica may take."""
-    probe_after_s: Positive = 2.0
-    """Silence of a replica after which its health is checked (`GET /health`)."""
     probe_timeout_s: Positive = 2.0
-    """How long that check may take. After two failed checks the replica hangs, and its calls move to another one."""
+    """How long a check of a silent replica's health may take. After two failed checks the replica hangs, and its calls
+    move to another one."""
     stall_timeout_s: Positive = 60.0
     """How long a replica that has begun to answer may be silent before its work is moved to another."""
-    errors_max: Annotated[int, Field(ge=1)] = 3
-    """Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
-    connections_max: Annotated[int, Field(ge=1)] = 4096
-    """Connections to all replicas together; no fewer than `limits_total.concurrency`, or calls wait for one another."""
-    response_bytes_max: Annotated[int, Field(ge=65536)] = 67_108_864
-    """Largest response, or event of a stream, that a replica may send."""
 
 
 class StickySettings(Section):
@@ -138,8 +116,6 @@ class StickySettings(Section):
 
     idle_s: Positive = 300.0
     """A session without a call for this long gets the current version at its next one."""
-    sessions_max: Annotated[int, Field(ge=1)] = 100_000
-    """Sessions remembered. Beyond it the tenant with the most sessions forgets the one that was idle longest."""
 
 
 class GatewaySettings(ServiceSettings):
@@ -165,8 +141,6 @@ class GatewaySettings(ServiceSettings):
     """Where keys belong to several tenants, the part of `limits_total` that one of them alone may use."""
     json_values_max: Annotated[int, Field(ge=1024)] = 32_768
     """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
-    parse_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest accepted `n` of a request."""
     model_aliases: dict[str, str] = Field(default={})
@@ -194,7 +168,6 @@ class GatewaySettings(ServiceSettings):
     """Part of a replica's places in use from which on calls with purpose `shadow` are refused with 429: users go
     first."""
     capture: CaptureSettings = CaptureSettings()
-    feedback: FeedbackSettings = FeedbackSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     sticky: StickySettings = StickySettings()
 

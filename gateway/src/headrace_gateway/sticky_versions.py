@@ -9,6 +9,9 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import UnitAssignment
 
+_SESSIONS_MAX = 100_000
+"""Sessions remembered. Beyond it the tenant with the most sessions forgets the one that was idle longest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
@@ -26,7 +29,7 @@ class StickyVersions:
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._pins: TenantMemory[str, dict[str, tuple[Pin, float]]] = TenantMemory(settings.sessions_max)
+        self._pins: TenantMemory[str, dict[str, tuple[Pin, float]]] = TenantMemory(_SESSIONS_MAX)
         """By tenant and session key, then by model: the pin and when it was last used. A session key reaches us inside
         response ids, which any tenant may name."""
 

@@ -339,10 +339,12 @@ async def test_a_client_that_goes_away_leaves_an_undelivered_turn(tmp_path: Path
             assert len(turn.choices[0].token_ids) == LENGTH
 
 
-async def test_a_client_that_went_away_does_not_hold_the_engine_for_long(tmp_path: Path) -> None:
+async def test_a_client_that_went_away_does_not_hold_the_engine_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_gateway.chat.UNDELIVERED_WAIT_S", 0.1)
     replica = FakeReplica(faults=[Fault(stall_after=0)])
-    capture = {"undelivered_wait_s": 0.1}
-    async with replica.running(), gateway(tmp_path, replica, capture=capture) as served:
+    async with replica.running(), gateway(tmp_path, replica) as served:
         calling = asyncio.create_task(served.chat())
         await until(lambda: replica.requests)
         calling.cancel()

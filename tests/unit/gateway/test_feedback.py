@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.feedback import events_of, turns_by_session
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.settings import FeedbackSettings, LimitSettings
+from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.values import ids
@@ -53,7 +54,8 @@ def said(growth_max: float, body_bytes: int, sessions: int = 4, **fields: Any) -
     turns = tuple(ids.response_id(ids.session_key("t", str(number))) for number in range(sessions))
     request = FeedbackRequest(msg_ids=turns, value=1, feedback_id="f", **fields)
     caller = Caller("k", "k", "t", ALL_SCOPES, None, LimitSettings())
-    return events_of(request, caller, ManualClock(), FeedbackSettings(growth_max=growth_max), body_bytes)
+    with mock.patch("headrace_gateway.feedback.GROWTH_MAX", growth_max):
+        return events_of(request, caller, ManualClock(), body_bytes)
 
 
 def test_copies_may_be_as_large_as_allowed_to_the_byte() -> None:

@@ -332,7 +332,6 @@ def test_what_is_enough_is_left_alone(given_descriptors: list[int], soft: int) -
     assert given_descriptors == [soft, resource.RLIM_INFINITY]
 
 
-def test_one_caller_may_not_take_all_places_and_replicas_have_connections_for_all() -> None:
+def test_one_caller_may_not_take_all_places() -> None:
     settings = GatewaySettings()
     assert settings.limits_per_key.concurrency < settings.limits_total.concurrency
-    assert settings.upstream.connections_max >= settings.limits_total.concurrency

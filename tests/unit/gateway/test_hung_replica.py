@@ -13,7 +13,14 @@ from headrace_gateway.settings import UpstreamSettings
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, until
 
-UPSTREAM = UpstreamSettings(hold_s=20, probe_after_s=0.2, probe_timeout_s=0.1, stall_timeout_s=60)
+UPSTREAM = UpstreamSettings(hold_s=20, probe_timeout_s=0.1, stall_timeout_s=60)
+
+
+@pytest.fixture(autouse=True)
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_gateway.replica_watch.PROBE_AFTER_S", 0.2)
+
+
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 
 

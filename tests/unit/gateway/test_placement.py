@@ -36,7 +36,7 @@ class Rig:
         self.history_read = True
         self.replica_set = ReplicaSet(self.clock, lambda: self.history_read)
         self.catalog = ModelCatalog({}, lambda: True, self.replica_set.changed)
-        self.sticky_versions = StickyVersions(StickySettings(idle_s=60, sessions_max=100), self.clock)
+        self.sticky_versions = StickyVersions(StickySettings(idle_s=60), self.clock)
         self.placement = Placement(self.catalog, self.sticky_versions, self.replica_set)
         for replica_id, versions in replicas.items():
             self.beat(replica_id, *versions)
@@ -137,7 +137,8 @@ def test_an_ended_session_starts_anew() -> None:
     assert rig.place()[0] == V2
 
 
-def test_the_number_of_pins_is_bounded() -> None:
+def test_the_number_of_pins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_gateway.sticky_versions._SESSIONS_MAX", 100)
     rig = Rig(a=(V1,))
     rig.route(V1, 1)
     for number in range(150):
@@ -145,7 +146,8 @@ def test_the_number_of_pins_is_bounded() -> None:
     assert len(rig.sticky_versions) == 100
 
 
-def test_sessions_of_a_tenant_unpin_none_of_another() -> None:
+def test_sessions_of_a_tenant_unpin_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_gateway.sticky_versions._SESSIONS_MAX", 100)
     rig = Rig(a=(V1,))
     rig.route(V1, 1)
     rig.place("modest")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,12 +30,13 @@ def end(number: int) -> SessionEnd:
 
 @contextlib.asynccontextmanager
 async def publishing(folder: Path, bus: ListBus, **settings: float) -> AsyncIterator[Publisher]:
-    capture = CaptureSettings.model_validate({"bus_wait_s": 0.05, "drain_batch": 7, **settings})
+    capture = CaptureSettings.model_validate({"bus_wait_s": 0.05, **settings})
     blobs = BlobStore((folder / "blobs").as_uri())
-    async with Spool(folder / "spool", capture.spool_bytes_max) as spool:
-        publisher = Publisher(lambda: ListProducer(bus, blobs), spool, capture, send_timeout_s=0.3)
-        async with running(publisher):
-            yield publisher
+    with mock.patch("headrace_gateway.publisher.DRAIN_BATCH", 7):
+        async with Spool(folder / "spool", capture.spool_bytes_max) as spool:
+            publisher = Publisher(lambda: ListProducer(bus, blobs), spool, capture, send_timeout_s=0.3)
+            async with running(publisher):
+                yield publisher
 
 
 async def test_with_the_bus_there_nothing_touches_the_disk(tmp_path: Path) -> None:

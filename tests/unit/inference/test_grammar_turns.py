@@ -14,6 +14,7 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.errors import Overloaded
+from headrace_inference.grammar import compiler
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.grammar.turns import Turns
@@ -27,7 +28,9 @@ from tests.unit.inference.test_grammars import compile_form, json_form
 async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=0.1, waiting_max=1))
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(compiler, "WAITING_MAX", 1)
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     go_on = threading.Event()
     compiled = grammars._guide
 
@@ -56,8 +59,11 @@ SLOW_FACTORS: list[Json] = [{"type": "integer", "multipleOf": factor} for factor
 """The library takes minutes to compile these together, and counts none of it as fuel."""
 
 
-async def test_a_schema_that_takes_too_long_holds_no_thread(tokenizer: ChatTokenizer) -> None:
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=3.0))
+async def test_a_schema_that_takes_too_long_holds_no_thread(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 3.0)
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     slow = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"allOf": SLOW_FACTORS}), tenant="greedy"))
     await asyncio.sleep(0.05)
     others = [

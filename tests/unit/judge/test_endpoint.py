@@ -100,12 +100,15 @@ async def test_an_answer_in_another_encoding_is_not_decoded(llm: FakeLLM, encodi
     assert str(raised.value).isprintable()
 
 
-async def test_a_compressed_answer_is_bounded_by_its_decoded_size(llm: FakeLLM) -> None:
+async def test_a_compressed_answer_is_bounded_by_its_decoded_size(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm.then(partial(_answer, Reply(raw=gzip.compress(bytes(100_000_000)), headers={"Content-Encoding": "gzip"})))
     tracemalloc.start()
     try:
+        monkeypatch.setattr("headrace_judge.endpoint.RESPONSE_BYTES_MAX", 2048)
         with pytest.raises(CallRefused, match="longer than 2048 bytes"):
-            await complete(llm, response_bytes_max=2048, timeout_s=30.0)
+            await complete(llm, timeout_s=30.0)
         assert tracemalloc.get_traced_memory()[1] < 90_000_000
     finally:
         tracemalloc.stop()
@@ -164,11 +167,16 @@ async def test_a_refusal_is_seen(llm: FakeLLM, message: fake_llm.Behaviour) -> N
     ],
 )
 async def test_trouble_has_a_name(
-    llm: FakeLLM, behaviour: fake_llm.Behaviour, error: type[Exception], billed: bool | None
+    llm: FakeLLM,
+    behaviour: fake_llm.Behaviour,
+    error: type[Exception],
+    billed: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm.then(behaviour)
+    monkeypatch.setattr("headrace_judge.endpoint.RESPONSE_BYTES_MAX", 2048)
     with pytest.raises(error) as raised:
-        await complete(llm, response_bytes_max=2048)
+        await complete(llm)
     assert "private" not in str(raised.value)
     if isinstance(raised.value, EndpointAway):
         assert raised.value.billed is billed

@@ -242,9 +242,10 @@ async def test_poison_is_dead_lettered_and_nothing_else_is_lost(llm: FakeLLM, da
     assert reasons == ["invalid_json", "invalid_event", "empty_value"]
 
 
-async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path) -> None:
+async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = trajectory("silent", messages=said(("user", "Hello?")))
-    async with judge(settings(llm, sample_rate=0.5, queue_max=2), data_dir) as rig:
+    monkeypatch.setattr("headrace_judge.trajectory_handler.QUEUE_MAX", 2)
+    async with judge(settings(llm, sample_rate=0.5), data_dir) as rig:
         await rig.stop()
         selected = [name for name in (f"t{n}" for n in range(20)) if sampled(name, 0.5)][:3]
         skipped = next(name for name in (f"t{n}" for n in range(20)) if not sampled(name, 0.5))
@@ -256,7 +257,7 @@ async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path) -> None:
     assert {outcome for outcome, _ in reasons.values()} == {"abstained"}
     assert "no message or call of the model" in str(reasons["silent"])
     assert "judge.sample_rate = 0.5" in str(reasons[skipped])
-    assert "judge.queue_max = 2" in str(reasons[selected[2]])
+    assert "the queue is full (2 jobs)" in str(reasons[selected[2]])
     assert set(reasons) == {"silent", skipped, selected[2]}
 
 

@@ -181,9 +181,12 @@ async def test_a_run_stays_while_a_pair_of_it_is_undecided(
         assert [await rig.bench.count(table) for table in ("contests", "contestants", "pairs")] == [0] * 3
 
 
-async def test_pairs_per_task_are_limited(llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]) -> None:
+async def test_pairs_per_task_are_limited(
+    llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_judge.pairwise.PAIRS_PER_TASK_MAX", 3)
     llm.usual = fake_llm.answer(by_number)
-    async with judge(paired(pairs={"pairs_per_task_max": 3}), data_dir) as rig:
+    async with judge(paired(), data_dir) as rig:
         await rig.bench.deliver(*(run(f"r{number}", number) for number in range(4)))
         await rig.idle()
         assert await rig.bench.count("pairs") == 3
@@ -192,7 +195,7 @@ async def test_pairs_per_task_are_limited(llm: FakeLLM, data_dir: Path, paired: 
         rewards = last(rig)
     assert len(llm.calls) == 6
     assert {name: reward.value for name, reward in rewards.items()} == {"r0": 0.0, "r1": 0.5, "r2": 1.0, "r3": None}
-    assert rewards["r3"].reason == "its task had all its pairs already (judge.pairs.pairs_per_task_max = 3)"
+    assert rewards["r3"].reason == "its task had all its pairs already (3)"
 
 
 async def test_a_pair_that_cannot_be_decided_leaves_the_others_standing(

@@ -191,7 +191,7 @@ async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> N
         await rig.lease.acquire()
         await under_way(rig, 2)
         await rig.ticks(1)
-        assert len(list(folder.iterdir())) == 2, "reports_kept_max"
+        assert len(list(folder.iterdir())) == 2, "the newest reports stay"
     finally:
         await rig.database.close()
 

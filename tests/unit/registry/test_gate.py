@@ -39,7 +39,7 @@ print(json.dumps({"gate": ["a", "b"], "audit": ["c"], "note": "extra fields are 
 
 def gate(code: str, *arguments: str, silence_s: float = 20.0) -> Gate:
     command = (sys.executable, "-S", "-c", code, *arguments)
-    return Gate(GateSettings(command=command, base_url="http://g/v1", silence_s=silence_s, output_bytes_max=2000))
+    return Gate(GateSettings(command=command, base_url="http://g/v1", silence_s=silence_s))
 
 
 async def score(program: Gate) -> float:
@@ -91,11 +91,12 @@ ANSWER = NAMED + "asked = json.loads(sys.stdin.readline())\n"
             ANSWER + "asked['seed'] += 1; print(json.dumps(asked | {'score': 1}), flush=True)",
             "line 2 .*not requested: 'a'",
         ),
-        (ANSWER + "print('x' * 5000, flush=True)", r"gate\.output_bytes_max = 2000"),
+        (ANSWER + "print('x' * 5000, flush=True)", r"printed more than 2000 bytes"),
         (ANSWER + "print('{\"version', end='', flush=True)", "line 2 of its output is not"),
     ],
 )
-async def test_gate_failure_has_a_reason(code: str, message: str) -> None:
+async def test_gate_failure_has_a_reason(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_registry.gate.gate.OUTPUT_BYTES_MAX", 2000)
     with pytest.raises(GateFailed, match=message):
         await score(gate(code))
 

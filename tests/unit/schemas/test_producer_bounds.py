@@ -30,8 +30,8 @@ from headrace_schemas.events.checkpoint import LISTED_MAX
 from headrace_schemas.events.model_event import STATISTICS_MAX
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX
+from headrace_scorer.feedback_rewards import CORRECTIONS_MAX
 from headrace_scorer.reward_policy import PARTS_MAX
-from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.batches.summary import VALUES_MAX
 from headrace_trainer.settings import MemorySettings
 
@@ -67,8 +67,8 @@ PRODUCERS = {
     "Experience.parts": PARTS_MAX,
     "Experience.parts_left_out": ISOLATED,
     "Experience.turn_rewards": COMPLETIONS,
-    "Experience.edits": upper_bound(ScorerSettings, "corrections_max"),
-    "Experience.preferences": 2 * upper_bound(ScorerSettings, "corrections_max"),
+    "Experience.edits": CORRECTIONS_MAX,
+    "Experience.preferences": 2 * CORRECTIONS_MAX,
     "Feedback.msg_ids": upper_bound(FeedbackRequest, "msg_ids"),
     "Feedback.parts": upper_bound(FeedbackRequest, "parts"),
     "Feedback.context": upper_bound(FeedbackRequest, "context"),

@@ -141,7 +141,7 @@ def test_of_many_edits_the_newest_count_and_come_back() -> None:
     raters = [edit(ONE, text=name, rater=name) for name in "abc"]
     edits = list(entries(*raters, most=2).values())
     assert [entry.outcome for entry in edits] == ["withdrawn", "given", "given"]
-    assert edits[0].reason == "there are more of them than scorer.corrections_max, and this one is among the oldest"
+    assert edits[0].reason == "there are more of them than count, and this one is among the oldest"
     withdrawal = feedback("s", ONE, value=None, withdrawn=True, kind="edit", rater="c", comment="sorry")
     edits = list(entries(*raters, withdrawal, most=2).values())
     assert [(entry.outcome, entry.reason) for entry in edits] == [

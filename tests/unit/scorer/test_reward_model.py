@@ -261,9 +261,14 @@ class LearnedRig(Rig):
         }
 
 
+@pytest.fixture(autouse=True)
+def _refit_after_each_thumb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_scorer.learned.refitting.REFIT_SHARE", 0.0)
+
+
 @contextlib.asynccontextmanager
 async def learning(url: str, data_dir: Path, *functions: Any, **settings: Any) -> AsyncIterator[LearnedRig]:
-    learned_settings = {"model": "thumbs", "thumbs_min": 20, "refit_share": 0.0, **settings.pop("learned", {})}
+    learned_settings = {"model": "thumbs", "thumbs_min": 20, **settings.pop("learned", {})}
     weights = {"function:*": 0.0, "*": 1.0}
     chosen = ScorerSettings.model_validate(
         {"learned": learned_settings, "weights": weights, "reward_wait_s": 60.0, **settings}
@@ -370,8 +375,11 @@ async def test_a_tenant_learns_from_its_own_people_alone(database_url: str, data
             assert await rig.learned.fitted(tx, "other") is not None
 
 
-async def test_what_is_said_of_a_run_is_revised_when_it_changes_enough(database_url: str, data_dir: Path) -> None:
-    async with learning(database_url, data_dir, quality, learned={"change_min": 1.0}) as rig:
+async def test_what_is_said_of_a_run_is_revised_when_it_changes_enough(
+    database_url: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_scorer.learned.source.CHANGE_MIN", 1.0)
+    async with learning(database_url, data_dir, quality) as rig:
         runs = [run(number) for number in range(24)]
         await rig.deliver(*runs)
         await rig.deliver(*(thumb(item, float(int(item.session_id) % 2 == 0)) for item in runs))

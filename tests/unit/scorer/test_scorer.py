@@ -253,9 +253,10 @@ async def test_another_tenant_has_no_say(open_scorer: Open) -> None:
         assert rig.experiences() == [(0, 0, None, "no_reward")]
 
 
-async def test_too_many_sources_are_dead_lettered(open_scorer: Open) -> None:
+async def test_too_many_sources_are_dead_lettered(open_scorer: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     trajectory = closed()
-    async with open_scorer(sources_max=2) as rig:
+    monkeypatch.setattr("headrace_scorer.handlers.SOURCES_MAX", 2)
+    async with open_scorer() as rig:
         await rig.deliver(trajectory)
         await rig.deliver(*(reward(trajectory, f"source-{n}") for n in range(3)))
         assert [letter.reason for letter in rig.stream.sent(DeadLetter)] == ["too_many_sources"]

@@ -198,10 +198,11 @@ def test_a_finished_step_is_taken_over_and_not_taken_again(
 
 
 def test_a_trinity_that_never_takes_a_step_is_a_loss_with_its_last_words(
-    base: Path, tmp_path: Path, learners: list[TrinityLearner]
+    base: Path, tmp_path: Path, learners: list[TrinityLearner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headrace_trainer.trinity_learner.learner.JOBS_MAX", 2)
     words = [sys.executable, "-c", "print('no GPU here')"]
-    settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words, "attempts": 2})
+    settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words})
     trinity_learner = TrinityLearner.open(base, settings)
     before = trinity_learner.freeze()
     with pytest.raises(LearnerLost, match=r"2 jobs[\s\S]*no GPU here"):

@@ -38,6 +38,22 @@ from headrace_schemas import Replica
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.values.base import utcnow
 
+_PROMPT_MEMORY_TOKENS_MAX = 4_194_304
+"""Token ids of past prompts and answers that are remembered, so that a conversation continues with its exact
+tokens."""
+_PREPARE_THREADS = 2
+"""Threads that parse and tokenize requests beside the event loop. One more thread handles requests over 256 KiB."""
+_PROMPT_BYTES_MAX = 1_048_576
+"""Largest prompt in bytes of text, template and tools included, that is tokenized. It is more than any context
+holds."""
+_TEMPLATE_TIMEOUT_S = 10.0
+"""Seconds that the chat template may take for the messages of one request."""
+_JSON_VALUES_MAX = 32_768
+"""Largest number of values in the JSON of a request body, counted by commas and brackets outside of strings. It
+determines the cost of parsing."""
+_STOP_TIMEOUT_S = 20.0
+"""Seconds that a clean stop waits for the requests in flight."""
+
 log = get_logger(__name__)
 SERVICE = "inference"
 _SWITCH_INTERVAL_S = 0.0005
@@ -83,7 +99,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         stack.push_async_callback(fleet.close)
         refuse = DeadLetterSender(SERVICE, producer, common.data_dir / "inference")
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
-        worker_threads = WorkerThreads(settings.prepare_threads, _INLINE_BYTES)
+        worker_threads = WorkerThreads(_PREPARE_THREADS, _INLINE_BYTES)
         stack.callback(worker_threads.close)
         application = _api(common, settings, fleet, engine, worker_threads, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
@@ -106,7 +122,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
                 tasks.create_task(announcer.run())
                 tasks.create_task(_watch(engine))
         finally:
-            await _leave(announcer, engine, settings.stop_timeout_s)
+            await _leave(announcer, engine, _STOP_TIMEOUT_S)
 
 
 async def _watch(engine: Engine) -> None:
@@ -136,10 +152,10 @@ def _api(
     parsers: Parsers,
     grammars: GrammarCompiler,
 ) -> Api:
-    prompts = ExactPrompts(settings.prompt_memory_tokens_max, parsers)
-    rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
+    prompts = ExactPrompts(_PROMPT_MEMORY_TOKENS_MAX, parsers)
+    rendering = RenderLimits(_PROMPT_BYTES_MAX, _TEMPLATE_TIMEOUT_S)
     completions = Completions(engine, prompts, parsers, worker_threads, grammars, rendering)
-    limits = RequestBounds(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
+    limits = RequestBounds(settings.body_bytes_max, settings.choices_max, _JSON_VALUES_MAX)
     return Api(common, fleet, completions, limits, worker_threads)
 
 

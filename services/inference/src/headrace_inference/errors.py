@@ -40,13 +40,13 @@ class ContextLengthExceeded(Refused):
 
 
 class PromptTooLarge(Refused):
-    """The text of the prompt is larger than `inference.prompt_bytes_max`. This is checked before it is tokenized."""
+    """The text of the prompt is larger than the bound. This is checked before it is tokenized."""
 
     def __init__(self, bytes_max: int) -> None:
         super().__init__(
             413,
             "prompt_too_large",
-            f"messages and tools make a prompt of more than {bytes_max} bytes (inference.prompt_bytes_max); send less",
+            f"messages and tools make a prompt of more than {bytes_max} bytes; send less",
             "messages",
         )
 

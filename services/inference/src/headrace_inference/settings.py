@@ -86,29 +86,14 @@ class InferenceSettings(ServiceSettings):
     time. In this time the version also takes over streams of replicas that die."""
     retry_s: Seconds = 2.0
     """Pause before a version is fetched again after the blob store was unavailable."""
-    stop_timeout_s: Annotated[float, Field(ge=0)] = 20.0
-    """Seconds that a clean stop waits for the requests in flight."""
     body_bytes_max: Positive = 16_777_216
     """Largest request body."""
-    json_values_max: Annotated[int, Field(ge=1024)] = 32_768
-    """Largest number of values in the JSON of a request body, counted by commas and brackets outside of strings. It
-    determines the cost of parsing."""
-    prompt_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
-    """Largest prompt in bytes of text, template and tools included, that is tokenized. It is more than any context
-    holds."""
-    template_timeout_s: Seconds = 10.0
-    """Seconds that the chat template may take for the messages of one request."""
-    prepare_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that parse and tokenize requests beside the event loop. One more thread handles requests over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` of a request."""
     tool_parser: Annotated[str, NameIn(TOOL_PARSERS)] = "hermes"
     """Parser of tool calls: `hermes` reads `<tool_call>{json}</tool_call>`, and `vllm:NAME` is a parser of vLLM."""
     reasoning_parser: Annotated[str, NameIn(REASONING_PARSERS)] = "think"
     """Parser of reasoning: `think` reads `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
-    prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
-    """Token ids of past prompts and answers that are remembered, so that a conversation continues with its exact
-    tokens."""
     grammar: GrammarSettings = GrammarSettings()
 
     @classmethod

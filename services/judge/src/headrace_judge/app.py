@@ -32,6 +32,9 @@ from headrace_runtime.stream.processor import Processor, ProcessorLimits, Unfini
 from headrace_runtime.stream.stream_service import StreamService, Timer
 from headrace_schemas import Event, Reward
 
+_CACHE_DAYS = 30.0
+"""Days for which verdicts are cached."""
+
 _DEADLINES_S = 1.0
 _DEADLINES_AT_ONCE_MAX = 50
 _UPKEEP_S = 10.0
@@ -93,7 +96,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
     async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        more = await tables.prune(tx, now, timedelta(days=settings.cache_days))
+        more = await tables.prune(tx, now, timedelta(days=_CACHE_DAYS))
         await budget.prune(tx, now)
         await jobs.count(tx, VERDICT_JOB)
         for setting, left in (await budget.left(tx, now)).items():

@@ -20,6 +20,9 @@ from headrace_schemas.values.errors import redacted
 from headrace_schemas.values.ids import key_of_response, uuid7
 from headrace_schemas.values.text import printable, storable
 
+RESPONSE_BYTES_MAX = 1_048_576
+"""Largest response. Longer ones are refused."""
+
 OWN_SESSIONS = "headrace-judge-"
 """Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""
 _QUOTED_BYTES_MAX = 1024
@@ -180,8 +183,8 @@ class Endpoint:
                 raise EndpointAway(problem, billed=True)
             async for chunk in response.aiter_bytes():
                 content += chunk
-                if len(content) > self._settings.response_bytes_max:
-                    raise CallRefused(f"the response is longer than {self._settings.response_bytes_max} bytes")
+                if len(content) > RESPONSE_BYTES_MAX:
+                    raise CallRefused(f"the response is longer than {RESPONSE_BYTES_MAX} bytes")
         return response.status_code, response.headers, bytes(content)
 
     def _read(self, status: int, headers: httpx2.Headers, content: bytes) -> Completion:

@@ -25,6 +25,9 @@ from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import derived_id
 from headrace_schemas.values.text import printable
 
+PAIRS_PER_TASK_MAX = 28
+"""Pairs that are judged per task within one window, with two calls each. 28 are all pairs of 8 runs."""
+
 
 class PairwiseComparisons:
     """Contests in the database. All methods run in the caller's transaction."""
@@ -33,7 +36,7 @@ class PairwiseComparisons:
         self._jobs = jobs
         self._wait = timedelta(seconds=settings.wait_s)
         self._window = timedelta(seconds=settings.window_s)
-        self._pairs_max = settings.pairs_per_task_max
+        self._pairs_max = PAIRS_PER_TASK_MAX
 
     async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
         """Add a run to its contest, and queue pairs with the present runs. Later runs will be paired with it.
@@ -118,7 +121,7 @@ class PairwiseComparisons:
         """Return the reason why a run has no pair."""
         other_runs = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
         if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(other_runs).limit(1)):
-            return f"its task had all its pairs already (judge.pairs.pairs_per_task_max = {self._pairs_max})"
+            return f"its task had all its pairs already ({self._pairs_max})"
         return f"no other run of its task arrived within {self._wait.total_seconds():g} s"
 
     async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:

@@ -69,8 +69,6 @@ class EndpointSettings(Section):
     """Further fields of the request, such as `reasoning_effort` or `max_completion_tokens`."""
     omit: tuple[Literal["temperature", "max_tokens"], ...] = ()
     """Fields that are not sent, because the endpoint does not accept them."""
-    response_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
-    """Largest response. Longer ones are refused."""
 
     @field_validator("extra")
     @classmethod
@@ -135,8 +133,6 @@ class PairSettings(Section):
     """Seconds that a run waits for another run of its task before it gets an abstention. A later run revises it."""
     window_s: Positive = 14_400.0
     """Seconds for which a run can be compared with later runs."""
-    pairs_per_task_max: Count = 28
-    """Pairs that are judged per task within one window, with two calls each. 28 are all pairs of 8 runs."""
 
     @field_validator("window_s")
     @classmethod
@@ -168,12 +164,8 @@ class JudgeSettings(ServiceSettings):
     """Whether to judge all evaluation trajectories, too. Otherwise they get no reward."""
     samples: Annotated[int, Field(ge=1, le=15)] = 1
     """Number of verdicts per question. Their median counts."""
-    queue_max: Count = 50_000
-    """Trajectories and pairs that may wait in the database. If the queue is full, the judge abstains."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
     """Seconds after the end of a judge until another one takes over its jobs."""
-    cache_days: Positive = 30.0
-    """Days for which verdicts are cached."""
     retry_s: Positive = 60.0
     """Seconds that the bus or the database may be unavailable before the process ends and is restarted."""
 

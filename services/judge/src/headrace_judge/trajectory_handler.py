@@ -20,6 +20,9 @@ from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import derived_id, tenant_name
 
+QUEUE_MAX = 50_000
+"""Trajectories and pairs that may wait in the database. If the queue is full, the judge abstains."""
+
 _TENANTS_MAX = 64
 
 
@@ -80,7 +83,7 @@ class TrajectoryHandler:
         if rubric.mode == "pair" and trajectory.task_id is None:
             return "the trajectory has no task_id, so there is nothing to compare it with"
         if await self._is_full(handling.tx, trajectory.tenant):
-            return f"the queue is full (judge.queue_max = {self._settings.queue_max})"
+            return f"the queue is full ({QUEUE_MAX} jobs)"
         SHORTENED.labels(rubric.source).inc(run.shortened)
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
         case = Case(subject=subject, run=run)
@@ -99,7 +102,7 @@ class TrajectoryHandler:
         A queue that is full of other tenants' jobs still accepts the tenant's part. The queue is counted once per
         transaction; jobs that this transaction adds are counted in memory.
         """
-        queue_max = self._settings.queue_max
+        queue_max = QUEUE_MAX
         if tx is not self._counted_in:
             self._counted_in = tx
             self._waiting = await self._jobs.count(tx, VERDICT_JOB, 2 * queue_max)

@@ -38,6 +38,10 @@ from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 
+_REPORTS_KEPT_MAX = 200
+"""Number of charts that are stored under `registry/rollouts` of the data directory, one for each step of a rollout;
+the oldest are deleted. Needs matplotlib."""
+
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
 _STORAGE_LIMIT_INTERVAL_S = 30.0
@@ -99,7 +103,7 @@ class _Registry:
             key = common.security.internal_key.get_secret_value()
             shadow = settings.rollout.shadow
             answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
-        reports = ReportWriter(common.data_dir / "registry" / "rollouts", settings.rollout.reports_kept_max)
+        reports = ReportWriter(common.data_dir / "registry" / "rollouts", _REPORTS_KEPT_MAX)
         self._model_controller = ModelController(
             self._processor,
             self._lease,

@@ -74,8 +74,6 @@ class GateSettings(Section):
     as failed."""
     attempts: Annotated[int, Field(ge=1)] = 2
     """Number of runs that may fail (exit status, silence, wrong output) before the candidate is rejected."""
-    output_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864
-    """Bytes of output beyond which a run counts as failed."""
     ray: GateRaySettings = GateRaySettings()
 
     @property
@@ -108,8 +106,6 @@ class RegistrySettings(ServiceSettings):
     that."""
     poll_s: Positive = 1.0
     """Seconds between checks of deadlines; events and requests are handled at once."""
-    reconcile_s: Positive = 5.0
-    """Seconds for which the bus may have another routing than the database before it is published again."""
     served_max: Annotated[int, Field(ge=0, le=40)] = 4
     """Number of versions, over all models, that operators may serve besides champions and candidates. It must be less
     than `inference.versions_max`, so that trained versions find room. A routing holds 64 versions: up to 24 of them are
@@ -120,5 +116,7 @@ class RegistrySettings(ServiceSettings):
     """Bytes that the files of all versions may take. Beyond it the registry retires and removes trained versions that
     are not needed: first versions that never served, the oldest first. Manifests, labelled versions and two former
     champions of each model stay. Without a value: 4 GiB, or ten times the largest version if that is more."""
+    reconcile_s: Positive = 5.0
+    """Seconds for which the bus may have another routing than the database before it is published again."""
     retry_s: Positive = 60.0
     """Seconds that bus or database may be away before the process gives up and is restarted."""

@@ -191,7 +191,7 @@ def _preferences(feedback_set: FeedbackSet, answers: Collection[Answer], most: i
 
 
 def _withdrawn_entry(event: Feedback) -> FeedbackEntry:
-    too_many = "there are more of them than scorer.corrections_max, and this one is among the oldest"
+    too_many = "there are more of them than count, and this one is among the oldest"
     return FeedbackEntry("withdrawn", event.event_id, reason=event.comment if event.withdrawn else too_many)
 
 

@@ -16,6 +16,12 @@ from headrace_scorer.feedback_entries import EntryKey, FeedbackEntry, entries_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.settings import ScorerSettings
 
+CORRECTIONS_MAX = 128
+"""Largest number of edits of a trajectory that count, and of preferences. The newest count."""
+SOURCES_MAX = 64
+"""Largest number of sources per trajectory besides reward functions, judges and the reward model. Rewards of further
+sources are dead-lettered; sources of feedback are left out."""
+
 log = get_logger(__name__)
 _NAMED_MAX = 10
 
@@ -71,7 +77,7 @@ def revise(
         New revisions of rewards, to be published. Edits and preferences are only in the ledger.
     """
     answers = store.branch_answers(trajectory)
-    expected = entries_of(feedback_set, answers, settings.labels, settings.corrections_max)
+    expected = entries_of(feedback_set, answers, settings.labels, CORRECTIONS_MAX)
     present = entries.from_feedback
     changes: list[tuple[EntryKey, FeedbackEntry]] = [
         (key, FeedbackEntry("withdrawn", row["feedback_id"]))
@@ -81,7 +87,7 @@ def revise(
     sources = entries.open_sources
     left_out: set[str] = set()
     for key, entry in expected.items():
-        if key.kind == "reward" and len(sources | {key.source}) > settings.sources_max:
+        if key.kind == "reward" and len(sources | {key.source}) > SOURCES_MAX:
             left_out.add(key.source)
             continue
         if key not in present or _differs(present[key], entry):

@@ -19,6 +19,7 @@ from headrace_schemas.values.sources import owner_of
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
+from headrace_scorer.feedback_rewards import SOURCES_MAX
 from headrace_scorer.learned.store import store_thumbs
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
@@ -99,8 +100,8 @@ class Scorer:
         score = (await self.scores.open(handling.tx, [reward.trajectory_id])).get(reward.trajectory_id)
         if score is None or score.trajectory.tenant != reward.tenant:
             return []
-        if owner_of(reward.source) is None and len(score.entries.open_sources) > self.settings.sources_max:
-            limit = self.settings.sources_max
+        if owner_of(reward.source) is None and len(score.entries.open_sources) > SOURCES_MAX:
+            limit = SOURCES_MAX
             raise InvalidEvent(
                 "too_many_sources",
                 f"source = {reward.source!r}: the trajectory already has rewards of {limit} sources "

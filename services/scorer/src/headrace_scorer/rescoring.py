@@ -32,6 +32,7 @@ from headrace_scorer import feedback_matching, ledger, scores, store
 from headrace_scorer.answer_remarks import Corrections, source_reward
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet
+from headrace_scorer.feedback_rewards import CORRECTIONS_MAX, SOURCES_MAX
 from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
@@ -243,7 +244,7 @@ class Rescoring:
     ) -> list[Experience]:
         """Return one experience per branch. `computed` are the rewards of functions and of the reward model."""
         settings = self._settings
-        entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
+        entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, CORRECTIONS_MAX)
         rewards = {**self._bus_and_feedback_rewards(trajectory, entries), **computed}
         corrections = {key: entry.detail or "" for key, entry in entries.items() if entry.outcome == "given"}
         experiences = [
@@ -275,7 +276,7 @@ class Rescoring:
         recomputed = reward.source.startswith((_FUNCTION, PREFIX))
         if recomputed or (key in rewards and rewards[key].revision >= reward.revision):
             return
-        if key in rewards or len({other.source for other in rewards} | {reward.source}) <= self._settings.sources_max:
+        if key in rewards or len({other.source for other in rewards} | {reward.source}) <= SOURCES_MAX:
             rewards[key] = reward
 
     def _feedback_for(self, trajectory: Trajectory) -> FeedbackSet:

@@ -63,11 +63,6 @@ class ScorerSettings(ServiceSettings, SourceValues):
     unrewarded_branches: bool = False
     """Whether experiences without a reward contain their tokens, for algorithms that train without one
     (`on_policy_distill`). Such experiences are as large on the bus as the others."""
-    corrections_max: Annotated[int, Field(ge=1, le=128)] = 128
-    """Largest number of edits of a trajectory that count, and of preferences. The newest count."""
-    sources_max: Annotated[int, Field(ge=1, le=64)] = 64
-    """Largest number of sources per trajectory besides reward functions, judges and the reward model. Rewards of
-    further sources are dead-lettered; sources of feedback are left out."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0
     """Seconds for which a trajectory and its rewards are stored for revisions."""
     learned: LearnedSettings = LearnedSettings()

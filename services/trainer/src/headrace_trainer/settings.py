@@ -185,12 +185,6 @@ class MemorySettings(Section):
     window_experiences: Count = 20_000
     """Experiences remembered to recognise duplicates and revisions. Entries that could still change the weights stay
     longer."""
-    window_age_s: Positive = 2_592_000.0
-    """How long experiences are remembered; it should be as long as the topic retains them."""
-    baseline_tasks: Count = 4096
-    """Number of tasks with a baseline of their own; the least recently used one is removed first."""
-    baseline_runs: Count = 1024
-    """Runs whose share in the baselines is remembered, so that a later branch is not compared with its own run."""
     examples: Count = 64
     """Largest number of examples of one experience: its branch, its edits, and its sides of preferences. With more it
     is dropped."""

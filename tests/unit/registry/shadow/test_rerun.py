@@ -194,9 +194,15 @@ for line in sys.stdin:
         ("import sys\nwhile sys.stdin.readline():\n    pass", "no result within"),
     ],
 )
-async def test_tool_program_restarts_after_a_failed_call(tmp_path: Path, source: str, reason: str) -> None:
+async def test_tool_program_restarts_after_a_failed_call(
+    tmp_path: Path, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tools.py").write_text(source)
-    program = ToolProgram(_settings(tmp_path, tool_timeout_s=0.5 if reason == "no result within" else 30))
+    monkeypatch.setattr(
+        "headrace_registry.shadow.tool_program.TOOL_TIMEOUT_S", 0.5 if reason == "no result within" else 30
+    )
+    monkeypatch.setattr("headrace_registry.shadow.tool_program.TOOL_RESULT_BYTES_MAX", 1024)
+    program = ToolProgram(_settings(tmp_path))
     try:
         for _ in range(2):
             with pytest.raises(RerunFailed, match=reason):
@@ -207,7 +213,7 @@ async def test_tool_program_restarts_after_a_failed_call(tmp_path: Path, source:
 
 def _settings(folder: Path, **more: object) -> ShadowSettings:
     command = ("{python}", str(folder / "tools.py"))
-    fields = {"read_only_tools": ("today",), "tools_command": command, "tool_result_bytes_max": 1024, **more}
+    fields = {"read_only_tools": ("today",), "tools_command": command, **more}
     return ShadowSettings.model_validate(fields)
 
 

@@ -29,6 +29,20 @@ from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import TokenGrammar
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT
 
+_DEPTH_MAX = 48
+"""Deepest nesting of a JSON Schema. References (`$ref`) are not followed."""
+COMPILE_TIMEOUT_S = 5.0
+"""Seconds that the compilation of a new grammar may take: first on trial, in a process that is killed when it takes
+longer, then in the replica."""
+_THREADS = 1
+"""Threads that compile grammars beside the event loop."""
+WAITING_MAX = 32
+"""Grammars that may wait for a thread, shared equally by the tenants that wait; further requests get the error
+`overloaded`."""
+_CACHED_MAX = 256
+"""Compiled grammars in the cache. Beyond it the tenant with the most loses the one that it has not used for
+longest."""
+
 _TOKENIZERS_MAX = 8
 _REASON_LENGTH_MAX = 300
 _POLL_S = 0.05
@@ -99,11 +113,11 @@ class GrammarCompiler:
         self._parsers = parsers
         self._settings = settings
         self._text_pool = ThreadPoolExecutor(1, "grammar-text")
-        self._pool = ThreadPoolExecutor(settings.threads, "grammar")
-        self._turns: Turns[str] = Turns(settings.threads, settings.waiting_max)
+        self._pool = ThreadPoolExecutor(_THREADS, "grammar")
+        self._turns: Turns[str] = Turns(_THREADS, WAITING_MAX)
         self._trials = threading.local()
         self._lock = threading.Lock()
-        self._guides: TenantMemory[tuple[bytes, int, str], GrammarGuide] = TenantMemory(settings.cached)
+        self._guides: TenantMemory[tuple[bytes, int, str], GrammarGuide] = TenantMemory(_CACHED_MAX)
         """Each tenant has its own, so that none displaces those of others, or learns from the time what they use."""
         self._tokenizers: OrderedDict[tuple[bytes, int], LibraryVocabulary] = OrderedDict()
 
@@ -166,10 +180,10 @@ class GrammarCompiler:
 
     @property
     def _limit_s(self) -> float:
-        return self._settings.compile_timeout_s
+        return COMPILE_TIMEOUT_S
 
     def _too_slow(self, field: str) -> Refused:
-        message = f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
+        message = f"the schema takes longer than {self._limit_s:g} s to compile"
         return Refused(400, "schema_too_large", message, field)
 
     def _done(self, future: asyncio.Future[GrammarGuide]) -> None:
@@ -181,7 +195,7 @@ class GrammarCompiler:
 
     def _write(self, form: AnswerForm, tokenizer: ChatTokenizer, vocabulary: int, opened: bool) -> _Grammar:
         """Return the grammar of an answer form as text. Raises `Refused`."""
-        check_schemas(form, self._settings.depth_max)
+        check_schemas(form, _DEPTH_MAX)
         field, end_id = _field(form), tokenizer.eos_id
         if end_id is None or end_id >= vocabulary:
             message = f"{field}: the model has no token that ends an answer, so answers cannot be constrained"

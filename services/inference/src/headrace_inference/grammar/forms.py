@@ -177,7 +177,7 @@ def check_schemas(form: AnswerForm, depth_max: int) -> None:
     fields += [(f"tools.{number}", tool.function.parameters) for number, tool in enumerate(form.calls)]
     for field, schema in fields:
         if _is_deeper(schema, depth_max):
-            message = f"{field}: its schema is nested deeper than {depth_max} (inference.grammar.depth_max)"
+            message = f"{field}: its schema is nested deeper than {depth_max}"
             raise Refused(400, "schema_too_large", message, field)
         if _longest_literal(schema) > _LITERAL_LENGTH_MAX:
             message = (

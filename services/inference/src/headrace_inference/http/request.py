@@ -150,7 +150,7 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
             `values_max` JSON values.
     """
     if more_values_than(body, values_max):
-        message = f"the request body has more than {values_max} JSON values (inference.json_values_max)"
+        message = f"the request body has more than {values_max} JSON values"
         raise Refused(413, "too_many_values", message)
     try:
         request = ChatRequest.model_validate_json(body)

@@ -40,6 +40,9 @@ from headrace_runtime.stream.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
 from headrace_schemas.values.text import storable
 
+_ROLLOUTS_KEPT_MAX = 50
+"""Number of ended rollouts of a model whose readings and charts are stored."""
+
 log = get_logger(__name__)
 _AT_ONCE_MAX = 20
 """Largest number of units that one transaction reads."""
@@ -356,7 +359,7 @@ class RolloutController:
     async def _clear(self, model: str) -> None:
         async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            return Unfinished() if await unit_store.clear_ended(tx, model, self._settings.rollouts_kept_max) else ()
+            return Unfinished() if await unit_store.clear_ended(tx, model, _ROLLOUTS_KEPT_MAX) else ()
 
         if not await self._processor.step(work):
             self._cleared.add(model)

@@ -23,6 +23,9 @@ from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas.programs.gate import Play, Played, Tasks
 
+OUTPUT_BYTES_MAX = 67_108_864
+"""Bytes of output beyond which a run counts as failed."""
+
 log = get_logger(__name__)
 T = TypeVar("T")
 _CHUNK = 65_536
@@ -227,10 +230,8 @@ class GateSession:
             self._last_output_s = asyncio.get_running_loop().time()
             number += 1
             size += len(line)
-            if size > self._settings.output_bytes_max:
-                raise GateFailed(
-                    f"the program printed more than gate.output_bytes_max = {self._settings.output_bytes_max}"
-                )
+            if size > OUTPUT_BYTES_MAX:
+                raise GateFailed(f"the program printed more than {OUTPUT_BYTES_MAX} bytes")
             if line.strip():
                 self._handle_line(line, number)
 

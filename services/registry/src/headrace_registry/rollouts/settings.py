@@ -51,18 +51,12 @@ class ShadowSettings(Section):
     ..., "result": "..."}`. `{python}` is replaced by the registry's interpreter."""
     tools_environment: tuple[VariableName, ...] = ()
     """Environment variables of the registry that this program gets in addition to the system's own."""
-    tool_timeout_s: Positive = 30.0
-    """Seconds that one call of this program may take."""
-    tool_result_bytes_max: Annotated[int, Field(ge=256)] = 262_144
-    """Bytes of the longest line that this program may print."""
     prompts_per_minute: Positive = 6.0
     """Number of prompts that are taken from the traffic per minute."""
     tokens_max: Annotated[int, Field(ge=1)] = 2_000_000
     """Tokens of prompts and answers that the shadow of one rollout may take; then no further prompt is taken."""
     prompt_tokens_max: Annotated[int, Field(ge=1)] = 8192
     """Tokens of a prompt beyond which it is left out."""
-    answer_tokens_max: Annotated[int, Field(ge=1)] = 1024
-    """Tokens of one answer; a user's own limit applies if it is smaller."""
     rerun_tokens_max: Annotated[int, Field(ge=1)] = 32_768
     """Tokens of all model calls for one prompt and one version."""
     steps_max: Annotated[int, Field(ge=1, le=256)] = 8
@@ -71,10 +65,6 @@ class ShadowSettings(Section):
     """Number of prompts that are answered at a time."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """Number of attempts to answer a prompt before it is left out."""
-    patience_s: Positive = 300.0
-    """Seconds that one call waits while replicas are busy with users."""
-    call_timeout_s: Positive = 120.0
-    """Seconds that one model call may take."""
 
     @property
     def bounds(self) -> RerunBounds:
@@ -128,11 +118,6 @@ class RolloutSettings(RolloutPlan):
     events_per_unit_max: Annotated[int, Field(ge=16)] = 1024
     """Number of turns, rewards and feedback that are stored for one unit until it is closed; later ones do not
     count."""
-    rollouts_kept_max: Annotated[int, Field(ge=1)] = 50
-    """Number of ended rollouts of a model whose readings and charts are stored."""
-    reports_kept_max: Annotated[int, Field(ge=0)] = 200
-    """Number of charts that are stored under `registry/rollouts` of the data directory, one for each step of a rollout;
-    the oldest are deleted. Needs matplotlib. 0 writes none."""
     read_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between reads of the topics while a rollout is under way."""
     shadow: ShadowSettings = ShadowSettings()

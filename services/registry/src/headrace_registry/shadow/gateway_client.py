@@ -18,6 +18,13 @@ from headrace_schemas import Message, Replica, Turn
 from headrace_schemas.http.answer_form import constraint_fields
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 
+_ANSWER_TOKENS_MAX = 1024
+"""Tokens of one answer; a user's own limit applies if it is smaller."""
+_BUSY_WAIT_S = 300.0
+"""Seconds that one call waits while replicas are busy with users."""
+_CALL_TIMEOUT_S = 120.0
+"""Seconds that one model call may take."""
+
 _BUSY = frozenset({429, 503})
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.5, 15.0
 
@@ -84,9 +91,7 @@ class GatewayAnswers:
         headers = {"content-type": "application/json", **_bearer(self._internal_key)}
         try:
             url = f"{replica.url}/v1/logprobs"
-            response = await self._http().post(
-                url, content=body, headers=headers, timeout=self._settings.call_timeout_s
-            )
+            response = await self._http().post(url, content=body, headers=headers, timeout=_CALL_TIMEOUT_S)
             if response.status_code != 200:
                 raise RerunFailed(f"replica {replica.replica_id} answered {response.status_code} for logprobs")
             scored = ScoredAnswers.model_validate_json(response.content)
@@ -131,25 +136,25 @@ class GatewaySession:
     async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
         """Return the model's answer. Waits while users need the replicas, `patience_s` at most. Raises
         `RerunFailed`."""
-        body = request_body(version, prompt, messages, self._settings.answer_tokens_max)
+        body = request_body(version, prompt, messages, _ANSWER_TOKENS_MAX)
         headers = self._headers | ({"X-Task-Id": prompt.task_id} if prompt.task_id else {})
         waited_s, pause_s = 0.0, _PAUSE_MIN_S
         while True:
             response = await self._post(body, headers)
             if response.status_code not in _BUSY:
                 return _read(response)
-            if waited_s >= self._settings.patience_s:
-                raise RerunFailed(f"the gateway was busy with users for {self._settings.patience_s:g} s")
+            if waited_s >= _BUSY_WAIT_S:
+                raise RerunFailed(f"the gateway was busy with users for {_BUSY_WAIT_S:g} s")
             await self._clock.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
 
     async def _post(self, body: dict[str, JsonValue], headers: dict[str, str]) -> httpx2.Response:
         try:
-            async with asyncio.timeout(self._settings.call_timeout_s):
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
                 return await self._client.post(self._url, json=body, headers=headers)
         except TimeoutError:
-            raise RerunFailed(f"no answer within {self._settings.call_timeout_s:g} s") from None
+            raise RerunFailed(f"no answer within {_CALL_TIMEOUT_S:g} s") from None
         except httpx2.HTTPError as error:
             raise RerunFailed(f"the gateway cannot be reached: {type(error).__name__}") from None
 

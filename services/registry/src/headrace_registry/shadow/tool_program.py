@@ -19,6 +19,11 @@ from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas import FunctionCall
 
+TOOL_TIMEOUT_S = 30.0
+"""Seconds that one call of this program may take."""
+TOOL_RESULT_BYTES_MAX = 262_144
+"""Bytes of the longest line that this program may print."""
+
 log = get_logger(__name__)
 
 
@@ -63,11 +68,11 @@ class ToolProgram:
         try:
             assert process.stdin is not None
             process.stdin.write(request.model_dump_json().encode() + b"\n")
-            async with asyncio.timeout(self._settings.tool_timeout_s):
+            async with asyncio.timeout(TOOL_TIMEOUT_S):
                 await process.stdin.drain()
                 return await answer
         except TimeoutError:
-            raise RerunFailed(f"tool {function.name}: no result within {self._settings.tool_timeout_s:g} s") from None
+            raise RerunFailed(f"tool {function.name}: no result within {TOOL_TIMEOUT_S:g} s") from None
         except ConnectionError:
             raise RerunFailed(f"tool {function.name}: shadow.tools_command has ended") from None
         finally:
@@ -95,7 +100,7 @@ class ToolProgram:
             stdout=PIPE,
             stderr=DEVNULL,
             start_new_session=True,
-            limit=self._settings.tool_result_bytes_max,
+            limit=TOOL_RESULT_BYTES_MAX,
             env=program_environment(self._settings.tools_environment),
         )
         self._reading = asyncio.create_task(self._read(self._process))
@@ -113,7 +118,7 @@ class ToolProgram:
         except ValidationError:
             problem = 'shadow.tools_command printed a line that is not {"id": ..., "result": "..."}'
         except ValueError:
-            problem = "shadow.tools_command printed a line longer than shadow.tool_result_bytes_max"
+            problem = f"shadow.tools_command printed a line longer than {TOOL_RESULT_BYTES_MAX} bytes"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -22,6 +22,11 @@ from headrace_scorer.learned.models import FittedModel
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.learned.store import TrainingData
 
+REFIT_SHARE = 0.05
+"""Share of thumbs that must be new or changed before the model is fitted again."""
+_RESCORED_MAX = 20_000
+"""Runs that are scored again after the model was fitted again. The newest count."""
+
 log = get_logger(__name__)
 
 
@@ -39,7 +44,7 @@ async def refit(learned: LearnedSource, processor: Processor) -> None:
     """Refit the reward models that have enough new thumbs. If a model has changed, mark its runs for rescoring."""
     settings = learned.settings
     async with processor.database.transaction() as tx:
-        tenants = await store.tenants_to_refit(tx, learned.name, settings.refit_share)
+        tenants = await store.tenants_to_refit(tx, learned.name, REFIT_SHARE)
     for tenant in tenants:
         try:
             async with processor.database.transaction() as tx:
@@ -62,7 +67,7 @@ def _fit(learned: LearnedSource, data: TrainingData) -> FittedModel:
 async def _store_model(learned: LearnedSource, processor: Processor, data: TrainingData, fitted: FittedModel) -> None:
     async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         if await store.store_model(tx, now, learned.name, data, fitted.model_id, fitted.to_json()):
-            await store.mark_for_rescoring(tx, data.tenant, learned.settings.rescored_max)
+            await store.mark_for_rescoring(tx, data.tenant, _RESCORED_MAX)
         return []
 
     await processor.step(step)

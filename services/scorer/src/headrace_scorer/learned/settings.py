@@ -38,16 +38,10 @@ class LearnedSettings(Section):
     """Largest share of all thumbs that one named rater may have; five thumbs always count."""
     refit_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds between checks of whether there are enough new thumbs to fit the model again."""
-    refit_share: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Share of thumbs that must be new or changed before the model is fitted again."""
-    change_min: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Smallest change of a run's value that causes a new revision of its reward. Each revision is trained."""
     thumbs_max: Annotated[int, Field(ge=100, le=20_000)] = 4000
     """Runs with thumbs that it learns from. The newest count."""
     others_max: Annotated[int, Field(ge=100, le=20_000)] = 1000
     """Runs without thumbs that it compares these with. The newest count."""
-    rescored_max: Annotated[int, Field(ge=0)] = 20_000
-    """Runs that are scored again after the model was fitted again. The newest count."""
 
     @property
     def source(self) -> str:

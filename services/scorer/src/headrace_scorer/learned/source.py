@@ -22,6 +22,9 @@ from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel,
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
 
+CHANGE_MIN = 0.05
+"""Smallest change of a run's value that causes a new revision of its reward. Each revision is trained."""
+
 _CACHED_MAX = 64
 
 
@@ -81,7 +84,7 @@ class LearnedSource:
             return True
         if reward.value is None or before["value"] is None:
             return False
-        return abs(reward.value - float(before["value"])) >= max(self.settings.change_min, 1e-12)
+        return abs(reward.value - float(before["value"])) >= max(CHANGE_MIN, 1e-12)
 
 
 def reward_of(

@@ -13,6 +13,11 @@ from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import BatchRules, Selection, WaitingExperience, select, take_ready
 from headrace_trainer.settings import TrainerSettings
 
+_BASELINE_TASKS = 4096
+"""Number of tasks with a baseline of their own; the least recently used one is removed first."""
+_BASELINE_RUNS = 1024
+"""Runs whose share in the baselines is remembered, so that a later branch is not compared with its own run."""
+
 END_OF_TIME = datetime.max.replace(tzinfo=UTC)
 """A time at which every experience has waited long enough."""
 BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
@@ -113,8 +118,8 @@ def decay(settings: TrainerSettings) -> Decay:
     return Decay(
         task=settings.advantage.task_decay,
         model=settings.advantage.model_decay,
-        tasks_max=settings.memory.baseline_tasks,
-        runs_max=settings.memory.baseline_runs,
+        tasks_max=_BASELINE_TASKS,
+        runs_max=_BASELINE_RUNS,
     )
 
 

@@ -9,7 +9,7 @@ the bus delivers records again or has deleted them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from headrace_runtime.clock import epoch_ms
@@ -32,7 +32,7 @@ from headrace_trainer.experiences.pending_updates import PendingUpdate
 from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported, training_outcome
 from headrace_trainer.experiences.trained_experience import TrainedExperience, answers_of
 from headrace_trainer.experiences.waiting import WaitingExperience
-from headrace_trainer.experiences.window import Contribution, Entry, Window
+from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
 
@@ -365,8 +365,7 @@ class LineageState:
             fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in distances)
             return fresh or name in self._waiting
 
-        age = timedelta(seconds=self._memory.window_age_s)
-        self.window.evict(now, self._memory.window_experiences, age, needed)
+        self.window.evict(now, self._memory.window_experiences, AGE_MAX, needed)
 
     def _record(
         self,

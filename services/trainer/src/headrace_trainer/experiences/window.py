@@ -18,6 +18,9 @@ from headrace_schemas.values.arrays import TokenIds
 from headrace_schemas.values.base import Finite, Model, Version
 from headrace_trainer.experiences.history import History
 
+AGE_MAX = timedelta(days=30)
+"""How long experiences are remembered: as long as their topic retains them."""
+
 REVISIONS_MAX = 64
 """Number of revisions of an experience that are remembered one by one; lower ones count as seen."""
 

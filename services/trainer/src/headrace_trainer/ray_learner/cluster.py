@@ -23,6 +23,9 @@ from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_trainer.ray_learner.settings import RaySettings
 
+_OBJECT_STORE_BYTES = 400_000_000
+"""Shared memory of the private cluster. Weights pass through it in pieces."""
+
 log = get_logger(__name__)
 _LOOPBACK = "127.0.0.1"
 _LOCK = threading.Lock()
@@ -115,7 +118,7 @@ def _try_start(settings: RaySettings, cpus: int, folder: str) -> bool:
             include_dashboard=False,
             configure_logging=False,
             log_to_driver=False,
-            object_store_memory=settings.object_store_bytes,
+            object_store_memory=_OBJECT_STORE_BYTES,
             _node_ip_address=_LOOPBACK,
             _temp_dir=folder,
         )

@@ -28,6 +28,11 @@ from headrace_trainer.ray_learner.rank import Rank, RankLocation
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import ComputeSettings
 
+_COLLECTIVE_TIMEOUT_S = 300.0
+"""How long ranks wait for the slowest of them in a collective operation. After that it counts as hung."""
+_CALL_TIMEOUT_S = 3600.0
+"""Longest duration of a step, or of any other call of the ranks."""
+
 _POLL_S = 0.2
 _BESIDE = "beside"
 """The thread of a rank that writes copies."""
@@ -51,7 +56,7 @@ class Ranks:
             self._start(compute)
             self.locations: list[RankLocation] = self.all("place")
             self._meet("cuda" if self._gpus(compute) else "cpu")
-            self._limit_s = settings.call_timeout_s
+            self._limit_s = _CALL_TIMEOUT_S
         except BaseException:
             self.close()
             raise
@@ -174,7 +179,7 @@ class Ranks:
                 "scheduling_strategy": bundle_strategy,
             }
             options = actor.options(max_concurrency=2, max_restarts=0, max_task_retries=0, **resources)
-            self._actors.append(options.remote(number, count, self._settings.collective_timeout_s))
+            self._actors.append(options.remote(number, count, _COLLECTIVE_TIMEOUT_S))
         self._alive = [rank_actor.alive.remote() for rank_actor in self._actors]
 
     def _meet(self, device: str) -> None:

@@ -26,12 +26,6 @@ class RaySettings(Section):
     for models that do not fit on one device."""
     start_timeout_s: Seconds = 300.0
     """How long cluster and ranks may take to start."""
-    collective_timeout_s: Seconds = 300.0
-    """How long ranks wait for the slowest of them in a collective operation. After that it counts as hung."""
-    call_timeout_s: Seconds = 3600.0
-    """Longest duration of a step, or of any other call of the ranks."""
-    object_store_bytes: Annotated[int, Field(ge=80_000_000)] = 400_000_000
-    """Shared memory of the private cluster. Weights pass through it in pieces."""
 
     @field_validator("address")
     @classmethod

@@ -42,6 +42,9 @@ from headrace_trainer.trinity_learner.settings import TrinitySettings
 from headrace_trainer.trinity_learner.weights_bytes import pack_weights, unpack_weights
 from headrace_trainer.whole import Frozen, WholeLearner
 
+JOBS_MAX = 3
+"""How often a batch is handed over to a new job, if the previous job has ended without its step."""
+
 log = get_logger(__name__)
 _POLL_S = 0.1
 
@@ -167,7 +170,7 @@ class TrinityLearner(WholeLearner):
         if self._find_earlier_step(digest):
             return
         why = ""
-        for _ in range(self._trinity.attempts):
+        for _ in range(JOBS_MAX):
             going = self._job_for(batch)
             target = going.step + 1
             rows, _out = rows_of(batch, self._trinity.temperature, going.job.size, going.step)
@@ -181,9 +184,7 @@ class TrinityLearner(WholeLearner):
             why = going.runner.output_tail()
             log.warning("trinity_ended_without_its_step", job=going.job.name, step=target)
             self._end_job()
-        self._lost = (
-            f"Trinity has not taken the step in {self._trinity.attempts} jobs; the output of the last one: {why}"
-        )
+        self._lost = f"Trinity has not taken the step in {JOBS_MAX} jobs; the output of the last one: {why}"
         raise LearnerLost(self._lost)
 
     def _find_earlier_step(self, digest: str) -> bool:

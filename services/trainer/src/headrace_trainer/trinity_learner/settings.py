@@ -39,7 +39,5 @@ class TrinitySettings(Section):
     """Address of its Ray cluster."""
     step_timeout_s: Positive = 7200.0
     """How long a step may take, the start of its processes included."""
-    attempts: Count = 3
-    """How often a batch is handed over to a new job, if the previous job has ended without its step."""
     kept_checkpoints: Annotated[int, Field(ge=2)] = 8
     """Number of checkpoints with optimizer for going back; going back further resets momentum."""
