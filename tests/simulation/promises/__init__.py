@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.simulation.promises import (
-    account,
-    equal_facts,
-    order,
-    p1_captured,
-    p2_tokens,
-    p3_versions,
-    p4_once,
-    p5_staleness,
-    p6_abstain,
-    p7_immutable,
-    p8_routing,
-    p9_replay,
-    p10_late,
-    p11_loud,
-    whole_runs,
-)
-from tests.simulation.promises.check import Check
+from tests.simulation.promises import rewards, serving, training, turns
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
+_SPELT_OUT = 5
+
+
+@dataclass
+class Check:
+    """Call `that(condition, text)` for every single promise."""
+
+    promise: str
+    count: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Texts of broken promises. The first few are stored, the rest is counted."""
+
+    def __call__(self, holds: bool, text: str) -> bool:
+        self.count += 1
+        if not holds and len(self.broken) < _SPELT_OUT:
+            self.broken.append(f"{self.promise}: {text}")
+        return holds
+
+
 PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
-    module.__name__.rpartition(".")[2]: module.check
-    for module in (
-        p1_captured,
-        p2_tokens,
-        p3_versions,
-        p4_once,
-        p5_staleness,
-        p6_abstain,
-        p7_immutable,
-        p8_routing,
-        p9_replay,
-        p10_late,
-        p11_loud,
-        account,
-        order,
-        whole_runs,
-        equal_facts,
+    function.__name__: function
+    for function in (
+        turns.p1_captured,
+        turns.p2_tokens,
+        serving.p3_versions,
+        training.p4_once,
+        training.p5_staleness,
+        rewards.p6_abstain,
+        serving.p7_immutable,
+        serving.p8_routing,
+        training.p9_replay,
+        rewards.p10_late,
+        serving.p11_loud,
+        turns.account,
+        turns.order,
+        turns.whole_runs,
+        turns.equal_facts,
     )
 }
-"""By name, which is the file's."""
+"""Checkers by name."""
 
 
 def check_all(cluster: Cluster) -> list[Check]:

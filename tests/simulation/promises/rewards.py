@@ -1,7 +1,4 @@
-"""P10: late feedback counts: the last word of every source, in the order of acknowledgement, decides in the end, for
-the
-run that it is about. No clock takes part in the expected values.
-"""
+"""Promises about rewards: a missing reward is an abstention, and a late one is a revision."""
 
 from __future__ import annotations
 
@@ -14,11 +11,40 @@ from tests.simulation.substitutes import right
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
-    from tests.simulation.promises.check import Check
+    from tests.simulation.promises import Check
 
 
-def check(cluster: Cluster, that: Check) -> None:
-    """Compare the newest revision of each experience with a reward computed from the last words."""
+def p6_abstain(cluster: Cluster, that: Check) -> None:
+    """P6: abstaining, failing, timing out and withdrawing are not a reward of zero.
+
+    Check that every part of a total is a source's score, and that the total is their weighted mean.
+    """
+    scores: dict[tuple[str, str], set[float]] = {}
+    for reward in cluster.log.all(Reward):
+        that((reward.value is None) == (reward.outcome != "scored"), f"{reward.outcome} with value {reward.value}")
+        if reward.value is not None:
+            scores.setdefault((reward.trajectory_id, reward.source), set()).add(reward.value)
+    for experience in cluster.log.all(Experience):
+        name = f"{experience.experience_id} revision {experience.revision}"
+        for part in experience.parts:
+            values = scores.get((experience.trajectory_id, part.source), set())
+            that(part.value in values, f"{name}: nobody gave the {part.value} of {part.source}")
+        if experience.reward is None:
+            that(not experience.parts and experience.no_reward is not None, f"{name} has parts and no reward")
+        else:
+            total = math.fsum(part.value * part.weight for part in experience.parts)
+            that(
+                bool(experience.parts) and math.isclose(total, experience.reward, abs_tol=1e-9),
+                f"{name}: {experience.reward} is not {total}",
+            )
+
+
+def p10_late(cluster: Cluster, that: Check) -> None:
+    """P10: late feedback counts: the last word of every source, in the order of acknowledgement, decides in the
+    end, for the run that it is about. No clock takes part in the expected values.
+
+    Compare the newest revision of each experience with a reward computed from the last words.
+    """
     newest: dict[str, Experience] = {}
     revisions: dict[str, list[int]] = {}
     for experience in cluster.log.all(Experience):

@@ -1,0 +1,221 @@
+"""Promises about training: each experience once, no stale experience, and a replay that gives equal batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
+from headrace_schemas.events.checkpoint import Read
+from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
+from headrace_trainer.offline.dry_run import DryRun
+from tests.simulation.learner import pending_lessons
+from tests.simulation.rest import lessons, saved_lineage, saved_optimizer
+from tests.simulation.services import MAX_STALENESS, TRAINER
+from tests.support.fates import follow
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+    from tests.simulation.promises import Check
+
+
+def p4_once(cluster: Cluster, that: Check) -> None:
+    """P4: a revision changes a weight lineage at most once, through any crash, and reports match the weights.
+
+    Compare the lessons of versions with the reports of training: each at most once, and equal.
+    """
+    learned = lessons(cluster)
+    in_weights: set[tuple[str, int]] = set()
+    for version, lesson in learned.items():
+        times = Counter((entry.experience_id, entry.revision) for entry in lesson)
+        in_weights |= set(times)
+        for (name, revision), count in times.items():
+            that(count == 1, f"{version} was trained {count} times on {name} revision {revision}")
+    reports = cluster.log.all(TrainingMetrics)
+    fates, wrong = follow(reports)
+    that(not wrong, f"reports contradict each other: {wrong[:3]}")
+    ever = {
+        (entry.experience_id, entry.revision)
+        for report in reports
+        for entry in report.verdicts
+        if entry.dropped is None
+    }
+    missing = ever - in_weights - _without_advantages(reports)
+    that(not missing, f"reported as trained and not in any weights: {missing}")
+    that(in_weights <= ever, f"in the weights and not reported as trained: {in_weights - ever}")
+    _head(cluster, that, {key for key, status in fates.items() if status == "trained"})
+    _children(cluster, that)
+
+
+def _without_advantages(reports: Iterable[TrainingMetrics]) -> set[tuple[str, int]]:
+    """Return the revisions of steps whose advantages were all 0. They changed no weight, and no later step includes
+    them
+    if the weights went back before.
+    """
+    still = [report for report in reports if report.metrics.get("zero_advantage_fraction") == 1.0]
+    return {
+        (verdict.experience_id, verdict.revision)
+        for report in still
+        for verdict in report.verdicts
+        if verdict.dropped is None
+    }
+
+
+def _head(cluster: Cluster, that: Check, trained: set[tuple[str, int]]) -> None:
+    """Check that reported and undone revisions agree with the weights in training."""
+    saved = saved_lineage(cluster)
+    assert saved is not None
+    present = (*lessons(cluster)[saved.head], *pending_lessons(saved_optimizer(cluster)))
+    present_revisions = {(lesson.experience_id, lesson.revision) for lesson in present}
+    that(
+        trained == present_revisions,
+        f"the weights hold what no report says, or the reverse: {trained ^ present_revisions}",
+    )
+
+
+def _children(cluster: Cluster, that: Check) -> None:
+    """Check that a version holds the lessons of its parent, followed by new ones."""
+    learned = lessons(cluster)
+    for checkpoint in cluster.log.all(Checkpoint):
+        if checkpoint.parent is None:
+            continue
+        own_lessons, parents_lessons = learned[checkpoint.version], learned.get(checkpoint.parent, ())
+        that(
+            own_lessons[: len(parents_lessons)] == parents_lessons and len(own_lessons) > len(parents_lessons),
+            f"{checkpoint.version} does not go on from its parent",
+        )
+    saved = saved_lineage(cluster)
+    assert saved is not None
+    that(
+        not saved.waiting or all(item.experience.reward is not None for item in saved.waiting),
+        "what waits has a reward",
+    )
+
+
+def p5_staleness(cluster: Cluster, that: Check) -> None:
+    """P5: no experience older than the bound, in versions, is trained on any path.
+
+    Check the staleness of each lesson. New lessons of a version were trained when its parent was the head.
+    """
+    learned = lessons(cluster)
+    checkpoints = cluster.log.all(Checkpoint)
+    parents = {checkpoint.version: checkpoint.parent for checkpoint in checkpoints}
+    sampled: dict[str, set[str]] = {}
+    for experience in cluster.log.all(Experience):
+        if experience.branch is not None:
+            sampled.setdefault(experience.experience_id, set()).update(span.version for span in experience.branch.spans)
+    for version, parent in parents.items():
+        if parent is None:
+            continue
+        for lesson in learned[version][len(learned.get(parent, ())) :]:
+            for other in sorted(sampled[lesson.experience_id]):
+                distance = _distance(parents, parent, other)
+                that(
+                    distance is not None and distance <= MAX_STALENESS,
+                    f"{version} was trained on {lesson.experience_id}, sampled by {other}, {distance} versions away",
+                )
+
+
+def _distance(parents: dict[str, str | None], version: str, other_version: str) -> int | None:
+    """Return the number of edges between two versions in the tree; None when they are in different trees."""
+    above: dict[str, int] = {}
+    at: str | None = version
+    while at is not None:
+        above[at] = len(above)
+        at = parents.get(at)
+    steps, at = 0, other_version
+    while at is not None:
+        if at in above:
+            return above[at] + steps
+        steps, at = steps + 1, parents.get(at)
+    return None
+
+
+def p9_replay(cluster: Cluster, that: Check) -> None:
+    """P9: trained batches can be built again from the topics, byte for byte.
+
+    Play a dry run of the lineage from its own journal, in the order in which its trainers had read.
+
+    The dry run is made twice: with the recorded cuts of each batch, as a replay is, and without them, so that
+    derived cuts are compared too. A refused version takes the weights back, which no replay follows: batches are
+    compared up to it.
+    """
+    reports = _reports(cluster)
+    _compare(cluster, that, recorded_batches(reports))
+    _compare(cluster, that, ())
+
+
+def _compare(cluster: Cluster, that: Check, recorded: Sequence[RecordedBatch]) -> None:
+    batches = [batch for report in _reports(cluster) for batch in report.batches]
+    straight = _straight_until(cluster)
+    settings = TRAINER.model_copy(update={"lineage": "again", "replays": "main", "cut": "recorded"})
+    dry_run = DryRun(settings, cluster.blobs)
+    for batch in recorded:
+        dry_run.expect(batch)
+    for experience, marks in _journal(cluster):
+        dry_run.add(experience, marks)
+    again = dry_run.end().batches
+    for original, planned in zip(batches, again, strict=False):
+        if original.step < straight:
+            that(
+                (original.digest, original.experiences) == (planned.digest, planned.experiences),
+                f"the batch of step {original.step} comes out differently",
+            )
+    enough = [batch for batch in batches if batch.step < straight]
+    that(len(again) >= len(enough), f"{len(enough)} batches were trained, {len(again)} come out")
+
+
+def _reports(cluster: Cluster) -> list[TrainingMetrics]:
+    return sorted(cluster.log.all(TrainingMetrics), key=lambda report: report.account)
+
+
+def _journal(cluster: Cluster) -> Iterator[tuple[Experience, tuple[int, ...]]]:
+    """Experiences in the order of reading; with the last one before batches, how many they had.
+
+    A batch that time cut may have been cut after a save, and so long after its last experience was read.
+    """
+    position: dict[int, int] = {}
+    last: Experience | None = None
+    cuts: tuple[int, ...] = ()
+    for report in _reports(cluster):
+        for read, cut in [*((batch.read, (batch.experiences,)) for batch in report.batches), (report.read, ())]:
+            for event in _experiences(cluster, read, position):
+                if last is not None:
+                    yield last, cuts
+                last, cuts = event, ()
+            cuts += cut
+    if last is not None:
+        yield last, cuts
+
+
+def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:
+    for read in reads:
+        for event in cluster.log.raw(Experience, read.partition)[position.get(read.partition, 0) : read.until]:
+            if event is not None:
+                yield event
+        position[read.partition] = read.until
+
+
+def _straight_until(cluster: Cluster) -> int:
+    """Return the first step that a refused version may have influenced: its version has another parent than the version
+    before it, or it was reported after a refusal. A later promotion may have brought the weights forward again, so the
+    versions alone do not show it.
+    """
+    versions = sorted(cluster.log.all(Checkpoint), key=lambda checkpoint: checkpoint.step)
+    before = [None, *(checkpoint.version for checkpoint in versions)]
+    turned = [
+        checkpoint.step for checkpoint, parent in zip(versions, before, strict=False) if checkpoint.parent != parent
+    ]
+    taken_back = ("rejected", "withdrawn", "rolled_back")
+    at = cluster.bus.first
+    refused = min(
+        (at[checkpoint.event_id] for checkpoint in cluster.log.all(ModelEvent) if checkpoint.decision in taken_back),
+        default=None,
+    )
+    late = (
+        []
+        if refused is None
+        else [checkpoint for checkpoint in _reports(cluster) if at[checkpoint.event_id] >= refused]
+    )
+    return min([*turned, *(batch.step for report in late for batch in report.batches)], default=1 << 30)
