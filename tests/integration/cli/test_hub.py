@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from headrace_runtime.storage.base_models import ORIGIN_FILE
+from headrace_runtime.storage.base_files import ORIGIN_FILE
 from tests.support import tiny_model
 from tests.support.fake_hub import FakeHub
 from tests.support.headrace_up import HEADRACE, HeadraceUp

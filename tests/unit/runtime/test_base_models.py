@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.storage.base_models import ORIGIN_FILE, Repository
+from headrace_runtime.storage.base_files import ORIGIN_FILE
+from headrace_runtime.storage.base_models import Repository
 from tests.support.fake_hub import FakeHub, HubRepository
 from tests.support.ports import free_port
 
