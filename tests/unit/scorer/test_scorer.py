@@ -255,7 +255,8 @@ async def test_another_tenant_has_no_say(open_scorer: Open) -> None:
 
 async def test_too_many_sources_are_dead_lettered(open_scorer: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     trajectory = closed()
-    monkeypatch.setattr("headrace_scorer.handlers.SOURCES_MAX", 2)
+    for module in ("handlers", "feedback_rewards"):
+        monkeypatch.setattr(f"headrace_scorer.{module}.SOURCES_MAX", 2)
     async with open_scorer() as rig:
         await rig.deliver(trajectory)
         await rig.deliver(*(reward(trajectory, f"source-{n}") for n in range(3)))
