@@ -72,7 +72,9 @@ async def test_gate_session_does_without_a_spare_program_that_has_ended(
     pid = await started_in(started)
     if ended_by == "itself":
         os.kill(pid, signal.SIGKILL)
-    await asyncio.to_thread(wait_until, lambda: not alive(pid), 60, "the spare program's end")
+    entry = Path(f"/proc/{pid}")  # a zombie still has it: it goes once the event loop has heard of the end
+    await asyncio.to_thread(wait_until, lambda: not entry.exists(), 60, "the spare program's end")
+    await asyncio.sleep(0.05)
     async with program.session(use_spare=True) as session:
         assert await session.play(V1, "a", 7) == 0.5
     assert len(pids(started)) == 2
