@@ -130,29 +130,29 @@ UNLIMITED = {
 async def measure_tuning(pairs: int, block_s: float) -> dict[str, Any]:
     """Compare the gateway with one without the runtime's tuning, on the same broker and replica."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        async with contextlib.AsyncExitStack() as stack:
-            folder, port = Path(scratch), free_port()
-            command = [sys.executable, "-m", "tests.support.fake_replica", "replica", str(port), VERSION, "0"]
-            _start(stack, command, folder)
-            untuned = {**UNLIMITED, **_gateway_tuning.untuned_environment(folder / "untuned")}
-            gateways = await stack.enter_async_context(
-                _gateways(folder, f"http://127.0.0.1:{port}", UNLIMITED, untuned)
-            )
-            for gateway in gateways:
-                await _wait_until_answering(Way("gateway", gateway.url, "tiny"))
+        untuned = {**UNLIMITED, **_gateway_tuning.untuned_environment(Path(scratch) / "untuned")}
+        async with _answering_gateways(Path(scratch), UNLIMITED, untuned) as gateways:
             return await _gateway_tuning.compare(gateways[0], gateways[1], "tiny", pairs, block_s)
 
 
 async def measure_dialects(blocks: int, calls: int) -> dict[str, Any]:
     """Compare the CPU time of equal calls of the APIs."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        async with contextlib.AsyncExitStack() as stack:
-            folder, port = Path(scratch), free_port()
-            command = [sys.executable, "-m", "tests.support.fake_replica", "replica", str(port), VERSION, "0"]
-            _start(stack, command, folder)
-            gateways = await stack.enter_async_context(_gateways(folder, f"http://127.0.0.1:{port}", UNLIMITED))
-            await _wait_until_answering(Way("gateway", gateways[0].url, "tiny"))
+        async with _answering_gateways(Path(scratch), UNLIMITED) as gateways:
             return await _gateway_dialects.compare(gateways[0], blocks, calls)
+
+
+@contextlib.asynccontextmanager
+async def _answering_gateways(folder: Path, *environs: Mapping[str, str]) -> AsyncIterator[list[GatewayProcess]]:
+    """Run a scripted replica and one gateway for each environment, and wait until each answers."""
+    async with contextlib.AsyncExitStack() as stack:
+        port = free_port()
+        command = [sys.executable, "-m", "tests.support.fake_replica", "replica", str(port), VERSION, "0"]
+        _start(stack, command, folder)
+        gateways = await stack.enter_async_context(_gateways(folder, f"http://127.0.0.1:{port}", *environs))
+        for gateway in gateways:
+            await _wait_until_answering(Way("gateway", gateway.url, "tiny"))
+        yield gateways
 
 
 @contextlib.asynccontextmanager
