@@ -18,7 +18,6 @@ from datetime import datetime
 from headrace_operations.turn_states import (
     ExperienceState,
     SaveReport,
-    TrajectoryFacts,
     TurnKey,
     TurnState,
     count_tokens,
@@ -40,6 +39,15 @@ from headrace_schemas import (
 )
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.rules.training import no_logprobs_reason, token_kind
+from headrace_schemas.rules.turn_standing import (
+    TURN_ENDING_SOURCES,
+    LineageOutcomes,
+    RevisionOutcome,
+    TrajectoryFacts,
+    TurnFacts,
+    TurnStanding,
+    turn_standings,
+)
 
 TOPICS = tuple(
     event.topic for event in (Checkpoint, TrainingMetrics, DeadLetter, Experience, Trajectory, Feedback, Turn)
@@ -48,8 +56,6 @@ TOPICS = tuple(
 
 PROBLEMS_MAX = 100
 """Number of problems that are listed; all problems are counted."""
-_TURN_ENDING_SOURCES = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
-"""Service and source topic of dead letters that end a turn. A judge that refuses a trajectory only abstains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +96,8 @@ class TurnAccountBuilder:
         self._published_trajectories: dict[str, TrajectoryFacts] = {}
         self._experiences: dict[str, ExperienceState] = {}
         self._reports: dict[str, SaveReport] = {}
-        self._verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
-        self._undone: dict[tuple[str, str], dict[int, bool]] = defaultdict(dict)
-        """Revision to whether it is queued for training again."""
-        self._undone_verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
-        """Verdicts that were undone, by revision."""
+        self._outcomes: dict[tuple[str, str], LineageOutcomes] = defaultdict(LineageOutcomes)
+        """Outcomes by lineage and experience."""
         self._latest_lineages: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
         self._feedback = UnusedFeedback()
@@ -125,7 +128,7 @@ class TurnAccountBuilder:
             case Feedback():
                 self._feedback.add(event)
             case DeadLetter():
-                if (event.service, event.source_topic) in _TURN_ENDING_SOURCES:
+                if (event.service, event.source_topic) in TURN_ENDING_SOURCES:
                     self._refused.add(event.source_id)
 
     def _add_trajectory(self, event: Trajectory) -> None:
@@ -197,40 +200,26 @@ class TurnAccountBuilder:
                 self._restore(report.lineage, restored)
 
     def _undo(self, lineage: str, undone: Undone) -> None:
-        key = lineage, undone.experience_id
-        verdict = self._verdicts[key].pop(undone.revision, None)
-        was_held = verdict is not None and (verdict.dropped is None or undone.queued)
-        # An earlier report may have undone the revision without queueing it; now it is queued after all.
-        requeued = undone.queued and self._undone[key].get(undone.revision) is False
-        if not (was_held or requeued):
+        if not self._outcomes[lineage, undone.experience_id].undo(undone):
             self._add_missing_cause(
                 f"lineage {lineage} undid experience {undone.experience_id} revision {undone.revision}, "
                 "which it had not trained"
             )
-        if verdict is not None:
-            self._undone_verdicts[key][undone.revision] = verdict
-        self._undone[key][undone.revision] = undone.queued
 
     def _restore(self, lineage: str, restored: Restored) -> None:
-        key = lineage, restored.experience_id
-        verdict = self._undone_verdicts[key].pop(restored.revision, None)
-        if verdict is None:
+        outcomes = self._outcomes.get((lineage, restored.experience_id))
+        if outcomes is None or not outcomes.restore(restored):
             self._add_missing_cause(
                 f"lineage {lineage} restored experience {restored.experience_id} revision {restored.revision}, "
                 "which it had not undone"
             )
-            return
-        self._verdicts[key][restored.revision] = verdict.model_copy(update={"dropped": None})
 
     def _add_verdict(self, lineage: str, verdict: TrainingOutcome) -> None:
-        verdicts = self._verdicts[lineage, verdict.experience_id]
-        earlier = verdicts.get(verdict.revision)
-        if earlier is not None and earlier.dropped is None and verdict.dropped is None:
+        outcomes = self._outcomes[lineage, verdict.experience_id]
+        if not outcomes.add(verdict.revision, RevisionOutcome.of(verdict)):
             self._add_problem(
                 f"experience {verdict.experience_id} revision {verdict.revision} changed lineage {lineage} twice"
             )
-        if earlier is None or earlier.dropped is not None:
-            verdicts[verdict.revision] = verdict
 
     def close(self, *, complete: bool = True) -> TurnAccount:
         """Return the account of all captured turns.
@@ -285,62 +274,41 @@ class TurnAccountBuilder:
     def _foreign_reason(self, turn: TurnState, lineages: Mapping[str, str]) -> str | None:
         """Return `foreign_version` if all experiences of the turn were dropped for a version of another lineage."""
         lineage = lineages.get(turn.model, "")
-        outcomes = [self._verdicts.get((lineage, name), {}).values() for name in turn.experiences]
-        foreign = [any(verdict.dropped == "foreign_version" for verdict in verdicts) for verdicts in outcomes]
+        outcomes = [self._lineage_outcomes(lineage, name).outcomes.values() for name in turn.experiences]
+        foreign = [any(outcome.dropped == "foreign_version" for outcome in revisions) for revisions in outcomes]
         return "foreign_version" if foreign and all(foreign) else None
 
-    def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> tuple[str, str]:
+    def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStanding:
         """Return the state of a turn and its detail: the latest step that any event shows."""
-        in_training = [
-            self._experience_state(name, lineages.get(self._experiences[name].model), turn_id, turn)
-            for name in sorted(turn.experiences)
-        ]
-        candidates = []
-        if turn.eval:
-            candidates.append(("dropped", "eval"))
-        if turn.untrained is not None and not turn.eval:
-            candidates.append(("dropped", turn.untrained))
-        elif turn.left_out is not None:
-            candidates.append(("dropped", turn.left_out))
-        if in_training:
-            trained, waits = ("trained", "") in in_training, ("waiting", "training") in in_training
-            candidates.append(("trained", "") if trained else ("waiting", "training") if waits else in_training[0])
-        if in_training and len(candidates) > 1:
-            dropped, state = candidates[0][1], candidates[-1][0]
+        in_training = [self._experience_state(name, turn_id, turn, lineages) for name in sorted(turn.experiences)]
+        event_id = turn_id if turn.trajectory is None else self._trajectories[turn.trajectory]
+        facts = TurnFacts(
+            turn.eval, turn.untrained, turn.left_out, turn.trajectory is not None, refused=event_id in self._refused
+        )
+        standings = turn_standings(facts, in_training)
+        if len(standings) > 1:
+            dropped, state = standings[0][1], standings[-1][0]
             self._add_problem(f"turn {turn_id} is dropped as {dropped} and yet {state} in an experience")
-        if candidates:
-            return candidates[0]
-        if turn.trajectory is not None:
-            refused = self._trajectories[turn.trajectory] in self._refused
-            return ("dropped", "dead_letter") if refused else ("waiting", "reward")
-        return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
+        return standings[0]
 
-    def _experience_state(self, name: str, lineage: str | None, turn_id: str, turn: TurnState) -> tuple[str, str]:
-        """Return the state of an experience for one of its turns: that of a trained revision that holds, otherwise of
-        the newest revision."""
+    def _experience_state(self, name: str, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStanding:
         experience = self._experiences[name]
-        verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
-        if any(verdict.dropped is None and turn_id not in verdict.left_out for verdict in verdicts.values()):
-            return "trained", ""
-        newest = verdicts.get(experience.revision)
-        if newest is not None and turn_id in newest.left_out:
-            return "dropped", turn.no_logprobs or "no_logprobs"
-        if newest is not None and newest.dropped is not None:
-            return "dropped", newest.reason or ""
-        if experience.event_ids.get(experience.revision) in self._refused:
-            return "dropped", "dead_letter"
-        undone = self._undone.get((lineage, name), {}) if lineage is not None else {}
-        given_up = undone.get(experience.revision) is False
-        return ("dropped", "undone") if given_up else ("waiting", "training")
+        refused = experience.event_ids.get(experience.revision) in self._refused
+        outcomes = self._lineage_outcomes(lineages.get(experience.model), name)
+        return outcomes.standing(turn_id, experience.revision, turn.no_logprobs, refused=refused)
+
+    def _lineage_outcomes(self, lineage: str | None, experience: str) -> LineageOutcomes:
+        outcomes = None if lineage is None else self._outcomes.get((lineage, experience))
+        return outcomes or LineageOutcomes()
 
     def _check_verdicts(self) -> None:
-        for (lineage, name), verdicts in self._verdicts.items():
+        for (lineage, name), outcomes in self._outcomes.items():
             experience = self._experiences.get(name)
             if experience is None:
                 self._add_missing_cause(
                     f"lineage {lineage} has a verdict on experience {name}, which was not published"
                 )
-            elif any(frozenset(verdict.turn_ids) != experience.turn_ids for verdict in verdicts.values()):
+            elif any(outcome.turns != experience.turn_ids for outcome in outcomes.outcomes.values()):
                 self._add_problem(f"lineage {lineage} has a verdict on experience {name} that names other turns")
 
     def _check_experiences(self) -> None:

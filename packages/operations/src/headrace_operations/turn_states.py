@@ -1,4 +1,4 @@
-"""States of turns, trajectories, experiences and reports from which the turn account is built."""
+"""States of turns, experiences and reports from which the turn account is built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_schemas import Restored, TrainingOutcome, Trajectory, Undone
+from headrace_schemas import Restored, TrainingOutcome, Undone
 from headrace_schemas.rules.training import TokenKind
 
 
@@ -33,46 +33,6 @@ _REASONS_MAX = 64
 """Reasons that are listed. Reasons of failed experiences are texts of errors, of which there can be any number."""
 TurnKey = tuple[str, str]
 """Tenant and turn id: turn ids of different tenants are unrelated."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryFacts:
-    """The parts of a trajectory that the account needs, kept until it is known whether the trajectory was refused."""
-
-    event_id: str
-    tenant: str
-    session_key: str
-    model: str
-    turn_ids: tuple[str, ...]
-    left_out: Mapping[str, str]
-    no_logprobs: Mapping[str, str]
-    """Turns in branches whose answers lack logprobs, with the reasons."""
-    tokens: Mapping[str, tuple[TokenKind, int]]
-    """How the tokens of each turn in branches were sampled, and their number."""
-    untrained: str | None
-    eval: bool
-    ingested: bool
-
-    @classmethod
-    def of(cls, event: Trajectory) -> TrajectoryFacts:
-        """Return the facts of a trajectory."""
-        spans = [span for branch in event.branches for span in branch.spans]
-        lengths: Counter[str] = Counter()
-        for span in spans:
-            lengths[span.turn_id] += len(span.logprobs)
-        return cls(
-            event.event_id,
-            event.tenant,
-            event.session_key,
-            event.model,
-            event.turn_ids,
-            {item.turn_id: item.full_reason for item in event.left_out},
-            {span.turn_id: span.no_logprobs for span in spans if span.no_logprobs is not None},
-            {span.turn_id: (span.token_kind, lengths[span.turn_id]) for span in spans},
-            event.untrained,
-            eval=event.purpose == "eval",
-            ingested=event.end_reason == "ingest",
-        )
 
 
 @dataclass(slots=True)
