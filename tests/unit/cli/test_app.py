@@ -66,3 +66,24 @@ def test_up_refuses_two_different_ports_of_the_gateway(tmp_path: Path) -> None:
     status, text = headrace("up", "--data-dir", str(tmp_path), "--port", "8100", "--set", "gateway.port=8200")
     assert status == 2
     assert "--port 8100: --set gateway.port=8200 differs; leave one of them out" in text
+
+
+def test_commands_read_headrace_toml_of_their_folder_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HEADRACE_CONFIG", "HEADRACE_DATA_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    Path("headrace.toml").write_text('data_dir = "here"')
+    Path("other.toml").write_text('data_dir = "other"')
+
+    assert f"Headrace is not up in {tmp_path}/here" in headrace("status")[1]
+    assert "headrace.toml: exists already" in headrace("config", "init")[1]
+    monkeypatch.setenv("HEADRACE_CONFIG", "other.toml")
+    assert f"Headrace is not up in {tmp_path}/other" in headrace("status")[1]
+    monkeypatch.delenv("HEADRACE_CONFIG")
+    Path("headrace.toml").write_text("[no.such")
+    status, text = headrace("up")
+    assert (status, "headrace.toml" in text) == (2, True), text
+    status, text = headrace("up", "--config", "absent.toml")
+    assert (status, "absent.toml" in text) == (2, True), text

@@ -30,9 +30,24 @@ InternalKey = Annotated[
         "--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="Internal key, security.internal_key.", metavar="KEY"
     ),
 ]
+
+
+def _settings_file(config: Path | None) -> Path | None:
+    """Return the settings file to read: that of the option or the environment, else `headrace.toml` of this folder."""
+    here = Path("headrace.toml")
+    return config or (here if not os.environ.get("HEADRACE_CONFIG") and here.is_file() else None)
+
+
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="Settings file (TOML).", metavar="FILE"),
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="HEADRACE_CONFIG",
+        help="Settings file (TOML); default: headrace.toml of this folder, if it exists.",
+        metavar="FILE",
+        callback=_settings_file,
+    ),
 ]
 BusAddress = Annotated[
     str | None, typer.Option("--bus", help="Address of the bus; default: the bus that runs here.", metavar="HOST:PORT")
@@ -96,7 +111,7 @@ def folder(data_dir: Path | None, config: Path | None = None) -> Path:
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of
 
-    return data_dir_of(data_dir, Overrides(config, {}, os.environ))
+    return data_dir_of(data_dir, Overrides(_settings_file(config), {}, os.environ))
 
 
 def running(data_dir: Path | None) -> RunState:

@@ -63,6 +63,8 @@ def up(
     trainer without [bold]trainer.base[/]. Each service is a process with its own log and is restarted when it ends or
     hangs. On Ctrl-C all services are stopped cleanly.
     """
+    from rich.markup import escape
+
     from headrace.errors import UsageError
     from headrace_operations.supervisor import Limits, Supervisor
     from headrace_operations.supervisor.overrides import parse_assignments
@@ -88,6 +90,8 @@ def up(
     stopping = _stop_on_signals(supervisor)
     try:
         supervisor.start()
+        if config is not None:
+            out.print(f"[dim]settings of {escape(str(config))}[/]")
         with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
             state = _wait_up(supervisor, stopping, timeout)
         if state is not None:
