@@ -15,6 +15,7 @@ from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.events.chat import FunctionDefinition
 from headrace_schemas.http.answer_form import (
+    RESPONSE_FORMAT,
     TOOL_CHOICE,
     NamedFunction,
     ResponseFormat,
@@ -22,6 +23,8 @@ from headrace_schemas.http.answer_form import (
     check_choice,
     constrained_fields,
     grammar_of,
+    requires_call,
+    unheld_keywords,
 )
 from headrace_schemas.http.replica_api import RawPrompt
 from headrace_schemas.values.base import Finite, Model, Text
@@ -189,10 +192,24 @@ def checked_chat(request: ChatRequest, context: RequestContext) -> ChatRequest:
         check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
     except ValueError as error:
         raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
+    _report_unheld_keywords(request, context)
     if request.choices > context.rules.choices_max:
         message = f"n: at most {context.rules.choices_max} choices can be asked for here"
         raise ApiError(400, "invalid_value", message, "n")
     return request
+
+
+def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> None:
+    """Report what the answer is not held to: keywords of a schema without `strict` that no grammar can hold."""
+    schemas: list[tuple[str, JsonValue]] = []
+    if requires_call(request.tool_choice):
+        functions = [tool.function for tool in request.tools or ()]
+        schemas = [("tools", function.parameters) for function in functions if not function.strict]
+    elif request.response_format is not None and not request.response_format.strict:
+        schemas = [(RESPONSE_FORMAT, request.response_format.required_schema)]
+    for field, schema in schemas:
+        for keyword in sorted(unheld_keywords(schema)):
+            context.ignore(f"{field}.{keyword}", "no grammar can hold an answer to it")
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:

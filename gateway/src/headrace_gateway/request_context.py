@@ -109,5 +109,5 @@ def metric_label(name: str) -> str:
 _LABELS = frozenset(
     ("store", "service_tier", "verbosity", "reasoning_effort", "reasoning", "thinking", "include", "truncation",
      "client_metadata", "context_management", "output_config", "cache_control", "tools", "messages", "system", "input",
-     "max_tokens", "media", "text", "prediction", "provider")
+     "max_tokens", "media", "text", "prediction", "provider", "response_format")
 )  # fmt: skip

@@ -18,9 +18,20 @@ from headrace_schemas.values.bounds import JsonObject, check_json
 RESPONSE_FORMAT, TOOL_CHOICE = "response_format", "tool_choice"
 """Request fields with constraints. A replica lists those that it supports in `Replica.grammars`."""
 
+UNHELD_KEYWORDS = frozenset(
+    ("contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not",
+     "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems")
+)  # fmt: skip
+"""Keywords of JSON Schema that the grammar library, llguidance, cannot hold an answer to."""
+_SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
+_VALUES = frozenset(("const", "default", "enum", "example", "examples"))
+
 
 class JsonSchemaFormat(Model):
-    """The field `response_format.json_schema`. The schema is always enforced, whatever the value of `strict`."""
+    """The field `response_format.json_schema`. The schema is enforced also without `strict`.
+
+    A schema with `UNHELD_KEYWORDS` or an unknown `format` is refused with `strict`; without it, these are left out.
+    """
 
     name: Text
     description: LongText | None = None
@@ -50,6 +61,11 @@ class ResponseFormat(Model):
     def constrains(self) -> bool:
         """Whether the format constrains the answer."""
         return self.type != "text"
+
+    @property
+    def strict(self) -> bool:
+        """Whether a schema that cannot be held as a whole is refused."""
+        return self.json_schema is not None and self.json_schema.strict is True
 
     @property
     def required_schema(self) -> dict[str, JsonValue]:
@@ -106,6 +122,21 @@ def constrained_fields(response_format: ResponseFormat | None, choice: ToolChoic
         TOOL_CHOICE: requires_call(choice),
     }
     return frozenset(field for field, is_constrained in constrains.items() if is_constrained)
+
+
+def unheld_keywords(schema: JsonValue) -> set[str]:
+    """Return the keywords of a JSON Schema, at any depth, to which no grammar can hold an answer."""
+    if isinstance(schema, list):
+        return set().union(*map(unheld_keywords, schema))
+    if not isinstance(schema, dict):
+        return set()
+    unheld = UNHELD_KEYWORDS & schema.keys()
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = list(value.values())  # its keys are names of properties, not keywords
+        if keyword not in _VALUES:
+            unheld |= unheld_keywords(value)
+    return set(unheld)
 
 
 def grammar_of(response_format: ResponseFormat | None, choice: ToolChoice) -> Grammar | None:

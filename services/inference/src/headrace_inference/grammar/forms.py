@@ -48,6 +48,8 @@ class AnswerForm:
 
     schema: Mapping[str, JsonValue] | None
     calls: tuple[Tool, ...] = ()
+    lenient: bool = False
+    """Whether keywords of `schema` that no grammar can hold are left out, instead of refused."""
     forced: bool = False
     """Whether the answer must be calls."""
     several: bool = True
@@ -70,7 +72,8 @@ def form_of(
         return AnswerForm(None, callable_tools, forced=True, several=several and named is None)
     if response_format is None or not response_format.constrains:
         return None
-    return AnswerForm(response_format.required_schema, tuple(tools), several=several)
+    schema, is_lenient = response_format.required_schema, not response_format.strict
+    return AnswerForm(schema, tuple(tools), is_lenient, several=several)
 
 
 def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: bool, opened: bool) -> str:
@@ -88,7 +91,7 @@ def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: 
     if not form.forced:
         assert form.schema is not None
         answers.append("json")
-        write.rule("json", f"%json {_json(form.schema)}")
+        write.rule("json", f"%json {_json(form.schema, lenient=form.lenient)}")
     if form.calls or form.forced:
         answers.append("calls")
         if form.forced or not form.several or not write.free_calls(form.calls):
@@ -119,7 +122,9 @@ class _Writer:
         for number, (name, tool) in enumerate(zip(names, tools, strict=True)):
             before, after = (self._text(part) for part in form(tool.function.name))
             self.rule(name, f"{before} arguments_{number} {after}")
-            self.rule(f"arguments_{number}", f"%json {_json(_arguments(number, tool))}")
+            self.rule(
+                f"arguments_{number}", f"%json {_json(_arguments(number, tool), lenient=not tool.function.strict)}"
+            )
         self.rule("call", " | ".join(names))
         self.rule("calls", "call (SPACE? call)*" if several else "call")
 
@@ -223,8 +228,8 @@ def _arguments(number: int, tool: Tool) -> Mapping[str, JsonValue]:
     return {**schema, "type": "object"}
 
 
-def _json(schema: Mapping[str, JsonValue]) -> str:
-    return json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)
+def _json(schema: Mapping[str, JsonValue], *, lenient: bool) -> str:
+    return json.dumps({**schema, "x-guidance": _LAYOUT | ({"lenient": True} if lenient else {})}, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:
