@@ -1,0 +1,1 @@
+"""Read model of the console: rows with numbers and offsets of everything on the topics, and exact counts."""

@@ -1,0 +1,210 @@
+"""Effect of each event on the loaded rows."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.rows import Names, SessionRow, TurnRow
+from headrace_console.read_model.side_rows import RewardKey
+from headrace_console.read_model.standing import add_outcome
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.rules.training import no_logprobs_reason
+from headrace_schemas.rules.turn_standing import TURN_ENDING_SOURCES, TrajectoryFacts
+
+if TYPE_CHECKING:
+    from headrace_console.read_model.batch import Batch
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+TITLE_LENGTH = 80
+_GOOD = 0.5
+"""Values above are thumbs up, values below thumbs down."""
+
+
+class EventEffects:
+    """Applies events to the rows of a batch."""
+
+    def __init__(self, batch: Batch, names: Names, *, titles: bool) -> None:
+        self._batch = batch
+        self._names = names
+        self._titles = titles
+
+    def apply(self, event: Event, partition: int, offset: int) -> None:
+        """Apply one event. Events of other topics have no effect."""
+        match event:
+            case Turn():
+                self._add_turn(event, partition, offset)
+            case Trajectory():
+                self._add_trajectory(event, partition, offset)
+            case Experience():
+                self._add_experience(event, partition, offset)
+            case Reward():
+                self._add_reward(event, partition, offset)
+            case Feedback() if event.level != "task":
+                self._add_feedback(event, partition, offset)
+            case TrainingMetrics():
+                self._add_report(event)
+            case DeadLetter() if (event.service, event.source_topic) in TURN_ENDING_SOURCES:
+                self._refuse(pack_id(event.source_id))
+
+    def _number(self, text: str | None) -> int | None:
+        return None if text is None else self._names.number(text)
+
+    def _session(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
+        return self._batch.sessions.add(event.session_key, self._names.number(event.tenant))
+
+    def _turn(self, tenant: str, turn_id: str, session: SessionRow) -> TurnRow:
+        """Return the row of a turn, a stub if its event was not read."""
+        turn = self._batch.turns.add(pack_id(turn_id), self._names.number(tenant))
+        turn.session = turn.session or session.id
+        turn.refused = turn.refused or turn.name in self._batch.side.refusals
+        return turn
+
+    def _add_turn(self, event: Turn, partition: int, offset: int) -> None:
+        names, session = self._names, self._session(event)
+        turn = self._turn(event.tenant, event.turn_id, session)
+        turn.captured, turn.session = True, session.id
+        turn.model, turn.version = names.number(event.model), names.number(event.version)
+        turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
+        turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+        turn.eval = turn.eval or event.purpose == "eval"
+        turn.untrained = turn.untrained or self._number(event.untrained)
+        turn.no_logprobs = self._number(no_logprobs_reason(event))
+        turn.finish = names.number(event.choices[0].finish_reason)
+        turn.latency_ms = max(0, turn.at_ms - epoch_ms(event.started_at))
+        arm = event.assignment.arm if event.assignment is not None else None
+        turn.arm = self._number(arm)
+        if self._titles and event.extends is None and (not session.began_ms or turn.at_ms <= session.began_ms):
+            session.title = _first_words(event)
+        if turn.at_ms >= session.last_ms:
+            session.version = turn.version
+        self._see_session(session, event, turn.at_ms)
+        session.flags |= tables.FLAGS.get(arm or "", 0)
+
+    def _see_session(self, session: SessionRow, event: Turn | Trajectory, at_ms: int) -> None:
+        session.session_id, session.model = event.session_id, self._names.number(event.model)
+        session.task_id = event.task_id or session.task_id
+        session.began_ms = min(session.began_ms or at_ms, at_ms)
+        session.last_ms = max(session.last_ms, at_ms)
+        if event.purpose == "eval":
+            session.flags |= tables.FLAGS["eval"]
+
+    def _add_trajectory(self, event: Trajectory, partition: int, offset: int) -> None:
+        session, trajectory = self._batch.reward_target(event)
+        if trajectory.session:
+            return
+        facts, names = TrajectoryFacts.of(event), self._names
+        trajectory.session, trajectory.model = session.id, names.number(event.model)
+        trajectory.partition, trajectory.log_offset = partition, offset
+        trajectory.eval, trajectory.ingested = facts.eval, facts.ingested
+        trajectory.untrained = self._number(facts.untrained)
+        trajectory.refused = trajectory.name in self._batch.side.refusals
+        turns = {turn_id: self._turn(event.tenant, turn_id, session) for turn_id in facts.turn_ids}
+        trajectory.turns = tuple(turn.id for turn in turns.values())
+        trajectory.left_out = self._reasons(facts.left_out, turns)
+        trajectory.no_logprobs = self._reasons(facts.no_logprobs, turns)
+        at_ms = epoch_ms(event.started_at)
+        for turn_id, turn in turns.items():
+            turn.trajectories = (*turn.trajectories, trajectory.id)
+            if not turn.captured:
+                turn.at_ms = turn.at_ms or at_ms
+                turn.sampled_tokens = facts.tokens.get(turn_id, ("", 0))[1]
+        if facts.ingested:
+            if event.versions and at_ms >= session.last_ms:
+                session.version = names.number(event.versions[-1])
+            self._see_session(session, event, at_ms)
+
+    def _reasons(self, reasons: object, turns: dict[str, TurnRow]) -> str | None:
+        numbers = {turns[turn_id].id: self._names.number(text) for turn_id, text in dict(reasons).items()}  # type: ignore[call-overload]
+        return json.dumps(numbers, separators=(",", ":")) if numbers else None
+
+    def _add_experience(self, event: Experience, partition: int, offset: int) -> None:
+        experience, session = self._batch.experiences.add(pack_id(event.experience_id)), self._session(event)
+        if not experience.session:
+            experience.session = session.id
+            turns = [self._turn(event.tenant, turn_id, session) for turn_id in dict.fromkeys(event.turn_ids)]
+            experience.turns = tuple(turn.id for turn in turns)
+            for turn in turns:
+                turn.experiences = (*turn.experiences, experience.id)
+        if event.revision <= experience.revision:
+            return
+        experience.revision, experience.event = event.revision, pack_id(event.event_id)
+        experience.partition, experience.log_offset = partition, offset
+        experience.reward, experience.no_reward = event.reward, self._number(event.no_reward)
+        experience.weight = event.weight
+        experience.refused = experience.event in self._batch.side.refusals
+        session.reward = event.reward
+
+    def _add_reward(self, event: Reward, partition: int, offset: int) -> None:
+        session, trajectory = self._batch.reward_target(event)
+        turn = 0 if event.turn_id is None else self._turn(event.tenant, event.turn_id, session).id
+        choice = -1 if event.choice is None else event.choice
+        key = RewardKey(session.id, trajectory.id, turn, choice, self._names.number(event.source))
+        values = {
+            "tenant": session.tenant,
+            "revision": event.revision,
+            "outcome": self._names.number(event.outcome),
+            "value": event.value,
+            "at_ms": epoch_ms(event.time),
+            "partition": partition,
+            "log_offset": offset,
+        }
+        if self._batch.side.set_reward(key, values):
+            session.flags |= tables.FLAGS.get(event.outcome, 0)
+
+    def _add_feedback(self, event: Feedback, partition: int, offset: int) -> None:
+        session = self._session(event)
+        self._batch.side.feedback.append(
+            {"session": session.id, "partition": partition, "log_offset": offset, "at_ms": epoch_ms(event.time)}
+        )
+        if event.edit is not None:
+            session.flags |= tables.FLAGS["edited"]
+        if event.value is not None:
+            session.thumb = (event.value > _GOOD) - (event.value < _GOOD)
+
+    def _add_report(self, event: TrainingMetrics) -> None:
+        names, side = self._names, self._batch.side
+        save = names.number(event.lineage), event.account
+        if not side.is_new_step(*save):
+            return
+        dropped: dict[str, int] = {}
+        for item in (*event.verdicts, *event.undone, *event.restored):
+            add_outcome(self._batch.experiences.add(pack_id(item.experience_id)), save, item, names)
+        for verdict in event.verdicts:
+            if verdict.reason_name is not None:
+                dropped[verdict.reason_name] = dropped.get(verdict.reason_name, 0) + 1
+        side.steps[save] = {
+            "lineage": save[0],
+            "account": save[1],
+            "model": names.number(event.model),
+            "step": event.step,
+            "version": self._number(event.version),
+            "at_us": (event.time - _EPOCH) // timedelta(microseconds=1),
+            "reward": event.metrics.get("reward_mean"),
+            "trained": sum(verdict.dropped is None for verdict in event.verdicts),
+            "dropped": dropped,
+            "stopped": event.stopped,
+        }
+
+    def _refuse(self, name: bytes) -> None:
+        batch = self._batch
+        batch.side.refusals.add(name)
+        refused = [row for row in batch.turns if row.name == name]
+        for turn in refused:
+            turn.refused = True
+            batch.sessions[turn.session].flags |= tables.FLAGS["refused"]
+        trajectory = batch.trajectories.find(name)
+        if trajectory is not None:
+            trajectory.refused = True
+        for experience in batch.experiences:
+            experience.refused = experience.refused or experience.event == name
+
+
+def _first_words(event: Turn) -> str:
+    """Return the beginning of the first message of the user, on one line."""
+    text = next((message.text for message in event.messages if message.role == "user"), event.messages[0].text)
+    return " ".join(text[: 4 * TITLE_LENGTH].split())[:TITLE_LENGTH]

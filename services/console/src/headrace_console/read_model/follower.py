@@ -1,0 +1,217 @@
+"""Reads topics into the read model, and single records by their offsets.
+
+There is no consumer group: the position is stored in the database with the effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.rows import Names, upsert_all
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
+from headrace_runtime.kafka.wire import BatchDecoder, Record
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.isolation import is_fatal, reason_of
+from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
+
+log = get_logger(__name__)
+TOPICS = tuple(event.topic for event in (Turn, Feedback, Trajectory, Reward, Experience, TrainingMetrics, DeadLetter))
+_BATCH_MAX = 200
+_RECONNECT_S = 0.5
+_POLL_MS = 1_000
+_READ_MS = 2_000
+
+
+class TopicFollower:
+    """Applies every record of `TOPICS` to the read model once. `following` is set while it is connected."""
+
+    def __init__(
+        self,
+        bus: BusSettings,
+        database: Database,
+        blobs: BlobStore,
+        clock: Clock,
+        changed: Callable[[], None],
+        *,
+        titles: bool,
+    ) -> None:
+        """Create a follower. It calls `changed` after each batch. `titles`: whether first words are stored."""
+        self._bus = bus
+        self._database = database
+        self._blobs = blobs
+        self._clock = clock
+        self._changed = changed
+        self._titles = titles
+        self._names = Names()
+        self.following = asyncio.Event()
+
+    async def run(self) -> None:
+        """Read until cancelled. Reconnects after a failure of the bus, the database or the blob store."""
+        while True:
+            reader = consumer(self._bus, "headrace-console")
+            try:
+                await self._connect(reader)
+                while True:
+                    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+                    records = [record_of(message) for messages in batches.values() for message in messages]
+                    if records:
+                        await self.process(records)
+            except (KafkaError, OSError, Unavailable) as error:
+                log.warning("reader_reconnects", error=repr(error))
+            finally:
+                self.following.clear()
+                await reader.stop()
+            await self._clock.sleep(_RECONNECT_S)
+
+    async def _connect(self, reader: AIOKafkaConsumer) -> None:
+        await reader.start()
+        partitions = [partition for topic in TOPICS for partition in await partitions_of(reader, topic)]
+        reader.assign(partitions)
+        async with self._database.transaction() as tx:
+            reached = await _positions(tx)
+        for partition in partitions:
+            reader.seek(partition, reached.get((partition.topic, partition.partition), 0))
+        self.following.set()
+
+    async def process(self, records: Sequence[Record]) -> None:
+        """Apply records and store their positions in one transaction. Records before a stored position are skipped.
+
+        A record that cannot be decoded has no effect, because its own consumer dead-letters it. A record whose effect
+        fails is logged and skipped, so that it does not stop the others.
+        """
+        decoder = BatchDecoder(self._clock)
+        events = [await self._decode(record, decoder) for record in records]
+        try:
+            await self._commit(records, events)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            log.warning("batch_split", error=reason_of(error), size=len(records))
+            for record, event in zip(records, events, strict=True):
+                await self._commit_alone(record, event)
+        self._changed()
+
+    async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
+        try:
+            return (await decoder.decode(record, self._blobs)).event
+        except InvalidEvent:
+            return None
+
+    async def _commit_alone(self, record: Record, event: Event | None) -> None:
+        try:
+            await self._commit([record], [event])
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            place = f"{record.topic}[{record.partition}]@{record.offset}"
+            log.exception("record_skipped", record=place, error=reason_of(error))
+            await self._commit([record], [None])
+
+    async def _commit(self, records: Sequence[Record], events: Sequence[Event | None]) -> None:
+        async with self._database.transaction() as tx:
+            reached = await _positions(tx, locked=True)
+            facts = [
+                Fact(event, record.partition, record.offset)
+                for record, event in zip(records, events, strict=True)
+                if event is not None and record.offset >= reached.get((record.topic, record.partition), 0)
+            ]
+            await Batch(tx, self._names, titles=self._titles).apply(facts)
+            for record in records:
+                place = record.topic, record.partition
+                reached[place] = max(reached.get(place, 0), record.offset + 1)
+            changed = {(record.topic, record.partition) for record in records}
+            rows = [
+                {"topic": topic, "partition": partition, "next_offset": reached[topic, partition]}
+                for topic, partition in sorted(changed)
+            ]
+            await upsert_all(tx, tables.positions, ("topic", "partition"), rows)
+
+
+async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple[str, int], int]:
+    """Return the next offset by topic and partition. `locked`: no other process may change them in the meantime."""
+    query = select(tables.positions).order_by(tables.positions.c.topic, tables.positions.c.partition)
+    rows = await tx.execute(query.with_for_update() if locked else query)
+    return {(row.topic, row.partition): row.next_offset for row in rows}
+
+
+class RecordReader:
+    """Reads single events by topic, partition and offset. Calls run one after the other."""
+
+    def __init__(self, bus: BusSettings, blobs: BlobStore, clock: Clock) -> None:
+        self._bus = bus
+        self._blobs = blobs
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._reader: AIOKafkaConsumer | None = None
+
+    async def read(self, topic: str, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
+        """Return the events at these partitions and offsets. Those that have expired or cannot be decoded are missing.
+
+        Raises:
+            Unavailable: the bus does not answer.
+        """
+        async with self._lock:
+            try:
+                reader = await self._connected()
+                return await self._read(reader, topic, places)
+            except (KafkaError, OSError) as error:
+                await self._disconnect()
+                raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
+
+    async def _read(
+        self, reader: AIOKafkaConsumer, topic: str, places: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], Event]:
+        events: dict[tuple[int, int], Event] = {}
+        decoder = BatchDecoder(self._clock)
+        for number in sorted({partition for partition, _ in places}):
+            partition = TopicPartition(topic, number)
+            reader.assign([partition])
+            begin = (await reader.beginning_offsets([partition]))[partition]
+            end = (await reader.end_offsets([partition]))[partition]
+            offsets = sorted({offset for place, offset in places if place == number and begin <= offset < end})
+            for offset in offsets:
+                reader.seek(partition, offset)
+                batches = await reader.getmany(partition, timeout_ms=_READ_MS, max_records=1)
+                for message in batches.get(partition, ()):
+                    if message.offset != offset:
+                        continue
+                    try:
+                        received = await decoder.decode(record_of(message), self._blobs)
+                    except InvalidEvent:
+                        continue
+                    events[number, offset] = received.event
+        return events
+
+    async def _connected(self) -> AIOKafkaConsumer:
+        if self._reader is None:
+            reader = consumer(self._bus, "headrace-console-records", fetch_max_bytes=1_048_576)
+            try:
+                await reader.start()
+            except BaseException:
+                await reader.stop()
+                raise
+            self._reader = reader
+        return self._reader
+
+    async def _disconnect(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.stop()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        async with self._lock:
+            await self._disconnect()

@@ -1,0 +1,281 @@
+"""Queries of the pages. Each reads a bounded number of rows through an index."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, RowMapping, func, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.standing import split_standing
+from headrace_console.users import Scope
+
+PAGE_ROWS = 100
+SEARCHED_MAX = 5_000
+"""Sessions that one page reads at most to find those that match filters without an index."""
+SESSION_TURNS_MAX = 200
+_SESSION_ROWS_MAX = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Number of captured turns by state, as `headrace status` counts them."""
+
+    captured: int
+    trained: int
+    waiting: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Sessions to list. None selects all. `standing`, `outcome` and `arm` are names, `after` is a place in the list."""
+
+    model: str | None = None
+    version: str | None = None
+    arm: str | None = None
+    thumb: int | None = None
+    reward_max: float | None = None
+    outcome: str | None = None
+    standing: str | None = None
+    task: str | None = None
+    since_ms: int | None = None
+    after: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """Sessions of one page, the newest first."""
+
+    rows: Sequence[Mapping[str, Any]]
+    after: tuple[int, int] | None
+    """Where the next page begins, or None at the end."""
+    searched_until_ms: int | None
+    """Beginning of the last session that was read, if the search stopped before the page was full."""
+
+
+async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of those texts that have one."""
+    table = tables.names
+    rows = await tx.execute(select(table.c.name, table.c.id).where(table.c.name.in_(list(texts))))
+    return {row.name: row.id for row in rows}
+
+
+async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[int, str]:
+    """Return the texts with these numbers."""
+    table, wanted = tables.names, {number for number in numbers if number}
+    if not wanted:
+        return {}
+    rows = await tx.execute(select(table.c.id, table.c.name).where(table.c.id.in_(wanted)))
+    return {row.id: row.name for row in rows}
+
+
+async def tenants(tx: AsyncConnection, scope: Scope) -> dict[str, int]:
+    """Return the numbers of the tenants in `scope` that have sessions, in the order of their first sessions."""
+    table, numbers = tables.sessions, []
+    number = await tx.scalar(select(func.min(table.c.tenant)))
+    while number is not None:  # one index look-up for each tenant; DISTINCT would read the whole index
+        numbers.append(number)
+        number = await tx.scalar(select(func.min(table.c.tenant)).where(table.c.tenant > number))
+    texts = await texts_of(tx, numbers)
+    return {texts[number]: number for number in numbers if scope.permits(texts[number])}
+
+
+async def latest_lineages(tx: AsyncConnection) -> dict[int, int]:
+    """Return the lineage of each model that reported last."""
+    table, lineages = tables.steps, {}
+    model = await tx.scalar(select(func.min(table.c.model)))
+    while model is not None:
+        query = select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
+        lineages[model] = await tx.scalar(query)
+        model = await tx.scalar(select(func.min(table.c.model)).where(table.c.model > model))
+    return lineages
+
+
+async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
+    """Return the counts of all turns in the lineage that reported last on each model."""
+    table, latest = tables.counts, await latest_lineages(tx)
+    total = func.sum(table.c.turns)
+    query = select(table.c.model, table.c.lineage, table.c.standing, total)
+    if scope.tenants is not None:
+        query = query.where(table.c.tenant.in_((await tenants(tx, scope)).values()))
+    rows = (await tx.execute(query.group_by(table.c.model, table.c.lineage, table.c.standing))).all()
+    names = await texts_of(tx, {row.standing for row in rows})
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    for model, lineage, number, turns in rows:
+        if lineage in (0, latest.get(model, 0)):
+            standing, detail = split_standing(names[number])
+            totals[standing][detail] += int(turns)
+    by_kind = {kind: {name: n for name, n in sorted(totals[kind].items()) if n} for kind in tables.STANDINGS}
+    captured = sum(sum(details.values()) for details in by_kind.values())
+    return Counts(captured, by_kind["trained"].get("", 0), by_kind["waiting"], by_kind["dropped"])
+
+
+async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> SessionPage:
+    """Return one page of a tenant's sessions.
+
+    One filter with an index, the time and the place in the list bound what is read. The other filters are checked on at
+    most `SEARCHED_MAX` sessions.
+    """
+    table = tables.sessions
+    texts = [text for text in (selection.model, selection.version) if text is not None]
+    numbers = await numbers_of(tx, texts)
+    if len(numbers) < len(texts):
+        return SessionPage((), None, None)
+    conditions = _conditions(selection, numbers)
+    indexed = next((name for name in ("task_id", "version", "thumb", "standing") if name in conditions), None)
+    query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
+    if indexed is not None:
+        query = query.where(conditions.pop(indexed))
+    if selection.after is not None:
+        query = query.where(tuple_(table.c.began_ms, table.c.id) < tuple_(*selection.after))
+    newest = query.order_by(table.c.began_ms.desc(), table.c.id.desc())
+    if not conditions:
+        return _page((await tx.execute(newest.limit(PAGE_ROWS + 1))).mappings().all())
+    read = newest.with_only_columns(table.c.id, table.c.began_ms).limit(SEARCHED_MAX).subquery()
+    matching = select(table).join(read, read.c.id == table.c.id).where(*conditions.values())
+    matching = matching.order_by(read.c.began_ms.desc(), read.c.id.desc()).limit(PAGE_ROWS + 1)
+    page = _page((await tx.execute(matching)).mappings().all())
+    if page.after is not None:
+        return page
+    last = select(read.c.began_ms, read.c.id, select(func.count()).select_from(read).scalar_subquery().label("size"))
+    end = (await tx.execute(last.order_by(read.c.began_ms, read.c.id).limit(1))).first()
+    if end is None or end.size < SEARCHED_MAX:
+        return page
+    return SessionPage(page.rows, (end.began_ms, end.id), end.began_ms)
+
+
+def _page(rows: Sequence[RowMapping]) -> SessionPage:
+    shown = rows[:PAGE_ROWS]
+    last = (shown[-1]["began_ms"], shown[-1]["id"]) if len(rows) > PAGE_ROWS else None
+    return SessionPage([dict(row) for row in shown], last, None)
+
+
+def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, ColumnElement[bool]]:
+    """Return the conditions of a filter by column."""
+    table, conditions = tables.sessions, {}
+    for name in ("model", "version"):
+        text = getattr(selection, name)
+        if text is not None:
+            conditions[name] = table.c[name] == numbers[text]
+    if selection.task is not None:
+        conditions["task_id"] = table.c.task_id == selection.task
+    if selection.thumb is not None:
+        conditions["thumb"] = table.c.thumb == selection.thumb
+    if selection.standing is not None:
+        conditions["standing"] = table.c.standing == tables.STANDINGS.index(selection.standing)
+    if selection.reward_max is not None:
+        conditions["reward"] = table.c.reward <= selection.reward_max
+    for name, flag in (("arm", selection.arm), ("outcome", selection.outcome)):
+        if flag is not None:
+            conditions[name] = table.c.flags.bitwise_and(tables.FLAGS[flag]) != 0
+    return conditions
+
+
+async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Mapping[str, Any] | None:
+    """Return the session with this key, or None if `scope` has none. A key belongs to one tenant."""
+    table = tables.sessions
+    for row in (await tx.execute(select(table).where(table.c.session_key == key))).mappings():
+        tenant = (await texts_of(tx, [row["tenant"]]))[row["tenant"]]
+        if scope.permits(tenant):
+            return {**row, "tenant_name": tenant}
+    return None
+
+
+async def turn_of(
+    tx: AsyncConnection, scope: Scope, turn_id: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the session and the turn with this response id, or None if `scope` has none."""
+    table, sessions = tables.turns, tables.sessions
+    for turn in (await tx.execute(select(table).where(table.c.name == pack_id(turn_id)))).mappings().all():
+        key = await tx.scalar(select(sessions.c.session_key).where(sessions.c.id == turn["session"]))
+        tenant = (await texts_of(tx, [turn["tenant"]]))[turn["tenant"]]
+        session = await session_of(tx, scope, key) if key is not None and scope.permits(tenant) else None
+        if session is not None:
+            return session, turn
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecords:
+    """Rows of one session: its last turns in order, its experiences, rewards and feedback, and the texts of numbers."""
+
+    turns: Sequence[Mapping[str, Any]]
+    has_earlier_turns: bool
+    experiences: Sequence[Mapping[str, Any]]
+    rewards: Sequence[Mapping[str, Any]]
+    feedback: Sequence[Mapping[str, Any]]
+    texts: Mapping[int, str]
+
+
+async def session_records(
+    tx: AsyncConnection, session: int, before: tuple[int, int] | None = None, turns_max: int = SESSION_TURNS_MAX
+) -> SessionRecords:
+    """Return the rows of a session. `before`: time and number of the turn before which the turns end."""
+    table = tables.turns
+    query = select(table).where(table.c.session == session, table.c.log_offset >= 0)
+    if before is not None:
+        query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
+    newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
+    turns = (await tx.execute(newest)).mappings().all()
+    others = []
+    for kind, order in (
+        (tables.experiences, tables.experiences.c.id.desc()),
+        (tables.rewards, tables.rewards.c.trajectory.desc()),
+        (tables.feedback, tables.feedback.c.log_offset.desc()),
+    ):
+        rows = await tx.execute(select(kind).where(kind.c.session == session).order_by(order).limit(_SESSION_ROWS_MAX))
+        others.append(rows.mappings().all())
+    experiences, rewards, feedback = others
+    numbers: set[int | None] = set()
+    for row in turns:
+        numbers.update(row[name] for name in ("model", "version", "standing", "finish", "arm", "no_logprobs"))
+    numbers.update(row["no_reward"] for row in experiences)
+    numbers.update(number for row in rewards for number in (row["source"], row["outcome"]))
+    texts = await texts_of(tx, numbers)
+    shown = turns[turns_max - 1 :: -1] if len(turns) > turns_max else turns[::-1]
+    return SessionRecords(shown, len(turns) > turns_max, experiences, rewards, feedback, texts)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRewards:
+    """Rewards of one source: their number by outcome, and by tenth of the value."""
+
+    outcomes: Mapping[str, int]
+    buckets: Mapping[int, int]
+
+
+async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
+    """Return the rewards of a tenant's sources since an hour, by source."""
+    table = tables.hours
+    total = func.sum(table.c.rewards)
+    query = select(table.c.source, table.c.outcome, table.c.bucket, total)
+    query = query.where(table.c.tenant == tenant, table.c.hour >= since_hour)
+    rows = (await tx.execute(query.group_by(table.c.source, table.c.outcome, table.c.bucket))).all()
+    texts = await texts_of(tx, {number for row in rows for number in (row.source, row.outcome)})
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    buckets: dict[str, Counter[int]] = defaultdict(Counter)
+    for source, outcome, bucket, number in rows:
+        outcomes[texts[source]][texts[outcome]] += int(number)
+        if bucket != tables.NO_VALUE:
+            buckets[texts[source]][bucket] += int(number)
+    return {source: SourceRewards(outcomes[source], buckets[source]) for source in sorted(outcomes)}
+
+
+async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Mapping[str, Any]]:
+    """Return the last training steps of a model in the lineage that reported last, the oldest first."""
+    table, number = tables.steps, (await numbers_of(tx, [model])).get(model, 0)
+    query = select(table).where(table.c.model == number).order_by(table.c.at_us.desc()).limit(limit)
+    rows = (await tx.execute(query)).mappings().all()
+    texts = await texts_of(tx, {value for row in rows for value in (row["lineage"], row["version"])})
+    latest = rows[0]["lineage"] if rows else 0
+    return [
+        {**row, "lineage": texts[row["lineage"]], "version": texts.get(row["version"] or 0)}
+        for row in reversed(rows)
+        if row["lineage"] == latest
+    ]

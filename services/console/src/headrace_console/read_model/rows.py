@@ -1,0 +1,268 @@
+"""Rows of one batch: loaded at once by key, changed in memory, and written at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import RowMapping, Table, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.packing import pack_numbers, unpack_numbers
+from headrace_runtime.storage.tables import is_one_of
+
+_QUERY_KEYS_MAX = 5_000
+_PACKED = frozenset(("trajectories", "experiences", "turns"))
+
+
+@dataclass(slots=True)
+class SessionRow:
+    """Summary of one session."""
+
+    id: int
+    session_key: str
+    tenant: int
+    session_id: str | None = None
+    model: int = 0
+    version: int = 0
+    began_ms: int = 0
+    last_ms: int = 0
+    turns: int = 0
+    tokens: int = 0
+    trained: int = 0
+    waiting: int = 0
+    dropped: int = 0
+    standing: int = 0
+    reward: float | None = None
+    thumb: int | None = None
+    flags: int = 0
+    task_id: str | None = None
+    title: str | None = None
+
+
+@dataclass(slots=True)
+class TurnRow:
+    """Numbers of one turn, or a stub of a turn that only effects have named."""
+
+    id: int
+    name: bytes
+    tenant: int
+    session: int = 0
+    captured: bool = False
+    model: int = 0
+    version: int = 0
+    at_ms: int = 0
+    partition: int = 0
+    log_offset: int = -1
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    eval: bool = False
+    refused: bool = False
+    untrained: int | None = None
+    no_logprobs: int | None = None
+    standing: int = 0
+    finish: int | None = None
+    latency_ms: int = 0
+    arm: int | None = None
+    trajectories: tuple[int, ...] = ()
+    experiences: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class TrajectoryRow:
+    """A trajectory, or a stub of one that only rewards have named."""
+
+    id: int
+    name: bytes
+    session: int = 0
+    model: int = 0
+    partition: int = 0
+    log_offset: int = -1
+    eval: bool = False
+    ingested: bool = False
+    refused: bool = False
+    untrained: int | None = None
+    turns: tuple[int, ...] = ()
+    left_out: str | None = None
+    no_logprobs: str | None = None
+
+
+@dataclass(slots=True)
+class ExperienceRow:
+    """The newest revision of an experience with its outcomes, or a stub of one that only outcomes have named."""
+
+    id: int
+    name: bytes
+    event: bytes | None = None
+    session: int = 0
+    revision: int = -1
+    partition: int = 0
+    log_offset: int = -1
+    reward: float | None = None
+    no_reward: int | None = None
+    weight: float = 1.0
+    refused: bool = False
+    turns: tuple[int, ...] = ()
+    history: str | None = None
+
+
+def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Split the parameters of a query, because both databases limit their number."""
+    everything = list(values)
+    for at in range(0, len(everything), _QUERY_KEYS_MAX):
+        yield everything[at : at + _QUERY_KEYS_MAX]
+
+
+R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow)
+
+
+class RowSet(Generic[R]):
+    """Rows of one table that a batch may change, by id and by unique key."""
+
+    def __init__(self, table: Table, row: type[R], key: tuple[str, ...]) -> None:
+        """Create an empty set. `key` are the columns of the unique key, the most selective one first."""
+        self._table = table
+        self._row = row
+        self._key = key
+        self._columns = [field.name for field in fields(row)]
+        packs = _PACKED if row is not SessionRow else frozenset()  # a session has the number of its turns
+        self._packed = [name for name in self._columns if name in packs]
+        self._by_id: dict[int, R] = {}
+        self._by_key: dict[tuple[Any, ...], R] = {}
+        self._loaded: dict[int, tuple[Any, ...]] = {}
+        self._next_id = 0
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, row_id: int) -> R:
+        return self._by_id[row_id]
+
+    def find(self, *key: Any) -> R | None:
+        """Return the loaded row with this key, or None."""
+        return self._by_key.get(key)
+
+    def add(self, *key: Any) -> R:
+        """Return the row with this key, which must have been loaded if it exists; otherwise a new row."""
+        row = self._by_key.get(key)
+        if row is None:
+            row = self._row(self._next_id, *key)
+            self._next_id += 1
+            self._by_id[row.id] = self._by_key[key] = row
+        return row
+
+    async def begin(self, tx: AsyncConnection) -> None:
+        """Find the number of the next new row."""
+        last = await tx.scalar(select(self._table.c.id).order_by(self._table.c.id.desc()).limit(1))
+        self._next_id = (last or 0) + 1
+
+    async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:
+        """Load the rows with these keys."""
+        columns = [self._table.c[name] for name in self._key]
+        for part in parts({key for key in keys if key not in self._by_key}):
+            condition = columns[0].in_([key[0] for key in part])
+            if len(columns) > 1:
+                condition = is_one_of(columns[0], columns[1], part)
+            self._note((await tx.execute(select(self._table).where(condition))).mappings())
+
+    async def load_where(self, tx: AsyncConnection, column: str, values: Collection[Any]) -> list[R]:
+        """Load and return the rows whose `column`, which must have an index, has one of these values."""
+        rows: list[R] = []
+        for part in parts(set(values)):
+            query = select(self._table).where(self._table.c[column].in_(part))
+            rows += self._note((await tx.execute(query)).mappings())
+        return rows
+
+    async def load_ids(self, tx: AsyncConnection, ids: Iterable[int]) -> None:
+        """Load the rows with these numbers."""
+        await self.load_where(tx, "id", {row_id for row_id in ids if row_id not in self._by_id})
+
+    def _note(self, mappings: Iterable[RowMapping]) -> list[R]:
+        rows = []
+        for mapping in mappings:
+            row = self._by_id.get(mapping["id"])
+            if row is None:
+                values = {name: mapping[name] for name in self._columns}
+                for name in self._packed:
+                    values[name] = unpack_numbers(values[name])
+                row = self._row(**values)
+                self._by_id[row.id] = row
+                self._by_key[tuple(values[name] for name in self._key)] = row
+                self._loaded[row.id] = self._values(row)
+            rows.append(row)
+        return rows
+
+    def _values(self, row: R) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in self._columns)
+
+    async def store(self, tx: AsyncConnection) -> None:
+        """Write new and changed rows."""
+        changed = [
+            dict(zip(self._columns, values, strict=True))
+            for row in self._by_id.values()
+            if self._loaded.get(row.id) != (values := self._values(row))
+        ]
+        for values in changed:
+            for name in self._packed:
+                values[name] = pack_numbers(values[name])
+        await upsert_all(tx, self._table, ("id",), changed)
+
+
+async def upsert_all(
+    tx: AsyncConnection, table: Table, key: tuple[str, ...], rows: Sequence[dict[str, Any]], *, added: str | None = None
+) -> None:
+    """Insert rows, or set all their columns where `key` exists.
+
+    Args:
+        tx: the transaction.
+        table: the table.
+        key: the columns of the primary key.
+        rows: the rows, all with the same columns.
+        added: the column to which the row's value is added instead.
+    """
+    if not rows:
+        return
+    statement: Any = (sqlite.insert if tx.dialect.name == "sqlite" else postgresql.insert)(table)
+    changes = {name: statement.excluded[name] for name in rows[0] if name not in key}
+    if added is not None:
+        changes = {added: table.c[added] + statement.excluded[added]}
+    await tx.execute(statement.on_conflict_do_update(index_elements=list(key), set_=changes), list(rows))
+
+
+class Names:
+    """Numbers of texts that repeat. Numbers begin at 1; a batch must call `refresh` first and `store` at its end."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._texts: dict[int, str] = {}
+        self._stored_until = 0
+
+    def number(self, text: str) -> int:
+        """Return the number of a text, a new one if it has none."""
+        number = self._ids.get(text)
+        if number is None:
+            number = len(self._texts) + 1
+            self._ids[text], self._texts[number] = number, text
+        return number
+
+    def text(self, number: int) -> str:
+        """Return the text with this number."""
+        return self._texts[number]
+
+    async def refresh(self, tx: AsyncConnection) -> None:
+        """Read the texts that were stored since the last call, and forget those that no transaction has stored."""
+        for number in range(self._stored_until + 1, len(self._texts) + 1):
+            del self._ids[self._texts.pop(number)]
+        table = tables.names
+        for row in await tx.execute(select(table).where(table.c.id > self._stored_until).order_by(table.c.id)):
+            self._ids[row.name], self._texts[row.id] = row.id, row.name
+        self._stored_until = len(self._texts)
+
+    async def store(self, tx: AsyncConnection) -> None:
+        """Write new texts. They count as stored after the next `refresh`."""
+        new = [{"id": n, "name": self._texts[n]} for n in range(self._stored_until + 1, len(self._texts) + 1)]
+        if new:
+            await tx.execute(insert(tables.names), new)

@@ -1,0 +1,152 @@
+"""Rows that no standing depends on except through their keys: rewards, feedback, refusals and training steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.rows import parts, upsert_all
+from headrace_runtime.storage.tables import is_one_of
+from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from headrace_console.read_model.batch import Batch
+
+_BUCKETS = 10
+
+
+class RewardKey(NamedTuple):
+    """Key of a row of `rewards`."""
+
+    session: int
+    trajectory: int
+    turn: int
+    choice: int
+    source: int
+
+
+class HourKey(NamedTuple):
+    """Key of a row of `hours`."""
+
+    tenant: int
+    source: int
+    hour: int
+    outcome: int
+    bucket: int
+
+
+class SideRows:
+    """Rows of one batch beside those of sessions, turns, trajectories and experiences."""
+
+    def __init__(self) -> None:
+        self.refusals: set[bytes] = set()
+        """Refused events among those that the batch names."""
+        self.steps: dict[tuple[int, int], dict[str, Any]] = {}
+        """New steps by lineage and save."""
+        self.feedback: list[dict[str, Any]] = []
+        self._known_refusals: set[bytes] = set()
+        self._known_steps: set[tuple[int, int]] = set()
+        self._rewards: dict[RewardKey, dict[str, Any]] = {}
+        self._changed_rewards: set[RewardKey] = set()
+        self._hours: Counter[HourKey] = Counter()
+
+    async def load(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
+        """Load refusals of the events' subjects, rewards that may be revised, and steps that were read before."""
+        events = list(events)
+        await self._load_refusals(tx, events)
+        await self._load_rewards(tx, events, batch)
+        saves = {event.account for event in events if isinstance(event, TrainingMetrics)}
+        if saves:
+            table = tables.steps
+            rows = await tx.execute(select(table.c.lineage, table.c.account).where(table.c.account.in_(saves)))
+            self._known_steps = {(row.lineage, row.account) for row in rows}
+
+    async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:
+        names = set()
+        for event in events:
+            if isinstance(event, Turn | Trajectory | Experience):
+                names.add(pack_id(event.event_id))
+            if isinstance(event, Trajectory | Experience):
+                names.update(map(pack_id, event.turn_ids))
+            elif isinstance(event, DeadLetter):
+                names.add(pack_id(event.source_id))
+        if names:
+            table = tables.refusals
+            for part in parts(names):
+                rows = await tx.execute(select(table.c.name).where(table.c.name.in_(part)))
+                self._known_refusals.update(bytes(name) for name in rows.scalars())
+            self.refusals = set(self._known_refusals)
+
+    async def _load_rewards(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
+        pairs = set()
+        for event in events:
+            if isinstance(event, Reward):
+                session, trajectory = batch.reward_target(event)
+                pairs.add((session.id, trajectory.id))
+        if pairs:
+            table = tables.rewards
+            rows = await tx.execute(select(table).where(is_one_of(table.c.session, table.c.trajectory, pairs)))
+            for row in rows.mappings():
+                self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
+
+    def is_new_step(self, lineage: int, account: int) -> bool:
+        """Return whether the report about this save was not read before."""
+        return (lineage, account) not in self._known_steps and (lineage, account) not in self.steps
+
+    def set_reward(self, key: RewardKey, values: dict[str, Any]) -> bool:
+        """Store a reward unless an equal or higher revision is stored. Return whether it was stored."""
+        stored = self._rewards.get(key)
+        if stored is not None and stored["revision"] >= values["revision"]:
+            return False
+        if stored is not None:
+            self._hours[_hour_key(key, stored)] -= 1
+        row = {**key._asdict(), **values}
+        self._hours[_hour_key(key, row)] += 1
+        self._rewards[key] = row
+        self._changed_rewards.add(key)
+        return True
+
+    async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
+        """Return the lineage of each model that reported last. Steps of this batch must be stored first."""
+        table, lineages = tables.steps, {}
+        for model in models:
+            query = select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
+            lineage = await tx.scalar(query)
+            if lineage is not None:
+                lineages[model] = lineage
+        return lineages
+
+    async def store_steps(self, tx: AsyncConnection) -> None:
+        """Write the new steps."""
+        rows = [row | {"dropped": json.dumps(row["dropped"])} for row in self.steps.values()]
+        await upsert_all(tx, tables.steps, ("lineage", "account"), rows)
+
+    async def store(self, tx: AsyncConnection) -> None:
+        """Write all other rows."""
+        await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
+        new_refusals = self.refusals - self._known_refusals
+        if new_refusals:
+            await tx.execute(insert(tables.refusals), [{"name": name} for name in sorted(new_refusals)])
+        changed = [self._rewards[key] for key in self._changed_rewards]
+        await upsert_all(tx, tables.rewards, RewardKey._fields, changed)
+        hours = [key._asdict() | {"rewards": number} for key, number in self._hours.items() if number]
+        await upsert_all(tx, tables.hours, HourKey._fields, hours, added="rewards")
+
+
+def _hour_key(key: RewardKey, row: dict[str, Any]) -> HourKey:
+    return HourKey(row["tenant"], key.source, row["at_ms"] // tables.HOUR_MS, row["outcome"], bucket_of(row["value"]))
+
+
+def bucket_of(value: float | None) -> int:
+    """Return the tenth that a value is in, from -11 (below -1) to 10 (1 and above), or `NO_VALUE`."""
+    if value is None:
+        return tables.NO_VALUE
+    return -_BUCKETS - 1 if value < -1 else min(_BUCKETS, math.floor(value * _BUCKETS))

@@ -1,0 +1,235 @@
+"""Tables of the read model. Times are milliseconds since 1970.
+
+Rows refer to each other and to texts that repeat (tenants, models, versions, sources, reasons) by number. A turn, a
+trajectory and an experience have packed lists of the numbers of each other instead of tables of pairs.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+from headrace_runtime.storage import tables
+from headrace_runtime.storage.tables import Id
+
+metadata = MetaData()
+positions = tables.positions(metadata)
+
+
+def _id() -> Column[int]:
+    return Column("id", Id, primary_key=True, autoincrement=False)
+
+
+names = Table(
+    "names",
+    metadata,
+    _id(),
+    Column("name", Text, nullable=False, unique=True),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    _id(),
+    Column("tenant", Integer, nullable=False),
+    Column("session_key", Text, nullable=False),
+    Column("session_id", Text),
+    Column("model", Integer, nullable=False),
+    Column("version", Integer, nullable=False),  # the one that answered last
+    Column("began_ms", BigInteger, nullable=False),  # 0 while no turn is captured
+    Column("last_ms", BigInteger, nullable=False),
+    Column("turns", Integer, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("trained", Integer, nullable=False),
+    Column("waiting", Integer, nullable=False),
+    Column("dropped", Integer, nullable=False),
+    Column("standing", SmallInteger, nullable=False),  # index in `STANDINGS` of the worst one
+    Column("reward", Float),  # of the experience that changed last
+    Column("thumb", SmallInteger),  # 1, 0, -1; null without feedback
+    Column("flags", Integer, nullable=False),
+    Column("task_id", Text),
+    Column("title", Text),  # the first characters of the first message
+    UniqueConstraint("session_key", "tenant", name="uq_sessions_key"),
+    Index("ix_sessions_began", "tenant", "began_ms", "id"),
+    Index("ix_sessions_version", "tenant", "version", "began_ms", "id"),
+    Index("ix_sessions_standing", "tenant", "standing", "began_ms", "id"),
+    *(
+        Index(
+            f"ix_sessions_{column}",
+            "tenant",
+            column,
+            "began_ms",
+            "id",
+            sqlite_where=text(f"{column} IS NOT NULL"),
+            postgresql_where=text(f"{column} IS NOT NULL"),
+        )
+        for column in ("thumb", "task_id")
+    ),
+)
+STANDINGS = ("trained", "waiting", "dropped")
+FLAGS = {
+    name: 1 << bit
+    for bit, name in enumerate(
+        ("edited", "refused", "candidate", "control", "eval", "abstained", "failed", "parse_error", "timed_out")
+    )
+}
+"""Bits of `sessions.flags`. The last four are outcomes of reward sources."""
+
+turns = Table(
+    "turns",
+    metadata,
+    _id(),
+    Column("tenant", Integer, nullable=False),
+    Column("name", LargeBinary, nullable=False),  # packed id
+    Column("session", Id, nullable=False),
+    Column("captured", Boolean, nullable=False),  # whether its event was read
+    Column("model", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),  # -1 without an event
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("sampled_tokens", Integer, nullable=False),
+    Column("eval", Boolean, nullable=False),
+    Column("refused", Boolean, nullable=False),
+    Column("untrained", Integer),
+    Column("no_logprobs", Integer),
+    Column("standing", Integer, nullable=False),  # 0: not counted
+    Column("finish", Integer),
+    Column("latency_ms", Integer, nullable=False),
+    Column("arm", Integer),
+    Column("trajectories", LargeBinary, nullable=False),
+    Column("experiences", LargeBinary, nullable=False),
+    UniqueConstraint("name", "tenant", name="uq_turns_name"),
+    Index("ix_turns_session", "session", "at_ms", "id"),
+)
+
+trajectories = Table(
+    "trajectories",
+    metadata,
+    _id(),
+    Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
+    Column("session", Id, nullable=False),  # 0 while only effects were read
+    Column("model", Integer, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),
+    Column("eval", Boolean, nullable=False),
+    Column("ingested", Boolean, nullable=False),
+    Column("refused", Boolean, nullable=False),
+    Column("untrained", Integer),
+    Column("turns", LargeBinary, nullable=False),
+    Column("left_out", Text),  # JSON: number of a turn to the number of the reason
+    Column("no_logprobs", Text),
+    Index("ix_trajectories_session", "session", "id"),
+)
+
+experiences = Table(
+    "experiences",
+    metadata,
+    _id(),
+    Column("name", LargeBinary, nullable=False, unique=True),
+    Column("event", LargeBinary),  # packed event id of the newest revision
+    Column("session", Id, nullable=False),  # 0 while only outcomes were read
+    Column("revision", Integer, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),
+    Column("reward", Float),
+    Column("no_reward", Integer),
+    Column("weight", Float, nullable=False),
+    Column("refused", Boolean, nullable=False),
+    Column("turns", LargeBinary, nullable=False),
+    Column("history", Text),  # JSON: outcomes by lineage and save
+    Index("ix_experiences_session", "session", "id"),
+    Index("ix_experiences_event", "event"),
+)
+
+rewards = Table(
+    "rewards",
+    metadata,
+    Column("session", Id, primary_key=True),
+    Column("trajectory", Id, primary_key=True),
+    Column("turn", Id, primary_key=True),  # 0: the whole run
+    Column("choice", Integer, primary_key=True),  # -1: all answers
+    Column("source", Integer, primary_key=True),
+    Column("tenant", Integer, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("outcome", Integer, nullable=False),
+    Column("value", Float),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("session", Id, primary_key=True),
+    Column("partition", Integer, primary_key=True),
+    Column("log_offset", BigInteger, primary_key=True),
+    Column("at_ms", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+refusals = Table(
+    "refusals",
+    metadata,
+    Column("name", LargeBinary, primary_key=True),  # packed id of the refused event
+    sqlite_with_rowid=False,
+)
+
+steps = Table(
+    "steps",
+    metadata,
+    Column("lineage", Integer, primary_key=True),
+    Column("account", Integer, primary_key=True),
+    Column("model", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("version", Integer),
+    Column("at_us", BigInteger, nullable=False),
+    Column("reward", Float),
+    Column("trained", Integer, nullable=False),
+    Column("dropped", Text, nullable=False),  # JSON: reason to number
+    Column("stopped", Text),
+    Index("ix_steps_model", "model", "at_us"),
+    sqlite_with_rowid=False,
+)
+
+counts = Table(
+    "counts",
+    metadata,
+    Column("tenant", Integer, primary_key=True),
+    Column("model", Integer, primary_key=True),
+    Column("lineage", Integer, primary_key=True),  # 0: as if nothing was trained; others: differences to that
+    Column("hour", Integer, primary_key=True),
+    Column("standing", Integer, primary_key=True),
+    Column("turns", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+hours = Table(
+    "hours",
+    metadata,
+    Column("tenant", Integer, primary_key=True),
+    Column("source", Integer, primary_key=True),
+    Column("hour", Integer, primary_key=True),
+    Column("outcome", Integer, primary_key=True),
+    Column("bucket", SmallInteger, primary_key=True),  # tenth of the value; `NO_VALUE` for other outcomes than `scored`
+    Column("rewards", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+NO_VALUE = -100
+HOUR_MS = 3_600_000

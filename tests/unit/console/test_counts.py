@@ -1,0 +1,280 @@
+"""Counts of the read model equal the account, whatever the order, repetition and cut of the events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, select
+
+from headrace_console.read_model import queries, standing, tables
+from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.packing import pack_id, unpack_id
+from headrace_console.read_model.rows import ExperienceRow, Names
+from headrace_console.users import Scope
+from headrace_operations.turn_account import turn_account_of
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Event, TrainingOutcome, Trajectory, Undone
+from headrace_schemas.events.checkpoint import Restored
+from headrace_schemas.values.ids import response_id, session_key
+from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
+from tests.support.marks import postgres_is_long
+from tests.support.migrated import make_tables
+from tests.support.seeds import draw_seed
+from tests.unit.cli.test_turn_account import STATES
+
+EVERYTHING = Scope(None)
+
+
+@pytest.fixture
+async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]:
+    common = Common.model_validate({"data_dir": data_dir, "database": {"url": database_url}})
+    opened = Database.open("console", common)
+    await make_tables(opened, "headrace_console")
+    yield opened
+    async with opened.transaction() as tx:
+        for table in reversed(tables.metadata.sorted_tables):
+            await tx.execute(table.delete())
+    await opened.close()
+
+
+async def read(database: Database, events: Sequence[Event], chance: random.Random) -> None:
+    """Apply events in batches of random sizes. Every fifth batch is rolled back and applied again."""
+    names, at = Names(), 0
+    while at < len(events):
+        size = chance.choice((1, 2, 5, 40))
+        facts = [Fact(event, 0, at + place) for place, event in enumerate(events[at : at + size])]
+        if chance.random() < 0.2:
+            async with database.transaction() as tx:
+                savepoint = await tx.begin_nested()
+                await Batch(tx, names, titles=True).apply(facts)
+                await savepoint.rollback()
+        async with database.transaction() as tx:
+            await Batch(tx, names, titles=True).apply(facts)
+        at += size
+
+
+async def counted(database: Database) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    async with database.transaction() as tx:
+        counts = await queries.counts(tx, EVERYTHING)
+    return counts.captured, counts.trained, dict(counts.waiting), dict(counts.dropped)
+
+
+def accounted(events: Sequence[Event]) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    account = turn_account_of(events, complete=False)
+    return account.captured, account.trained, dict(account.waiting), dict(account.dropped)
+
+
+@pytest.mark.parametrize("name", STATES)
+async def test_counts_equal_each_state_of_the_account(name: str, data_dir: Path) -> None:
+    events, expected = STATES[name]
+    database = Database.open("console", Common.model_validate({"data_dir": data_dir}))
+    await make_tables(database, "headrace_console")
+    chance = random.Random(draw_seed())
+    several = chance.sample([*events, *events], 2 * len(events))
+    await read(database, several, chance)
+    assert await counted(database) == expected
+    await database.close()
+
+
+Outcomes = list[TrainingOutcome | Undone | Restored]
+
+
+def random_history(chance: random.Random, sessions: int) -> list[Event]:
+    """Return the events of sessions that end in random states, with two tenants, two lineages and an ingested part."""
+    events: list[Event] = []
+    saves: dict[str, list[Outcomes]] = {"main": [], "replay": []}
+    for number in range(sessions):
+        events += _session(chance, number)
+    for published in [event for event in events if isinstance(event, Trajectory)]:
+        trained = published.trajectory_id.startswith("T") and published.purpose == "train" and not published.untrained
+        if trained and chance.random() < 0.8:
+            events += _experiences(chance, published, saves)
+    for lineage, lineage_saves in saves.items():
+        for save, items in enumerate(lineage_saves):
+            changes = {
+                "verdicts": tuple(item for item in items if isinstance(item, TrainingOutcome)),
+                "undone": tuple(item for item in items if isinstance(item, Undone)),
+                "restored": tuple(item for item in items if isinstance(item, Restored)),
+                # No two reports have the same time, because then the order would decide which lineage counts.
+                "time": START + timedelta(seconds=2 * save + (lineage == "main")),
+            }
+            events.append(report(save=save, lineage=lineage).model_copy(update=changes))
+    return events
+
+
+def _session(chance: random.Random, number: int) -> list[Event]:
+    """Return the turns of a session and, mostly, its trajectory, with letters about some of them."""
+    tenant = chance.choice(("default", "other"))
+    key = session_key(tenant, f"s{number}")
+    more: dict[str, Any] = {"tenant": tenant, "session_key": key, "session_id": f"s{number}"}
+    ids = [chance.choice((response_id(key), f"foreign-{number}-{at}")) for at in range(chance.randint(1, 4))]
+    purpose = "eval" if chance.random() < 0.1 else "train"
+    untrained = "registered" if chance.random() < 0.1 and purpose == "train" else None
+    end_reason = "ingest" if chance.random() < 0.15 else "idle"
+    events: list[Event] = [turn(name, purpose=purpose, untrained=untrained, **more) for name in ids]
+    if chance.random() < 0.1:
+        events.append(letter(events[0], "collector"))
+    if end_reason == "ingest":
+        events = []
+    elif chance.random() < 0.15:
+        return events
+    left = {ids[-1]: "retried"} if len(ids) > 1 and chance.random() < 0.3 else {}
+    kept = tuple(name for name in ids if name not in left)
+    branches = [kept] if chance.random() < 0.7 else [kept[:1], kept]
+    more |= {"end_reason": end_reason}
+    run = trajectory(f"T{number}", *branches, left_out=left, purpose=purpose, untrained=untrained, **more)
+    events.append(run)
+    if chance.random() < 0.1:
+        events.append(letter(run, "scorer"))
+    elif end_reason != "ingest" and chance.random() < 0.1:
+        double = trajectory(f"U{number}", kept, **more)
+        events += [double, letter(double, "scorer")]
+    return events
+
+
+def _experiences(chance: random.Random, run: Trajectory, saves: dict[str, list[Outcomes]]) -> list[Event]:
+    """Return the experiences of a trajectory, and add what each lineage makes of them to its saves."""
+    events: list[Event] = []
+    of_session = {name: getattr(run, name) for name in ("tenant", "session_key", "session_id")}
+    for at, branch in enumerate(run.branches):
+        name = f"{run.trajectory_id}-{at}"
+        revisions = [
+            experience(name, *branch.turn_ids, of=run.trajectory_id, revision=revision).model_copy(update=of_session)
+            for revision in range(chance.randint(1, 3))
+        ]
+        events += revisions
+        if chance.random() < 0.1:
+            events.append(letter(revisions[-1], "trainer"))
+        for lineage_saves in saves.values():
+            lineage_saves += _outcomes(chance, name, branch.turn_ids, len(revisions))
+    return events
+
+
+def _outcomes(chance: random.Random, name: str, turn_ids: Sequence[str], revisions: int) -> list[Outcomes]:
+    """Return the saves of a lineage about one experience: outcomes of its revisions, and reversals."""
+    saves: list[Outcomes] = []
+    for revision in range(revisions):
+        fate = chance.choice(
+            ("unseen", "trained", "partly", "stale", "excluded", "undone", "queued", "again", "restored")
+        )
+        if fate == "unseen":
+            continue
+        dropped = {"stale": "stale", "excluded": "withdrawn"}.get(fate)
+        detail = "excluded" if fate == "excluded" else None
+        outcome = verdict(name, *turn_ids, revision=revision, dropped=dropped, detail=detail)
+        if fate == "partly":
+            outcome = outcome.model_copy(update={"left_out": tuple(turn_ids[:1])})
+        saves.append([outcome])
+        if fate in ("undone", "queued", "again", "restored"):
+            saves.append([Undone(experience_id=name, revision=revision, queued=fate in ("queued", "again"))])
+        if fate == "again":
+            saves.append([outcome])
+        if fate == "restored":
+            saves.append([Restored(experience_id=name, revision=revision)])
+    return saves
+
+
+@postgres_is_long()
+async def test_counts_equal_the_account_for_any_order_repetition_and_cut(database: Database) -> None:
+    chance = random.Random(draw_seed())
+    events = random_history(chance, 60)
+    await read(database, events, chance)
+    assert await counted(database) == accounted(events)
+    everything = [*events, *chance.choices(events, k=len(events) // 3)]
+    chance.shuffle(everything)
+    for table in reversed(tables.metadata.sorted_tables):
+        async with database.transaction() as tx:
+            await tx.execute(table.delete())
+    cut = chance.randrange(len(everything))
+    await read(database, everything[:cut], chance)
+    assert await counted(database) == accounted(everything[:cut])
+    await read(database, everything[cut:], chance)
+    assert await counted(database) == accounted(everything)
+    await _check_sessions(database)
+
+
+async def _check_sessions(database: Database) -> None:
+    """Check that the summary of each session equals the sum over its turns."""
+    async with database.transaction() as tx:
+        names = {row.id: row.name for row in await tx.execute(select(tables.names))}
+        turns = (await tx.execute(select(tables.turns))).all()
+        sessions = (await tx.execute(select(tables.sessions))).all()
+    assert sessions
+    for session in sessions:
+        states = [names[row.standing].partition("/")[0] for row in turns if row.session == session.id and row.standing]
+        summary = (session.turns, session.trained, session.waiting, session.dropped)
+        assert summary == (len(states), *(states.count(kind) for kind in tables.STANDINGS))
+
+
+@pytest.mark.parametrize(
+    "fault", ["outcomes are read in the order of arrival", "a refused trajectory keeps its turns", "no difference"]
+)
+async def test_property_fails_for_a_planted_fault(fault: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "outcomes are read in the order of arrival":
+        add = standing.add_outcome
+
+        def unordered(row: ExperienceRow, save: tuple[int, int], item: TrainingOutcome, names: Names) -> None:
+            add(row, (save[0], 0), item, names)
+
+        monkeypatch.setattr("headrace_console.read_model.events.add_outcome", unordered)
+    elif fault == "a refused trajectory keeps its turns":
+        monkeypatch.setattr("headrace_console.read_model.events.TURN_ENDING_SOURCES", frozenset())
+    else:
+        monkeypatch.setattr("collections.Counter.subtract", lambda _self, _other: None)
+    differences = 0
+    for number in range(3):
+        chance = random.Random(draw_seed(str(number)))
+        database = Database.open(f"console{number}", Common.model_validate({"data_dir": data_dir}))
+        await make_tables(database, "headrace_console")
+        events = random_history(chance, 40)
+        chance.shuffle(events)
+        await read(database, events, chance)
+        differences += await counted(database) != accounted(events)
+        await database.close()
+    assert differences
+
+
+@postgres_is_long()
+async def test_migrations_create_the_schema_of_the_code(database: Database) -> None:
+    def differences(connection: Connection) -> list[object]:
+        context = MigrationContext.configure(connection, opts={"version_table": "schema_version"})
+        return list(compare_metadata(context, tables.metadata))
+
+    async with database.transaction() as tx:
+        assert await tx.run_sync(differences) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        response_id(session_key("default", "s")),
+        "6f1d3c1e-9c0e-5d0a-8a55-6865616472ab",
+        "a",
+        "chatcmpl-abc",
+        "x" * 15,
+        "x" * 16,
+        "x" * 26,
+        "x" * 512,
+        "6F1D3C1E-9C0E-5D0A-8A55-6865616472AB",
+        "é\u202e",
+    ],
+)
+def test_packed_ids_are_unpacked_unchanged(text: str) -> None:
+    assert unpack_id(pack_id(text)) == text
+
+
+def test_history_of_outcomes_is_bounded_and_keeps_what_standings_need() -> None:
+    names, row = Names(), ExperienceRow(1, b"x", revision=999)
+    for revision in range(1000):
+        item = verdict("E", "a", revision=revision, dropped="superseded" if revision else None)
+        standing.add_outcome(row, (1, revision), item, names)
+    assert len(row.history or "") < 20_000
+    assert standing.outcomes_of(row, 1, names).standing("a", 999, None, refused=False) == ("trained", "")
