@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,8 +16,12 @@ from headrace_console.pages.login import LoginPages
 from headrace_console.pages.loop import LoopPages
 from headrace_console.pages.models import ModelPages
 from headrace_console.pages.page import NotFound, Page, PageRoutes
+from headrace_console.pages.rewards import RewardPages
 from headrace_console.pages.rollouts import RolloutPages
+from headrace_console.pages.session import SessionPage
+from headrace_console.pages.sessions import SessionPages
 from headrace_console.pages.static import static_route
+from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
 from headrace_console.sources.registry import RegistryReader
 from headrace_console.sources.services import StackReader
@@ -25,6 +31,9 @@ from headrace_runtime.http import web
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.services import installed
 from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import disk, migrations
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.database import Database
 
 log = get_logger(__name__)
 _WATCH_INTERVAL_S = 2.0
@@ -33,14 +42,18 @@ _WATCH_INTERVAL_S = 2.0
 async def run(common: Common, settings: ConsoleSettings) -> None:
     """Run the console until cancelled."""
     console = Console(common, settings, SystemClock())
+    await disk.retry_while_full(lambda: migrations.upgrade(console.database, "headrace_console"))
     # Pages of other origins get nothing from the console, whatever they may call elsewhere.
     security = common.security.model_copy(update={"origins": ()})
     async with web.serve(SecurityHeaders(console.app), settings, security, accepts_forms=True) as port:
         log.info("listening", port=port)
         try:
-            await console.watch()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(console.watch())
+                group.create_task(console.follower.run())
         finally:
             console.changes.close()
+            await console.close()
 
 
 class Console:
@@ -53,6 +66,12 @@ class Console:
         self._stack = StackReader(common, settings, installed(), clock)
         key = common.security.internal_key.get_secret_value()
         registry = RegistryReader(self._stack.url("registry"), key, clock)
+        self.database = Database.open("console", common)
+        blobs = BlobStore.open(common)
+        self._records = RecordReader(common.bus, blobs, clock)
+        self.follower = TopicFollower(
+            common.bus, self.database, blobs, clock, self._announce_sessions, titles=settings.titles
+        )
         templates = Templates(behind_tls=settings.behind_tls)
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
         pages = [
@@ -60,19 +79,25 @@ class Console:
             *LoopPages(templates, self._stack, registry, common, clock).pages(),
             *ModelPages(templates, registry).pages(),
             *RolloutPages(templates, registry).pages(),
+            *SessionPages(templates, self.database).pages(),
+            *SessionPage(templates, self.database, self._records).pages(),
+            *RewardPages(templates, self.database, clock).pages(),
             Page("/live", self._stream, role="rater"),
             Page("/{path:path}", _not_found, role="rater"),
         ]
         routes = PageRoutes(templates, self.logins, read_only=settings.read_only)
+        checks: dict[str, web.Check] = {
+            "database": self.database.ready,
+            "consumer": self.follower.following.is_set,
+        }
         self.app: Starlette = web.app(
-            {},
+            checks,
             [
                 static_route(),
                 *login.routes(),
                 *(routes.route(page) for page in pages),
             ],
             common,
-            needs_disk=False,
         )
         self.app.state.behind_tls = settings.behind_tls
 
@@ -87,6 +112,14 @@ class Console:
             if report != last_report:
                 last_report = report
                 self.changes.announce("loop")
+
+    def _announce_sessions(self) -> None:
+        self.changes.announce("sessions")
+
+    async def close(self) -> None:
+        """Close the database and the connection to the bus."""
+        await self._records.close()
+        await self.database.close()
 
     async def _stream(self, _request: Request, _user: User) -> Response:
         return StreamingResponse(self.changes.stream(), media_type="text/event-stream")

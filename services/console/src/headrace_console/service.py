@@ -8,4 +8,14 @@ INFO = ServiceInfo(
     module="headrace_console",
     summary="Web console: what the stack learns and why, and decisions about versions.",
     port=8040,
+    consumes=(
+        "turns",
+        "feedback",
+        "trajectories",
+        "rewards",
+        "experiences",
+        "training-metrics",
+        "dead-letters",
+    ),
+    database=True,
 )

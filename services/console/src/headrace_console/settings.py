@@ -37,6 +37,9 @@ class ConsoleSettings(ServiceSettings):
     """Users besides the owner of the stack, who logs in with the address that `headrace up` prints."""
     read_only: bool = False
     """Whether the console refuses every change, whatever the role."""
+    titles: bool = True
+    """Whether the list of sessions shows the first 80 characters of each session, which are then in the console's
+    database. Without them it shows session ids, and the console stores no text of users."""
     behind_tls: bool = False
     """Whether browsers reach the console through a proxy with TLS, so that cookies are sent over TLS alone. Required if
     the console listens beyond this machine."""

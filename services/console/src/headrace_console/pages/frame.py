@@ -15,7 +15,14 @@ from headrace_runtime.errors import Refused
 from headrace_schemas.values.text import printable, printable_lines
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-NAVIGATION = (("Loop", "/"), ("Why", "/flow"), ("Models", "/models"), ("Rollouts", "/rollouts"))
+NAVIGATION = (
+    ("Loop", "/"),
+    ("Why", "/flow"),
+    ("Sessions", "/sessions"),
+    ("Rewards", "/rewards"),
+    ("Models", "/models"),
+    ("Rollouts", "/rollouts"),
+)
 """Title and address of the pages that every page links to."""
 THEMES = ("light", "dark")
 _LINES_LENGTH_MAX = 20_000

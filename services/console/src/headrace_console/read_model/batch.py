@@ -67,6 +67,10 @@ class Batch:
         session = self.sessions.add(event.session_key, self._names.number(event.tenant))
         return session, self.trajectories.add(trajectory_name(event.trajectory_id))
 
+    def save_of(self, event: TrainingMetrics) -> tuple[int, int]:
+        """Return the lineage and the number of the save that an event reports."""
+        return self._names.number(event.lineage), event.account
+
     async def apply(self, facts: Sequence[Fact]) -> None:
         """Apply events, and write all rows that they change."""
         tx, events = self._tx, [fact.event for fact in facts]

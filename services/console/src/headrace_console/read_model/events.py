@@ -168,7 +168,7 @@ class EventEffects:
 
     def _add_report(self, event: TrainingMetrics) -> None:
         names, side = self._names, self._batch.side
-        save = names.number(event.lineage), event.account
+        save = self._batch.save_of(event)
         if not side.is_new_step(*save):
             return
         dropped: dict[str, int] = {}

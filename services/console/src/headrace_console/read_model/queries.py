@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.standing import split_standing
 from headrace_console.users import Scope
+from headrace_runtime.storage.tables import is_one_of
 
+Row = Mapping[str, Any]
 PAGE_ROWS = 100
 SEARCHED_MAX = 5_000
 """Sessions that one page reads at most to find those that match filters without an index."""
@@ -52,7 +54,7 @@ class Filter:
 class SessionPage:
     """Sessions of one page, the newest first."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     after: tuple[int, int] | None
     """Where the next page begins, or None at the end."""
     searched_until_ms: int | None
@@ -177,7 +179,7 @@ def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, Colu
     return conditions
 
 
-async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Mapping[str, Any] | None:
+async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
     """Return the session with this key, or None if `scope` has none. A key belongs to one tenant."""
     table = tables.sessions
     for row in (await tx.execute(select(table).where(table.c.session_key == key))).mappings():
@@ -187,9 +189,7 @@ async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Mapping[str
     return None
 
 
-async def turn_of(
-    tx: AsyncConnection, scope: Scope, turn_id: str
-) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row, Row] | None:
     """Return the session and the turn with this response id, or None if `scope` has none."""
     table, sessions = tables.turns, tables.sessions
     for turn in (await tx.execute(select(table).where(table.c.name == pack_id(turn_id)))).mappings().all():
@@ -205,11 +205,11 @@ async def turn_of(
 class SessionRecords:
     """Rows of one session: its last turns in order, its experiences, rewards and feedback, and the texts of numbers."""
 
-    turns: Sequence[Mapping[str, Any]]
+    turns: Sequence[Row]
     has_earlier_turns: bool
-    experiences: Sequence[Mapping[str, Any]]
-    rewards: Sequence[Mapping[str, Any]]
-    feedback: Sequence[Mapping[str, Any]]
+    experiences: Sequence[Row]
+    rewards: Sequence[Row]
+    feedback: Sequence[Row]
     texts: Mapping[int, str]
 
 
@@ -267,7 +267,7 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
     return {source: SourceRewards(outcomes[source], buckets[source]) for source in sorted(outcomes)}
 
 
-async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Mapping[str, Any]]:
+async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Row]:
     """Return the last training steps of a model in the lineage that reported last, the oldest first."""
     table, number = tables.steps, (await numbers_of(tx, [model])).get(model, 0)
     query = select(table).where(table.c.model == number).order_by(table.c.at_us.desc()).limit(limit)
@@ -279,3 +279,14 @@ async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Mappi
         for row in reversed(rows)
         if row["lineage"] == latest
     ]
+
+
+async def steps_of(
+    tx: AsyncConnection, saves: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Return step, lineage and version (0 without one) of these saves of lineages."""
+    table = tables.steps
+    if not saves:
+        return {}
+    rows = await tx.execute(select(table).where(is_one_of(table.c.lineage, table.c.account, saves)))
+    return {(row.lineage, row.account): (row.step, row.lineage, row.version or 0) for row in rows}

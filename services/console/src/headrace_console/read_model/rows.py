@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import RowMapping, Table, insert, select
+from sqlalchemy import RowMapping, Table, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -156,7 +156,7 @@ class RowSet(Generic[R]):
 
     async def begin(self, tx: AsyncConnection) -> None:
         """Find the number of the next new row."""
-        last = await tx.scalar(select(self._table.c.id).order_by(self._table.c.id.desc()).limit(1))
+        last = await tx.scalar(select(func.max(self._table.c.id)))
         self._next_id = (last or 0) + 1
 
     async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:

@@ -63,10 +63,12 @@ class SideRows:
         events = list(events)
         await self._load_refusals(tx, events)
         await self._load_rewards(tx, events, batch)
-        saves = {event.account for event in events if isinstance(event, TrainingMetrics)}
+        saves = {batch.save_of(event) for event in events if isinstance(event, TrainingMetrics)}
         if saves:
             table = tables.steps
-            rows = await tx.execute(select(table.c.lineage, table.c.account).where(table.c.account.in_(saves)))
+            rows = await tx.execute(
+                select(table.c.lineage, table.c.account).where(is_one_of(table.c.lineage, table.c.account, saves))
+            )
             self._known_steps = {(row.lineage, row.account) for row in rows}
 
     async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:

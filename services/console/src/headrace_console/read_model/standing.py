@@ -123,6 +123,30 @@ def _history(row: ExperienceRow) -> list[list[object]]:
     return entries
 
 
+class HistoryEntry(NamedTuple):
+    """One outcome of a revision, or its reversal, in the order of the lineage's saves."""
+
+    lineage: int
+    save: int
+    revision: int
+    kind: str
+    """`trained`, `dropped`, `undone`, `queued again` or `restored`."""
+    reason: int
+    """Number of the reason of a drop, or 0."""
+
+
+def history_of(history: str | None) -> list[HistoryEntry]:
+    """Return the outcomes of an experience from the column `history`."""
+    entries = []
+    for lineage, save, kind, revision, *rest in sorted(json.loads(history or "[]"), key=lambda entry: entry[:3]):
+        if kind == _OUTCOME:
+            name, reason = ("trained", 0) if rest[0] is None else ("dropped", rest[1])
+        else:
+            name, reason = "restored" if kind == _RESTORED else "queued again" if rest[0] else "undone", 0
+        entries.append(HistoryEntry(lineage, save, revision, name, reason))
+    return entries
+
+
 def lineages_of(row: ExperienceRow) -> set[int]:
     """Return the lineages that have reported on an experience."""
     return {int(str(entry[0])) for entry in _history(row)}

@@ -1,0 +1,200 @@
+"""One session: its turns with their texts, the fate of its experiences, and what sources said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.sessions import parse_place
+from headrace_console.read_model import queries, tables
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import Row, SessionRecords
+from headrace_console.read_model.standing import HistoryEntry, history_of, split_standing
+from headrace_console.users import User
+from headrace_runtime.clock import from_epoch_ms
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Feedback, Message, Reward, Turn
+
+_MESSAGES_MAX = 20
+_SPEAKERS_MAX = 50
+
+
+class SessionPage:
+    """The page of one session."""
+
+    def __init__(self, templates: Templates, database: Database, records: RecordReader) -> None:
+        self._templates = templates
+        self._database = database
+        self._records = records
+
+    def pages(self) -> list[Page]:
+        """Return the page."""
+        return [Page("/s/{key}", self.session)]
+
+    async def session(self, request: Request, user: User) -> Response:
+        """Show a session with its last turns, or with the turns before a place."""
+        parameters = parameters_of(request, "before")
+        before = parse_place(parameters["before"]) if "before" in parameters else None
+        async with self._database.transaction() as tx:
+            session = await queries.session_of(tx, user.scope, request.path_params["key"])
+            if session is None:
+                raise NotFound
+            rows = await queries.session_records(tx, session["id"], before)
+            saves = {(entry.lineage, entry.save) for row in rows.experiences for entry in history_of(row["history"])}
+            steps = await queries.steps_of(tx, saves)
+            numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
+            numbers |= {entry.reason for row in rows.experiences for entry in history_of(row["history"])}
+            texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
+        turns = await self._read("turns", rows.turns)
+        rewards = await self._read("rewards", rows.rewards[:_SPEAKERS_MAX])
+        feedback = await self._read("feedback", rows.feedback[:_SPEAKERS_MAX])
+        first = rows.turns[0] if rows.turns else None
+        return self._templates.render(
+            request,
+            user,
+            "session.html",
+            session=session,
+            model=texts.get(session["model"], ""),
+            version=texts.get(session["version"], ""),
+            standings=[(session[kind], kind) for kind in tables.STANDINGS if session[kind]],
+            turns=_turns(rows, turns, texts),
+            earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
+            fates=[_fate(row, steps, texts) for row in rows.experiences],
+            rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
+            feedback=[_feedback(row, feedback) for row in rows.feedback[:_SPEAKERS_MAX]],
+            speakers_max=_SPEAKERS_MAX,
+        )
+
+    async def _read(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], object]:
+        """Return the events of rows. Without the bus the page shows the numbers alone."""
+        try:
+            return await self._records.read(topic, [_place(row) for row in rows]) if rows else {}
+        except Unavailable:
+            return {}
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return row["partition"], row["log_offset"]
+
+
+def _turns(
+    rows: SessionRecords, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]
+) -> list[dict[str, object]]:
+    """Return what the page shows of each turn: its numbers, and of its text what it adds to the turn before."""
+    shown, previous = [], None
+    for row in rows.turns:
+        event = events.get(_place(row))
+        turn = event if isinstance(event, Turn) else None
+        messages = new_messages(turn, previous) if turn is not None else ()
+        standing = split_standing(texts.get(row["standing"], ""))
+        shown.append(
+            {
+                "id": row["id"],
+                "response_id": unpack_id(row["name"]),
+                "at": from_epoch_ms(row["at_ms"]),
+                "version": texts.get(row["version"], ""),
+                "arm": texts.get(row["arm"] or 0, ""),
+                "standing": ": ".join(filter(None, standing)),
+                "finish": texts.get(row["finish"] or 0, ""),
+                "prompt_tokens": row["prompt_tokens"],
+                "sampled_tokens": row["sampled_tokens"],
+                "latency_ms": row["latency_ms"],
+                "has_text": turn is not None,
+                "hidden": turn.message_count - len(messages[-_MESSAGES_MAX:]) if turn is not None else 0,
+                "messages": [_message(message) for message in messages[-_MESSAGES_MAX:]],
+                "answers": [_message(choice.message) for choice in turn.choices] if turn is not None else [],
+            }
+        )
+        previous = turn or previous
+    return shown
+
+
+def new_messages(turn: Turn, previous: Turn | None) -> tuple[Message, ...]:
+    """Return the messages of a turn that are not in the turn before it.
+
+    A turn that extends another one contains only what it adds.
+    """
+    if turn.extends is not None or previous is None or previous.extends is not None:
+        return turn.messages
+    earlier = (*previous.messages, previous.choices[0].message)
+    shared = 0
+    for message, other in zip(turn.messages, earlier, strict=False):
+        if message.role != other.role or message.text != other.text:
+            break
+        shared += 1
+    return turn.messages[shared:]
+
+
+def _message(message: Message) -> dict[str, object]:
+    calls = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
+    return {"role": message.role, "text": "\n".join(filter(None, (message.text, *calls)))}
+
+
+def _fate(
+    row: Row, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
+) -> dict[str, object]:
+    """Return what became of each revision of an experience, the newest outcome first."""
+    sentences = [
+        f"rev {entry.revision}: {_outcome(entry, steps, texts)}" for entry in reversed(history_of(row["history"]))
+    ]
+    return {
+        "id": unpack_id(row["name"]),
+        "revision": row["revision"],
+        "reward": row["reward"],
+        "no_reward": texts.get(row["no_reward"] or 0, "").replace("_", " "),
+        "refused": row["refused"],
+        "outcomes": sentences,
+    }
+
+
+def _outcome(
+    entry: HistoryEntry, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
+) -> str:
+    step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
+    place = f"step {step} of lineage {texts.get(lineage, '')}"
+    if version:
+        place += f", first in {texts[version]}"
+    if entry.kind == "dropped":
+        return f"dropped, {texts[entry.reason].replace('_', ' ')} ({place})"
+    return f"{entry.kind} ({place})"
+
+
+def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
+    event = events.get(_place(row))
+    reward = event if isinstance(event, Reward) else None
+    return {
+        "source": texts.get(row["source"], ""),
+        "outcome": texts.get(row["outcome"], "").replace("_", " "),
+        "value": row["value"],
+        "revision": row["revision"],
+        "turn": row["turn"],
+        "at": from_epoch_ms(row["at_ms"]),
+        "reason": reward.reason if reward is not None else None,
+    }
+
+
+def _feedback(row: Row, events: Mapping[tuple[int, int], object]) -> dict[str, object]:
+    event = events.get(_place(row))
+    if not isinstance(event, Feedback):
+        return {"at": from_epoch_ms(row["at_ms"]), "has_text": False}
+    parts = json.dumps(event.parts, ensure_ascii=False) if event.parts else ""
+    value = event.label or parts or ("" if event.value is None else f"{event.value:g}")
+    return {
+        "at": from_epoch_ms(row["at_ms"]),
+        "has_text": True,
+        "source": event.metric_source,
+        "rater": event.rater or "",
+        "kind": f"{event.about} withdrawn" if event.withdrawn else event.about,
+        "value": value,
+        "comment": event.comment or "",
+        "edit": event.edit.text if event.edit is not None else "",
+        "turns": len(event.msg_ids),
+    }

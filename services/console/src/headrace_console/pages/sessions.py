@@ -1,0 +1,179 @@
+"""List of sessions with filters, and the way from a response id to its turn."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import get_args
+from urllib.parse import quote, urlencode
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page
+from headrace_console.read_model import queries, tables
+from headrace_console.read_model.queries import SESSION_TURNS_MAX, Filter
+from headrace_console.users import User
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.errors import Refused
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas.events.reward import Outcome
+from headrace_schemas.values.ids import session_key
+from headrace_schemas.values.text import printable
+
+FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "standing", "task", "since")
+THUMBS = {"up": 1, "neutral": 0, "down": -1}
+_CHOICES = {
+    "arm": ("candidate", "control"),
+    "thumb": tuple(THUMBS),
+    "outcome": tuple(name for name in get_args(Outcome) if name in tables.FLAGS),
+    "standing": tables.STANDINGS,
+}
+_PLACE = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
+_KEY = re.compile(r"[a-z2-7]{16}")
+
+
+class SessionPages:
+    """The list of sessions, and redirects to single sessions and turns."""
+
+    def __init__(self, templates: Templates, database: Database) -> None:
+        self._templates = templates
+        self._database = database
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        return [
+            Page("/sessions", self.sessions),
+            Page("/find", self.find),
+            Page("/r/{turn_id:path}", self.turn),
+        ]
+
+    async def sessions(self, request: Request, user: User) -> Response:
+        """List the sessions of a tenant, the newest first."""
+        parameters = {name: text for name, text in parameters_of(request, *FILTERS, "tenant", "after").items() if text}
+        selection = parse_filter(parameters)
+        async with self._database.transaction() as tx:
+            tenants = await queries.tenants(tx, user.scope)
+            tenant = parameters.get("tenant") or next(iter(tenants), None)
+            if tenant is not None and tenant not in tenants:
+                raise NotFound
+            empty = queries.SessionPage((), None, None)
+            page = await queries.session_page(tx, tenants[tenant], selection) if tenant is not None else empty
+            texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
+        following = None
+        if page.after is not None:
+            following = "?" + urlencode({**parameters, "after": "{}.{}".format(*page.after)})
+        return self._templates.render(
+            request,
+            user,
+            "sessions.html",
+            rows=[_shown(row, texts) for row in page.rows],
+            tenants=list(tenants),
+            tenant=tenant,
+            choices=_CHOICES,
+            parameters=parameters,
+            is_filtered=any(name in parameters for name in FILTERS),
+            following=following,
+            searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
+        )
+
+    async def turn(self, request: Request, user: User) -> Response:
+        """Redirect from a response id to its turn in its session."""
+        parameters_of(request)
+        async with self._database.transaction() as tx:
+            address = await _turn_address(tx, user, request.path_params["turn_id"])
+        if address is None:
+            raise NotFound
+        return RedirectResponse(address, 303)
+
+    async def find(self, request: Request, user: User) -> Response:
+        """Redirect to the turn, the session, the version or the task of this name."""
+        text = parameters_of(request, "q").get("q", "").strip()
+        async with self._database.transaction() as tx:
+            address = await _turn_address(tx, user, text) if text else None
+            if address is not None:
+                return RedirectResponse(address, 303)
+            keys = [text] if _KEY.fullmatch(text) else []
+            keys += [session_key(tenant, text) for tenant in await queries.tenants(tx, user.scope)]
+            for key in keys:
+                if await queries.session_of(tx, user.scope, key) is not None:
+                    return RedirectResponse(f"/s/{key}", 303)
+            is_version = "@" in text and bool(await queries.numbers_of(tx, [text]))
+        kind = "version" if is_version else "task"
+        return RedirectResponse(f"/sessions?{urlencode({kind: text})}" if text else "/sessions", 303)
+
+
+async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | None:
+    """Return the address of a turn in its session, or None if the user may see no such turn."""
+    target = await queries.turn_of(tx, user.scope, turn_id)
+    if target is None:
+        return None
+    session, turn = target
+    address = f"/s/{quote(session['session_key'])}"
+    records = await queries.session_records(tx, session["id"])
+    is_shown = len(records.turns) < SESSION_TURNS_MAX or any(row["id"] == turn["id"] for row in records.turns)
+    place = "" if is_shown else f"?before={turn['at_ms']}.{turn['id'] + 1}"
+    return f"{address}{place}#t-{turn['id']}"
+
+
+def parse_place(text: str) -> tuple[int, int]:
+    """Return the place `<ms>.<number>` in a list. Raises `Refused` 400."""
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise Refused(400, "invalid_place", f"{printable(text)!r}: is no place in the list; follow a link of the page")
+    return int(match[1]), int(match[2])
+
+
+def parse_filter(parameters: dict[str, str]) -> Filter:
+    """Return the filter of query parameters. Raises `Refused` 400 for a value that a parameter does not accept."""
+    for name, choices in _CHOICES.items():
+        text = parameters.get(name)
+        if text is not None and text not in choices:
+            raise _refused(name, text, f"must be one of {', '.join(choices)}")
+    since = reward = None
+    if "since" in parameters:
+        try:
+            since = epoch_ms(datetime.fromisoformat(f"{parameters['since']}+00:00"))
+        except ValueError:
+            raise _refused("since", parameters["since"], "must be a time in UTC such as 2026-11-27T07:30") from None
+    if "reward_max" in parameters:
+        try:
+            reward = float(parameters["reward_max"])
+        except ValueError:
+            raise _refused("reward_max", parameters["reward_max"], "must be a number") from None
+    return Filter(
+        model=parameters.get("model"),
+        version=parameters.get("version"),
+        arm=parameters.get("arm"),
+        thumb=THUMBS.get(parameters.get("thumb", "")),
+        reward_max=reward,
+        outcome=parameters.get("outcome"),
+        standing=parameters.get("standing"),
+        task=parameters.get("task"),
+        since_ms=since,
+        after=parse_place(parameters["after"]) if "after" in parameters else None,
+    )
+
+
+def _refused(name: str, text: str, problem: str) -> Refused:
+    return Refused(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
+
+
+def _shown(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
+    """Return the values that the list shows of a session."""
+    thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
+    standings = [f"{row[kind]} {kind}" for kind in tables.STANDINGS if row[kind]]
+    return {
+        "key": row["session_key"],
+        "began": from_epoch_ms(row["began_ms"]),
+        "title": row["title"] or row["session_id"] or row["session_key"],
+        "turns": row["turns"],
+        "version": texts.get(row["version"], ""),
+        "reward": row["reward"],
+        "thumb": thumb,
+        "standing": ", ".join(standings),
+        "flags": ", ".join(name.replace("_", " ") for name, bit in tables.FLAGS.items() if row["flags"] & bit),
+    }

@@ -1,0 +1,308 @@
+"""Pages of sessions, turns and rewards, over a read model that events have filled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from headrace_console.pages.session import new_messages
+from headrace_console.read_model import queries
+from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.queries import Filter
+from headrace_console.read_model.rows import Names
+from headrace_console.read_model.side_rows import bucket_of
+from headrace_console.users import Scope
+from headrace_schemas import Event, Feedback, Message, Reward
+from headrace_schemas.values.ids import response_id, session_key
+from tests.support.account_events import START, VERSION, experience, letter, report, trajectory, turn, verdict
+from tests.support.migrated import make_tables
+from tests.support.query_plans import recorded, scans
+from tests.unit.console.support import Stand
+
+KEY = session_key("default", "s1")
+TURN_ID = response_id(KEY)
+OTHER_KEY = session_key("other", "s1")
+HOSTILE = "<script>alert(1)</script>\u202eevil"
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    opened = Stand(tmp_path)
+    await make_tables(opened.console.database, "headrace_console")
+    yield opened
+    await opened.console.close()
+
+
+async def apply(stand: Stand, events: Sequence[Event], *, titles: bool = True) -> None:
+    async with stand.console.database.transaction() as tx:
+        facts = [Fact(event, 0, offset) for offset, event in enumerate(events)]
+        await Batch(tx, Names(), titles=titles).apply(facts)
+
+
+def session_events() -> list[Event]:
+    more = {"session_key": KEY, "session_id": "s1", "task_id": "invoices"}
+    asked = Message(role="user", content=f"Who sent  it?\n{HOSTILE}")
+    run = trajectory("T", (TURN_ID,), **more)
+    trained = experience("E", TURN_ID, reward=0.5).model_copy(update={"session_key": KEY})
+    rewards = [
+        Reward(time=START, trajectory_id="T", session_key=KEY, source="concise", value=0.8),
+        Reward(time=START, trajectory_id="T", session_key=KEY, source="judge:help", outcome="abstained"),
+        Reward(time=START, trajectory_id="T", session_key=KEY, source="concise", value=0.4, revision=1),
+    ]
+    thumb = Feedback(time=START, feedback_id="f", session_key=KEY, msg_ids=(TURN_ID,), value=0.0)
+    outcome = report(verdict("E", TURN_ID)).model_copy(update={"version": VERSION})
+    return [turn(TURN_ID, messages=(asked,), **more), run, trained, *rewards, thumb, outcome]
+
+
+def foreign_events() -> list[Event]:
+    more = {"tenant": "other", "session_key": OTHER_KEY, "session_id": "s1"}
+    return [turn(response_id(OTHER_KEY), **more)]
+
+
+async def test_list_shows_a_session_with_its_numbers(stand: Stand) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    page = (await client.get("/sessions")).text
+    assert f'href="/s/{KEY}"' in page
+    assert "Who sent it? &lt;script&gt;" in page
+    assert "\\u202eevil" in page
+    for text in ("0.50", "down", "1 trained", "abstained"):
+        assert f">{text}<" in page, text
+    assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("query", "is_listed"),
+    [
+        ("thumb=down", True),
+        ("thumb=up", False),
+        ("standing=trained", True),
+        ("standing=dropped", False),
+        (f"version={VERSION}", True),
+        ("version=m@000000000000", False),
+        ("model=m&task=invoices", True),
+        ("task=other", False),
+        ("reward_max=0.5", True),
+        ("reward_max=0.4", False),
+        ("outcome=abstained&thumb=down", True),
+        ("outcome=failed", False),
+        ("arm=candidate", False),
+        ("since=2026-01-01T00:00", True),
+        ("since=2026-01-01T00:01", False),
+        ("tenant=default&thumb=", True),
+    ],
+)
+async def test_list_applies_filter(stand: Stand, query: str, *, is_listed: bool) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    reply = await client.get(f"/sessions?{query}")
+    assert reply.status_code == 200
+    assert (f'href="/s/{KEY}"' in reply.text) is is_listed
+    assert is_listed or "No session matches" in reply.text
+
+
+@pytest.mark.parametrize(
+    "query", ["thumb=sideways", "since=now", "reward_max=low", "after=x", "after=1", "order=reward", "standing=lost"]
+)
+async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> None:
+    client = await stand.signed_in()
+    reply = await client.get(f"/sessions?{query}")
+    assert reply.status_code == 400
+    assert query.partition("=")[2] in reply.text or "order" in reply.text
+
+
+async def test_pages_of_the_list_follow_each_other_without_gap_or_repetition(stand: Stand) -> None:
+    keys = [session_key("default", f"n{number}") for number in range(250)]
+    await apply(
+        stand,
+        [
+            turn(response_id(key), session_key=key, session_id=f"n{at}", time=START + timedelta(seconds=at // 3))
+            for at, key in enumerate(keys)
+        ],
+    )
+    client = await stand.signed_in()
+    address, listed = "/sessions", []
+    for _ in range(4):
+        page = (await client.get(address)).text
+        listed += re.findall(r'href="/s/([a-z2-7]{16})"', page)
+        following = re.search(r'href="(\?[^"]*after=[^"]*)"', page)
+        if following is None:
+            break
+        address = "/sessions" + following[1].replace("&amp;", "&")
+    assert listed == keys[::-1]
+
+
+async def test_search_without_an_index_stops_and_continues(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "SEARCHED_MAX", 50)
+    await apply(stand, [*session_events(), *_many(120)])
+    async with stand.console.database.transaction() as tx:
+        tenant = (await queries.tenants(tx, Scope(None)))["default"]
+        found, after, pages = 0, None, 0
+        while pages < 5:
+            page = await queries.session_page(tx, tenant, Filter(outcome="abstained", after=after))
+            found, after, pages = found + len(page.rows), page.after, pages + 1
+            if after is None:
+                break
+    assert (found, pages) == (1, 3)
+
+
+def _many(number: int) -> list[Event]:
+    events: list[Event] = []
+    for at in range(number):
+        key = session_key("default", f"many{at}")
+        more = {"session_key": key, "session_id": f"many{at}", "time": START + timedelta(minutes=at + 1)}
+        ids = [response_id(key) for _ in range(2)]
+        events += [turn(name, **more) for name in ids]
+        events += [trajectory(f"many{at}", tuple(ids), session_key=key)]
+        events += [experience(f"E{at}", *ids, of=f"many{at}").model_copy(update={"session_key": key})]
+        events += [Reward(time=START, trajectory_id=f"many{at}", session_key=key, source="concise", value=at / 100)]
+    return events
+
+
+async def test_session_page_shows_turn_fate_and_rewards(stand: Stand) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    page = (await client.get(f"/s/{KEY}")).text
+    for text in (
+        TURN_ID,
+        "trained",
+        "step 0 of lineage main, first in m@0123456789ab",
+        "concise",
+        "0.400",
+        "abstained",
+    ):
+        assert text in page, text
+    assert "0.800" not in page, "a later revision replaces the value"
+    assert "the bus does not answer" in page
+
+
+async def test_response_id_leads_to_its_turn(stand: Stand) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    for address in (f"/r/{TURN_ID}", f"/find?q={TURN_ID}"):
+        reply = await client.get(address)
+        assert reply.status_code == 303
+        target = reply.headers["location"]
+        assert target.startswith(f"/s/{KEY}#t-")
+        assert f'id="{target.partition("#")[2]}"' in (await client.get(target)).text
+
+
+async def test_response_id_of_a_long_session_leads_to_the_page_that_shows_it(stand: Stand) -> None:
+    ids = [response_id(KEY) for _ in range(450)]
+    await apply(
+        stand,
+        [
+            turn(name, session_key=KEY, session_id="s1", time=START + timedelta(seconds=at))
+            for at, name in enumerate(ids)
+        ],
+    )
+    client = await stand.signed_in()
+    for name in (ids[0], ids[200], ids[-1]):
+        target = (await client.get(f"/r/{name}")).headers["location"]
+        page = (await client.get(target)).text
+        assert f'id="{target.partition("#")[2]}"' in page
+        assert name in page
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("s1", f"/s/{KEY}"),
+        (KEY, f"/s/{KEY}"),
+        (VERSION, "/sessions?version=m%40"),
+        ("x", "/sessions?task=x"),
+        ("", "/"),
+    ],
+)
+async def test_find_leads_to_what_the_text_names(stand: Stand, text: str, target: str) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    reply = await client.get("/find", params={"q": text})
+    assert reply.headers["location"].startswith(target)
+
+
+async def test_foreign_and_unknown_ids_answer_alike(stand: Stand) -> None:
+    await apply(stand, [*session_events(), *foreign_events()])
+    scope = Scope(frozenset({"default"}))
+    async with stand.console.database.transaction() as tx:
+        assert await queries.session_of(tx, scope, OTHER_KEY) is None
+        assert await queries.turn_of(tx, scope, foreign_events()[0].event_id) is None
+        assert list(await queries.tenants(tx, scope)) == ["default"]
+        assert (await queries.counts(tx, scope)).captured == 1
+        assert (await queries.counts(tx, Scope(None))).captured == 2
+        assert await queries.session_of(tx, Scope(frozenset()), KEY) is None
+
+
+async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) -> None:
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    await apply(stand, [*session_events(), *session_events()[3:6]])
+    client = await stand.signed_in()
+    page = (await client.get("/rewards")).text
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>((?:<td class="number">[0-9,]+</td>)+)</tr>', page))
+    numbers = {source: re.findall(r">([0-9,]+)<", cells) for source, cells in rows.items()}
+    assert numbers["concise"] == ["1", "0", "0", "0", "0", "0"], "two revisions of one reward are one reward"
+    assert numbers["judge:help"] == ["0", "1", "0", "0", "0", "0"]
+    assert "0.4 to 0.5" in page
+    assert (await client.get("/rewards?days=0")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"),
+    [(None, -100), (-5.0, -11), (-1.0, -10), (-0.05, -1), (0.0, 0), (0.99, 9), (1.0, 10), (7.0, 10)],
+)
+def test_bucket_is_the_tenth_of_a_value(value: float | None, bucket: int) -> None:
+    assert bucket_of(value) == bucket
+
+
+async def test_titles_are_not_stored_if_the_setting_forbids_it(stand: Stand) -> None:
+    await apply(stand, session_events(), titles=False)
+    client = await stand.signed_in()
+    page = (await client.get("/sessions")).text
+    assert "Who sent" not in page
+    assert ">s1</a>" in page
+
+
+async def test_empty_pages_say_what_fills_them(stand: Stand) -> None:
+    client = await stand.signed_in()
+    assert "No session yet" in (await client.get("/sessions")).text
+    assert "No reward" in (await client.get("/rewards")).text
+
+
+@pytest.mark.parametrize("address", ["/sessions", f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards", "/find?q=x"])
+async def test_pages_need_a_session_and_the_role_viewer(stand: Stand, address: str) -> None:
+    await apply(stand, session_events())
+    client: httpx2.AsyncClient = stand.client()
+    assert (await client.get(address)).headers["location"] == "/login"
+    rater = await stand.signed_in("rater")
+    assert (await rater.get(address)).status_code == 403
+
+
+async def test_queries_never_scan_whole_tables(stand: Stand) -> None:
+    await apply(stand, [*_many(50), *session_events(), letter(session_events()[0], "collector")])
+    client = await stand.signed_in()
+    with recorded(stand.console.database) as statements:
+        for query in ("", "thumb=down", "standing=trained", f"version={VERSION}", "task=invoices", "outcome=failed"):
+            assert (await client.get(f"/sessions?{query}")).status_code == 200
+        for address in (f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards"):
+            assert (await client.get(address)).status_code in (200, 303)
+        await apply(stand, [*_many(3), *session_events(), letter(session_events()[0], "trainer")])
+    assert len(statements.found) > 20
+    allowed = frozenset({"counts", "hours", "names", "positions"})  # a few rows each, or read by their primary key
+    async with stand.console.database.transaction() as tx:
+        problems = await scans(tx, statements, partial=frozenset(), rows_max=1_000)
+    harmless = re.compile(rf"SCAN ([0-9]+ CONSTANT ROWS|({'|'.join(allowed)})\b)")
+    assert [text for text in problems if not harmless.match(text)] == []
+
+
+def test_new_messages_are_those_that_the_turn_before_lacks() -> None:
+    user, agent, again = (Message(role=role, content=text) for role, text in
+                          (("user", "a"), ("assistant", "x"), ("user", "b")))  # fmt: skip
+    first = turn("a", messages=(user,))
+    assert new_messages(turn("b", messages=(user, agent, again)), first) == (again,)
+    assert new_messages(turn("b", messages=(again,)), first) == (again,)
+    assert new_messages(first, None) == (user,)
