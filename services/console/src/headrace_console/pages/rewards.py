@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import get_args
 
@@ -62,7 +63,7 @@ class RewardPages:
         )
 
 
-def histogram(buckets: dict[int, int]) -> list[tuple[str, int]]:
+def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:
     """Return label and number of each tenth between the lowest and the highest one with rewards."""
     if not buckets:
         return []

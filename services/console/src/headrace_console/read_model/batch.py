@@ -107,8 +107,8 @@ class Batch:
             elif isinstance(event, Experience):
                 experiences.add((pack_id(event.experience_id),))
             elif isinstance(event, TrainingMetrics):
-                outcomes = (*event.verdicts, *event.undone, *event.restored)
-                experiences.update((pack_id(outcome.experience_id),) for outcome in outcomes)
+                for outcomes in (event.verdicts, event.undone, event.restored):
+                    experiences.update((pack_id(outcome.experience_id),) for outcome in outcomes)
         await self.sessions.load_keys(self._tx, sessions)
         await self.turns.load_keys(self._tx, turns)
         await self.trajectories.load_keys(self._tx, trajectories)

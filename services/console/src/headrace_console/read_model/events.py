@@ -12,7 +12,19 @@ from headrace_console.read_model.rows import Names, SessionRow, TurnRow
 from headrace_console.read_model.side_rows import RewardKey
 from headrace_console.read_model.standing import add_outcome
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas import (
+    DeadLetter,
+    Event,
+    Experience,
+    Feedback,
+    Restored,
+    Reward,
+    TrainingMetrics,
+    TrainingOutcome,
+    Trajectory,
+    Turn,
+    Undone,
+)
 from headrace_schemas.rules.training import no_logprobs_reason
 from headrace_schemas.rules.turn_standing import TURN_ENDING_SOURCES, TrajectoryFacts
 
@@ -172,7 +184,8 @@ class EventEffects:
         if not side.is_new_step(*save):
             return
         dropped: dict[str, int] = {}
-        for item in (*event.verdicts, *event.undone, *event.restored):
+        items: list[TrainingOutcome | Undone | Restored] = [*event.verdicts, *event.undone, *event.restored]
+        for item in items:
             add_outcome(self._batch.experiences.add(pack_id(item.experience_id)), save, item, names)
         for verdict in event.verdicts:
             if verdict.reason_name is not None:

@@ -90,11 +90,11 @@ async def tenants(tx: AsyncConnection, scope: Scope) -> dict[str, int]:
 
 async def latest_lineages(tx: AsyncConnection) -> dict[int, int]:
     """Return the lineage of each model that reported last."""
-    table, lineages = tables.steps, {}
+    table, lineages = tables.steps, dict[int, int]()
     model = await tx.scalar(select(func.min(table.c.model)))
     while model is not None:
         query = select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
-        lineages[model] = await tx.scalar(query)
+        lineages[model] = (await tx.execute(query)).scalar_one()
         model = await tx.scalar(select(func.min(table.c.model)).where(table.c.model > model))
     return lineages
 
@@ -197,7 +197,7 @@ async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row,
         tenant = (await texts_of(tx, [turn["tenant"]]))[turn["tenant"]]
         session = await session_of(tx, scope, key) if key is not None and scope.permits(tenant) else None
         if session is not None:
-            return session, turn
+            return session, dict(turn)
     return None
 
 
@@ -222,7 +222,7 @@ async def session_records(
     if before is not None:
         query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
     newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
-    turns = (await tx.execute(newest)).mappings().all()
+    turns = [dict(row) for row in (await tx.execute(newest)).mappings()]
     others = []
     for kind, order in (
         (tables.experiences, tables.experiences.c.id.desc()),
@@ -230,7 +230,7 @@ async def session_records(
         (tables.feedback, tables.feedback.c.log_offset.desc()),
     ):
         rows = await tx.execute(select(kind).where(kind.c.session == session).order_by(order).limit(_SESSION_ROWS_MAX))
-        others.append(rows.mappings().all())
+        others.append([dict(row) for row in rows.mappings()])
     experiences, rewards, feedback = others
     numbers: set[int | None] = set()
     for row in turns:

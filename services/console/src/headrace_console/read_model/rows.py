@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import RowMapping, Table, func, insert, select
+from sqlalchemy import LargeBinary, RowMapping, Table, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -125,11 +125,13 @@ class RowSet(Generic[R]):
     def __init__(self, table: Table, row: type[R], key: tuple[str, ...]) -> None:
         """Create an empty set. `key` are the columns of the unique key, the most selective one first."""
         self._table = table
-        self._row = row
+        self._row: type[R] = row
         self._key = key
         self._columns = [field.name for field in fields(row)]
-        packs = _PACKED if row is not SessionRow else frozenset()  # a session has the number of its turns
-        self._packed = [name for name in self._columns if name in packs]
+        # Of a session `turns` is the number of its turns.
+        self._packed = [
+            name for name in _PACKED & set(self._columns) if isinstance(table.columns[name].type, LargeBinary)
+        ]
         self._by_id: dict[int, R] = {}
         self._by_key: dict[tuple[Any, ...], R] = {}
         self._loaded: dict[int, tuple[Any, ...]] = {}
@@ -205,9 +207,9 @@ class RowSet(Generic[R]):
             for row in self._by_id.values()
             if self._loaded.get(row.id) != (values := self._values(row))
         ]
-        for values in changed:
+        for record in changed:
             for name in self._packed:
-                values[name] = pack_numbers(values[name])
+                record[name] = pack_numbers(record[name])
         await upsert_all(tx, self._table, ("id",), changed)
 
 

@@ -162,8 +162,8 @@ def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcom
     ):
         if kind == _OUTCOME:
             dropped, reason, left_out = rest
-            texts = (None if number is None else names.text(number) for number in (dropped, reason))
-            outcomes.add(revision, RevisionOutcome(*texts, frozenset(left_out)))
+            dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
+            outcomes.add(revision, RevisionOutcome(dropped, reason, frozenset(left_out)))
         elif kind == _UNDONE:
             outcomes.undo(Undone(experience_id="-", revision=revision, queued=bool(rest[0])))
         else:
