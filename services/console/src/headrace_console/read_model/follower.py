@@ -130,8 +130,8 @@ class TopicFollower:
             ]
             await Batch(tx, self._names, titles=self._titles).apply(facts)
             for record in records:
-                place = record.topic, record.partition
-                reached[place] = max(reached.get(place, 0), record.offset + 1)
+                partition = record.topic, record.partition
+                reached[partition] = max(reached.get(partition, 0), record.offset + 1)
             changed = {(record.topic, record.partition) for record in records}
             rows = [
                 {"topic": topic, "partition": partition, "next_offset": reached[topic, partition]}
