@@ -263,6 +263,7 @@ bench: $(VENV)/installed $(if $(filter trainer,$(NAME)),.venv-peers/installed) #
 ALGORITHM_SEEDS ?= 5
 bench_algorithms = --seeds $(ALGORITHM_SEEDS)
 #: NAME=bus                  both buses side by side, from answered call to experience
+#: NAME=console              the console's read model and its pages at a million sessions
 #: NAME=gate                 error rates of the gate, on versions whose true scores are known
 #: NAME=gateway_overhead     what the gateway adds to a call, and the client to the start of a program
 #: NAME=gpu                  steps and streams on one GPU: share of its peak, memory; about 12 minutes

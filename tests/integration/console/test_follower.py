@@ -38,7 +38,8 @@ async def _follow(common: Common, database: Database, stop_after: int | None = N
         batches += 1
         applied.set()
 
-    reader = TopicFollower(common.bus, database, BlobStore.open(common), SystemClock(), changed, titles=True)
+    blobs = BlobStore.open(common)
+    reader = TopicFollower(common.bus, database, blobs, SystemClock(), changed, titles=True, retention_days=30)
     task = asyncio.create_task(reader.run())
     try:
         async with asyncio.timeout(60):
@@ -99,13 +100,13 @@ async def test_counts_of_a_followed_bus_equal_the_account(
     assert (counts.trained, counts.waiting, counts.dropped) == (account.trained, account.waiting, account.dropped)
     reader = RecordReader(common.bus, blobs, SystemClock())
     try:
-        places = [(row.partition, row.log_offset) for row in rows]
-        texts = await reader.read("turns", [*places, (0, 10**9)])
-        assert set(texts) == set(places), "a place beyond the end is missing, and nothing else"
-        by_place = {(row.partition, row.log_offset): row for row in rows}
-        for place, event in texts.items():
+        positions = [(row.partition, row.log_offset) for row in rows]
+        texts = await reader.read("turns", [*positions, (0, 10**9)])
+        assert set(texts) == set(positions), "a place beyond the end is missing, and nothing else"
+        rows_by_position = {(row.partition, row.log_offset): row for row in rows}
+        for position, event in texts.items():
             assert isinstance(event, Turn)
-            assert event.usage.prompt_tokens == by_place[place].prompt_tokens
+            assert event.usage.prompt_tokens == rows_by_position[position].prompt_tokens
     finally:
         await reader.close()
         await database.close()

@@ -13,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select
 
-from headrace_console.read_model import queries, standing, tables
+from headrace_console.read_model import queries, status, tables
 from headrace_console.read_model.batch import Batch, Fact
 from headrace_console.read_model.packing import pack_id, unpack_id
 from headrace_console.read_model.rows import ExperienceRow, Names
@@ -31,6 +31,7 @@ from tests.support.seeds import draw_seed
 from tests.unit.cli.test_turn_account import STATES
 
 EVERYTHING = Scope(None)
+DAY = 20_000
 
 
 @pytest.fixture
@@ -50,14 +51,14 @@ async def read(database: Database, events: Sequence[Event], chance: random.Rando
     names, at = Names(), 0
     while at < len(events):
         size = chance.choice((1, 2, 5, 40))
-        facts = [Fact(event, 0, at + place) for place, event in enumerate(events[at : at + size])]
+        facts = [Fact(event, 0, at + number) for number, event in enumerate(events[at : at + size])]
         if chance.random() < 0.2:
             async with database.transaction() as tx:
                 savepoint = await tx.begin_nested()
-                await Batch(tx, names, titles=True).apply(facts)
+                await Batch(tx, names, titles=True, day=DAY).apply(facts)
                 await savepoint.rollback()
         async with database.transaction() as tx:
-            await Batch(tx, names, titles=True).apply(facts)
+            await Batch(tx, names, titles=True, day=DAY).apply(facts)
         at += size
 
 
@@ -127,21 +128,21 @@ def _session(chance: random.Random, number: int) -> list[Event]:
     elif chance.random() < 0.15:
         return events
     left = {ids[-1]: "retried"} if len(ids) > 1 and chance.random() < 0.3 else {}
-    kept = tuple(name for name in ids if name not in left)
-    branches = [kept] if chance.random() < 0.7 else [kept[:1], kept]
+    branch_ids = tuple(name for name in ids if name not in left)
+    branches = [branch_ids] if chance.random() < 0.7 else [branch_ids[:1], branch_ids]
     more |= {"end_reason": end_reason}
     run = trajectory(f"T{number}", *branches, left_out=left, purpose=purpose, untrained=untrained, **more)
     events.append(run)
     if chance.random() < 0.1:
         events.append(letter(run, "scorer"))
     elif end_reason != "ingest" and chance.random() < 0.1:
-        double = trajectory(f"U{number}", kept, **more)
+        double = trajectory(f"U{number}", branch_ids, **more)
         events += [double, letter(double, "scorer")]
     return events
 
 
 def _experiences(chance: random.Random, run: Trajectory, saves: dict[str, list[Outcomes]]) -> list[Event]:
-    """Return the experiences of a trajectory, and add what each lineage makes of them to its saves."""
+    """Return the experiences of a trajectory, and add the outcomes in each lineage to its saves."""
     events: list[Event] = []
     of_session = {name: getattr(run, name) for name in ("tenant", "session_key", "session_id")}
     for at, branch in enumerate(run.branches):
@@ -162,22 +163,22 @@ def _outcomes(chance: random.Random, name: str, turn_ids: Sequence[str], revisio
     """Return the saves of a lineage about one experience: outcomes of its revisions, and reversals."""
     saves: list[Outcomes] = []
     for revision in range(revisions):
-        fate = chance.choice(
+        outcome_kind = chance.choice(
             ("unseen", "trained", "partly", "stale", "excluded", "undone", "queued", "again", "restored")
         )
-        if fate == "unseen":
+        if outcome_kind == "unseen":
             continue
-        dropped = {"stale": "stale", "excluded": "withdrawn"}.get(fate)
-        detail = "excluded" if fate == "excluded" else None
+        dropped = {"stale": "stale", "excluded": "withdrawn"}.get(outcome_kind)
+        detail = "excluded" if outcome_kind == "excluded" else None
         outcome = verdict(name, *turn_ids, revision=revision, dropped=dropped, detail=detail)
-        if fate == "partly":
+        if outcome_kind == "partly":
             outcome = outcome.model_copy(update={"left_out": tuple(turn_ids[:1])})
         saves.append([outcome])
-        if fate in ("undone", "queued", "again", "restored"):
-            saves.append([Undone(experience_id=name, revision=revision, queued=fate in ("queued", "again"))])
-        if fate == "again":
+        if outcome_kind in ("undone", "queued", "again", "restored"):
+            saves.append([Undone(experience_id=name, revision=revision, queued=outcome_kind in ("queued", "again"))])
+        if outcome_kind == "again":
             saves.append([outcome])
-        if fate == "restored":
+        if outcome_kind == "restored":
             saves.append([Restored(experience_id=name, revision=revision)])
     return saves
 
@@ -198,10 +199,10 @@ async def test_counts_equal_the_account_for_any_order_repetition_and_cut(databas
     assert await counted(database) == accounted(everything[:cut])
     await read(database, everything[cut:], chance)
     assert await counted(database) == accounted(everything)
-    await _check_sessions(database)
+    await check_sessions(database)
 
 
-async def _check_sessions(database: Database) -> None:
+async def check_sessions(database: Database) -> None:
     """Check that the summary of each session equals the sum over its turns."""
     async with database.transaction() as tx:
         names = {row.id: row.name for row in await tx.execute(select(tables.names))}
@@ -209,9 +210,9 @@ async def _check_sessions(database: Database) -> None:
         sessions = (await tx.execute(select(tables.sessions))).all()
     assert sessions
     for session in sessions:
-        states = [names[row.standing].partition("/")[0] for row in turns if row.session == session.id and row.standing]
+        states = [names[row.status].partition("/")[0] for row in turns if row.session == session.id and row.status]
         summary = (session.turns, session.trained, session.waiting, session.dropped)
-        assert summary == (len(states), *(states.count(kind) for kind in tables.STANDINGS))
+        assert summary == (len(states), *(states.count(kind) for kind in tables.STATUSES))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ async def _check_sessions(database: Database) -> None:
 )
 async def test_property_fails_for_a_planted_fault(fault: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "outcomes are read in the order of arrival":
-        add = standing.add_outcome
+        add = status.add_outcome
 
         def unordered(row: ExperienceRow, save: tuple[int, int], item: TrainingOutcome, names: Names) -> None:
             add(row, (save[0], 0), item, names)
@@ -271,10 +272,10 @@ def test_packed_ids_are_unpacked_unchanged(text: str) -> None:
     assert unpack_id(pack_id(text)) == text
 
 
-def test_history_of_outcomes_is_bounded_and_keeps_what_standings_need() -> None:
+def test_history_of_outcomes_is_bounded_and_keeps_what_statuses_need() -> None:
     names, row = Names(), ExperienceRow(1, b"x", revision=999)
     for revision in range(1000):
         item = verdict("E", "a", revision=revision, dropped="superseded" if revision else None)
-        standing.add_outcome(row, (1, revision), item, names)
+        status.add_outcome(row, (1, revision), item, names)
     assert len(row.history or "") < 20_000
-    assert standing.outcomes_of(row, 1, names).standing("a", 999, None, refused=False) == ("trained", "")
+    assert status.outcomes_of(row, 1, names).status("a", 999, None, refused=False) == ("trained", "")

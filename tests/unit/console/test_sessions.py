@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -27,6 +28,7 @@ from tests.unit.console.support import Stand
 KEY = session_key("default", "s1")
 TURN_ID = response_id(KEY)
 OTHER_KEY = session_key("other", "s1")
+DAY = 20_000
 HOSTILE = "<script>alert(1)</script>\u202eevil"
 
 
@@ -41,12 +43,12 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 async def apply(stand: Stand, events: Sequence[Event], *, titles: bool = True) -> None:
     async with stand.console.database.transaction() as tx:
         facts = [Fact(event, 0, offset) for offset, event in enumerate(events)]
-        await Batch(tx, Names(), titles=titles).apply(facts)
+        await Batch(tx, Names(), titles=titles, day=DAY).apply(facts)
 
 
 def session_events() -> list[Event]:
-    more = {"session_key": KEY, "session_id": "s1", "task_id": "invoices"}
-    asked = Message(role="user", content=f"Who sent  it?\n{HOSTILE}")
+    more: dict[str, Any] = {"session_key": KEY, "session_id": "s1", "task_id": "invoices"}
+    question = Message(role="user", content=f"Who sent  it?\n{HOSTILE}")
     run = trajectory("T", (TURN_ID,), **more)
     trained = experience("E", TURN_ID, reward=0.5).model_copy(update={"session_key": KEY})
     rewards = [
@@ -56,7 +58,7 @@ def session_events() -> list[Event]:
     ]
     thumb = Feedback(time=START, feedback_id="f", session_key=KEY, msg_ids=(TURN_ID,), value=0.0)
     outcome = report(verdict("E", TURN_ID)).model_copy(update={"version": VERSION})
-    return [turn(TURN_ID, messages=(asked,), **more), run, trained, *rewards, thumb, outcome]
+    return [turn(TURN_ID, messages=(question,), **more), run, trained, *rewards, thumb, outcome]
 
 
 def foreign_events() -> list[Event]:
@@ -81,8 +83,8 @@ async def test_list_shows_a_session_with_its_numbers(stand: Stand) -> None:
     [
         ("thumb=down", True),
         ("thumb=up", False),
-        ("standing=trained", True),
-        ("standing=dropped", False),
+        ("status=trained", True),
+        ("status=dropped", False),
         (f"version={VERSION}", True),
         ("version=m@000000000000", False),
         ("model=m&task=invoices", True),
@@ -107,7 +109,7 @@ async def test_list_applies_filter(stand: Stand, query: str, *, is_listed: bool)
 
 
 @pytest.mark.parametrize(
-    "query", ["thumb=sideways", "since=now", "reward_max=low", "after=x", "after=1", "order=reward", "standing=lost"]
+    "query", ["thumb=sideways", "since=now", "reward_max=low", "after=x", "after=1", "order=reward", "status=lost"]
 )
 async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> None:
     client = await stand.signed_in()
@@ -139,19 +141,19 @@ async def test_pages_of_the_list_follow_each_other_without_gap_or_repetition(sta
 
 async def test_search_without_an_index_stops_and_continues(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "SEARCHED_MAX", 50)
-    await apply(stand, [*session_events(), *_many(120)])
+    await apply(stand, [*session_events(), *_sessions(120)])
     async with stand.console.database.transaction() as tx:
         tenant = (await queries.tenants(tx, Scope(None)))["default"]
-        found, after, pages = 0, None, 0
+        rows, after, pages = 0, None, 0
         while pages < 5:
             page = await queries.session_page(tx, tenant, Filter(outcome="abstained", after=after))
-            found, after, pages = found + len(page.rows), page.after, pages + 1
+            rows, after, pages = rows + len(page.rows), page.after, pages + 1
             if after is None:
                 break
-    assert (found, pages) == (1, 3)
+    assert (rows, pages) == (1, 3)
 
 
-def _many(number: int) -> list[Event]:
+def _sessions(number: int) -> list[Event]:
     events: list[Event] = []
     for at in range(number):
         key = session_key("default", f"many{at}")
@@ -283,14 +285,14 @@ async def test_pages_need_a_session_and_the_role_viewer(stand: Stand, address: s
 
 
 async def test_queries_never_scan_whole_tables(stand: Stand) -> None:
-    await apply(stand, [*_many(50), *session_events(), letter(session_events()[0], "collector")])
+    await apply(stand, [*_sessions(50), *session_events(), letter(session_events()[0], "collector")])
     client = await stand.signed_in()
     with recorded(stand.console.database) as statements:
-        for query in ("", "thumb=down", "standing=trained", f"version={VERSION}", "task=invoices", "outcome=failed"):
+        for query in ("", "thumb=down", "status=trained", f"version={VERSION}", "task=invoices", "outcome=failed"):
             assert (await client.get(f"/sessions?{query}")).status_code == 200
         for address in (f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards"):
             assert (await client.get(address)).status_code in (200, 303)
-        await apply(stand, [*_many(3), *session_events(), letter(session_events()[0], "trainer")])
+        await apply(stand, [*_sessions(3), *session_events(), letter(session_events()[0], "trainer")])
     assert len(statements.found) > 20
     allowed = frozenset({"counts", "hours", "names", "positions"})  # a few rows each, or read by their primary key
     async with stand.console.database.transaction() as tx:

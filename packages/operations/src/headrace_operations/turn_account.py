@@ -39,14 +39,14 @@ from headrace_schemas import (
 )
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.rules.training import no_logprobs_reason, token_kind
-from headrace_schemas.rules.turn_standing import (
+from headrace_schemas.rules.turn_status import (
     TURN_ENDING_SOURCES,
     LineageOutcomes,
     RevisionOutcome,
     TrajectoryFacts,
     TurnFacts,
-    TurnStanding,
-    turn_standings,
+    TurnStatus,
+    turn_statuses,
 )
 
 TOPICS = tuple(
@@ -278,24 +278,24 @@ class TurnAccountBuilder:
         foreign = [any(outcome.dropped == "foreign_version" for outcome in revisions) for revisions in outcomes]
         return "foreign_version" if foreign and all(foreign) else None
 
-    def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStanding:
+    def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStatus:
         """Return the state of a turn and its detail: the latest step that any event shows."""
         in_training = [self._experience_state(name, turn_id, turn, lineages) for name in sorted(turn.experiences)]
         event_id = turn_id if turn.trajectory is None else self._trajectories[turn.trajectory]
         facts = TurnFacts(
             turn.eval, turn.untrained, turn.left_out, turn.trajectory is not None, refused=event_id in self._refused
         )
-        standings = turn_standings(facts, in_training)
-        if len(standings) > 1:
-            dropped, state = standings[0][1], standings[-1][0]
+        statuses = turn_statuses(facts, in_training)
+        if len(statuses) > 1:
+            dropped, state = statuses[0][1], statuses[-1][0]
             self._add_problem(f"turn {turn_id} is dropped as {dropped} and yet {state} in an experience")
-        return standings[0]
+        return statuses[0]
 
-    def _experience_state(self, name: str, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStanding:
+    def _experience_state(self, name: str, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStatus:
         experience = self._experiences[name]
         refused = experience.event_ids.get(experience.revision) in self._refused
         outcomes = self._lineage_outcomes(lineages.get(experience.model), name)
-        return outcomes.standing(turn_id, experience.revision, turn.no_logprobs, refused=refused)
+        return outcomes.status(turn_id, experience.revision, turn.no_logprobs, refused=refused)
 
     def _lineage_outcomes(self, lineage: str | None, experience: str) -> LineageOutcomes:
         outcomes = None if lineage is None else self._outcomes.get((lineage, experience))

@@ -70,7 +70,13 @@ class Console:
         blobs = BlobStore.open(common)
         self._records = RecordReader(common.bus, blobs, clock)
         self.follower = TopicFollower(
-            common.bus, self.database, blobs, clock, self._announce_sessions, titles=settings.titles
+            common.bus,
+            self.database,
+            blobs,
+            clock,
+            self._announce_sessions,
+            titles=settings.titles,
+            retention_days=settings.retention_days,
         )
         templates = Templates(behind_tls=settings.behind_tls)
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)

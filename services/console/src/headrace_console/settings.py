@@ -40,6 +40,9 @@ class ConsoleSettings(ServiceSettings):
     titles: bool = True
     """Whether the list of sessions shows the first 80 characters of each session, which are then in the console's
     database. Without them it shows session ids, and the console stores no text of users."""
+    retention_days: Annotated[int, Field(ge=1, le=3650)] = 30
+    """Days for which the console stores a session after it has read the last event about it. Beyond ten million turns
+    the oldest sessions are deleted earlier."""
     behind_tls: bool = False
     """Whether browsers reach the console through a proxy with TLS, so that cookies are sent over TLS alone. Required if
     the console listens beyond this machine."""

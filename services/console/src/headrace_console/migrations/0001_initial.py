@@ -19,10 +19,9 @@ def upgrade() -> None:
         sa.Column("tenant", sa.Integer, nullable=False),
         sa.Column("model", sa.Integer, nullable=False),
         sa.Column("lineage", sa.Integer, nullable=False),
-        sa.Column("hour", sa.Integer, nullable=False),
-        sa.Column("standing", sa.Integer, nullable=False),
+        sa.Column("status", sa.Integer, nullable=False),
         sa.Column("turns", sa.BigInteger, nullable=False),
-        sa.PrimaryKeyConstraint("tenant", "model", "lineage", "hour", "standing"),
+        sa.PrimaryKeyConstraint("tenant", "model", "lineage", "status"),
         sqlite_with_rowid=False,
     )
     op.create_table(
@@ -40,11 +39,19 @@ def upgrade() -> None:
         sa.Column("refused", sa.Boolean, nullable=False),
         sa.Column("turns", sa.LargeBinary, nullable=False),
         sa.Column("history", sa.Text),
+        sa.Column("read_day", sa.Integer, nullable=False),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("name"),
     )
     op.create_index("ix_experiences_event", "experiences", ["event"])
     op.create_index("ix_experiences_session", "experiences", ["session", "id"])
+    op.create_index(
+        "ix_experiences_stubs",
+        "experiences",
+        ["read_day"],
+        sqlite_where=sa.text("session = 0"),
+        postgresql_where=sa.text("session = 0"),
+    )
     op.create_table(
         "feedback",
         sa.Column("session", _ID, nullable=False),
@@ -65,6 +72,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("tenant", "source", "hour", "outcome", "bucket"),
         sqlite_with_rowid=False,
     )
+    op.create_index("ix_hours_hour", "hours", ["hour"])
     op.create_table(
         "names",
         sa.Column("id", _ID, autoincrement=False, nullable=False),
@@ -82,9 +90,11 @@ def upgrade() -> None:
     op.create_table(
         "refusals",
         sa.Column("name", sa.LargeBinary, nullable=False),
+        sa.Column("read_day", sa.Integer, nullable=False),
         sa.PrimaryKeyConstraint("name"),
         sqlite_with_rowid=False,
     )
+    op.create_index("ix_refusals_read_day", "refusals", ["read_day"])
     op.create_table(
         "rewards",
         sa.Column("session", _ID, nullable=False),
@@ -117,32 +127,34 @@ def upgrade() -> None:
         sa.Column("trained", sa.Integer, nullable=False),
         sa.Column("waiting", sa.Integer, nullable=False),
         sa.Column("dropped", sa.Integer, nullable=False),
-        sa.Column("standing", sa.SmallInteger, nullable=False),
+        sa.Column("status", sa.SmallInteger, nullable=False),
         sa.Column("reward", sa.Float),
         sa.Column("thumb", sa.SmallInteger),
         sa.Column("flags", sa.Integer, nullable=False),
         sa.Column("task_id", sa.Text),
         sa.Column("title", sa.Text),
+        sa.Column("read_day", sa.Integer, nullable=False),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("session_key", "tenant", name="uq_sessions_key"),
     )
-    op.create_index("ix_sessions_began", "sessions", ["tenant", "began_ms", "id"])
-    op.create_index("ix_sessions_standing", "sessions", ["tenant", "standing", "began_ms", "id"])
+    op.create_index("ix_sessions_began", "sessions", ["tenant", "began_ms"])
+    op.create_index("ix_sessions_read_day", "sessions", ["read_day"])
+    op.create_index("ix_sessions_status", "sessions", ["tenant", "status", "began_ms"])
     op.create_index(
         "ix_sessions_task_id",
         "sessions",
-        ["tenant", "task_id", "began_ms", "id"],
+        ["tenant", "task_id", "began_ms"],
         sqlite_where=sa.text("task_id IS NOT NULL"),
         postgresql_where=sa.text("task_id IS NOT NULL"),
     )
     op.create_index(
         "ix_sessions_thumb",
         "sessions",
-        ["tenant", "thumb", "began_ms", "id"],
+        ["tenant", "thumb", "began_ms"],
         sqlite_where=sa.text("thumb IS NOT NULL"),
         postgresql_where=sa.text("thumb IS NOT NULL"),
     )
-    op.create_index("ix_sessions_version", "sessions", ["tenant", "version", "began_ms", "id"])
+    op.create_index("ix_sessions_version", "sessions", ["tenant", "version", "began_ms"])
     op.create_table(
         "steps",
         sa.Column("lineage", sa.Integer, nullable=False),
@@ -184,7 +196,6 @@ def upgrade() -> None:
         sa.Column("tenant", sa.Integer, nullable=False),
         sa.Column("name", sa.LargeBinary, nullable=False),
         sa.Column("session", _ID, nullable=False),
-        sa.Column("captured", sa.Boolean, nullable=False),
         sa.Column("model", sa.Integer, nullable=False),
         sa.Column("version", sa.Integer, nullable=False),
         sa.Column("at_ms", sa.BigInteger, nullable=False),
@@ -196,7 +207,7 @@ def upgrade() -> None:
         sa.Column("refused", sa.Boolean, nullable=False),
         sa.Column("untrained", sa.Integer),
         sa.Column("no_logprobs", sa.Integer),
-        sa.Column("standing", sa.Integer, nullable=False),
+        sa.Column("status", sa.Integer, nullable=False),
         sa.Column("finish", sa.Integer),
         sa.Column("latency_ms", sa.Integer, nullable=False),
         sa.Column("arm", sa.Integer),
@@ -205,4 +216,4 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("name", "tenant", name="uq_turns_name"),
     )
-    op.create_index("ix_turns_session", "turns", ["session", "at_ms", "id"])
+    op.create_index("ix_turns_session", "turns", ["session", "at_ms"])

@@ -1,4 +1,4 @@
-"""One session: its turns with their texts, the fate of its experiences, and what sources said."""
+"""One session: its turns with their texts, the outcomes of its experiences, and its rewards and feedback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import NotFound, Page
-from headrace_console.pages.sessions import parse_place
+from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, SessionRecords
-from headrace_console.read_model.standing import HistoryEntry, history_of, split_standing
+from headrace_console.read_model.status import HistoryEntry, history_of, split_status
 from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Unavailable
@@ -40,9 +40,9 @@ class SessionPage:
         return [Page("/s/{key}", self.session)]
 
     async def session(self, request: Request, user: User) -> Response:
-        """Show a session with its last turns, or with the turns before a place."""
+        """Show a session with its last turns, or with the turns before a position."""
         parameters = parameters_of(request, "before")
-        before = parse_place(parameters["before"]) if "before" in parameters else None
+        before = parse_position(parameters["before"]) if "before" in parameters else None
         async with self._database.transaction() as tx:
             session = await queries.session_of(tx, user.scope, request.path_params["key"])
             if session is None:
@@ -64,10 +64,10 @@ class SessionPage:
             session=session,
             model=texts.get(session["model"], ""),
             version=texts.get(session["version"], ""),
-            standings=[(session[kind], kind) for kind in tables.STANDINGS if session[kind]],
+            statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
             turns=_turns(rows, turns, texts),
             earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
-            fates=[_fate(row, steps, texts) for row in rows.experiences],
+            experiences=[_experience(row, steps, texts) for row in rows.experiences],
             rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
             feedback=[_feedback(row, feedback) for row in rows.feedback[:_SPEAKERS_MAX]],
             speakers_max=_SPEAKERS_MAX,
@@ -76,33 +76,33 @@ class SessionPage:
     async def _read(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], object]:
         """Return the events of rows. Without the bus the page shows the numbers alone."""
         try:
-            return await self._records.read(topic, [_place(row) for row in rows]) if rows else {}
+            return await self._records.read(topic, [_position(row) for row in rows]) if rows else {}
         except Unavailable:
             return {}
 
 
-def _place(row: Row) -> tuple[int, int]:
+def _position(row: Row) -> tuple[int, int]:
     return row["partition"], row["log_offset"]
 
 
 def _turns(
     rows: SessionRecords, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]
 ) -> list[dict[str, object]]:
-    """Return what the page shows of each turn: its numbers, and of its text what it adds to the turn before."""
-    shown, previous = [], None
+    """Return the template values of each turn: its numbers, and the messages that it adds to the turn before."""
+    entries, previous = [], None
     for row in rows.turns:
-        event = events.get(_place(row))
+        event = events.get(_position(row))
         turn = event if isinstance(event, Turn) else None
         messages = new_messages(turn, previous) if turn is not None else ()
-        standing = split_standing(texts.get(row["standing"], ""))
-        shown.append(
+        status = split_status(texts.get(row["status"], ""))
+        entries.append(
             {
                 "id": row["id"],
                 "response_id": unpack_id(row["name"]),
                 "at": from_epoch_ms(row["at_ms"]),
                 "version": texts.get(row["version"], ""),
                 "arm": texts.get(row["arm"] or 0, ""),
-                "standing": ": ".join(filter(None, standing)),
+                "status": ": ".join(filter(None, status)),
                 "finish": texts.get(row["finish"] or 0, ""),
                 "prompt_tokens": row["prompt_tokens"],
                 "sampled_tokens": row["sampled_tokens"],
@@ -114,13 +114,13 @@ def _turns(
             }
         )
         previous = turn or previous
-    return shown
+    return entries
 
 
 def new_messages(turn: Turn, previous: Turn | None) -> tuple[Message, ...]:
     """Return the messages of a turn that are not in the turn before it.
 
-    A turn that extends another one contains only what it adds.
+    A turn that extends another one contains only its new messages.
     """
     if turn.extends is not None or previous is None or previous.extends is not None:
         return turn.messages
@@ -138,10 +138,10 @@ def _message(message: Message) -> dict[str, object]:
     return {"role": message.role, "text": "\n".join(filter(None, (message.text, *calls)))}
 
 
-def _fate(
+def _experience(
     row: Row, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
 ) -> dict[str, object]:
-    """Return what became of each revision of an experience, the newest outcome first."""
+    """Return the template values of an experience, with the outcome of each revision, the newest outcome first."""
     sentences = [
         f"rev {entry.revision}: {_outcome(entry, steps, texts)}" for entry in reversed(history_of(row["history"]))
     ]
@@ -159,16 +159,16 @@ def _outcome(
     entry: HistoryEntry, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
 ) -> str:
     step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
-    place = f"step {step} of lineage {texts.get(lineage, '')}"
+    step_name = f"step {step} of lineage {texts.get(lineage, '')}"
     if version:
-        place += f", first in {texts[version]}"
+        step_name += f", first in {texts[version]}"
     if entry.kind == "dropped":
-        return f"dropped, {texts[entry.reason].replace('_', ' ')} ({place})"
-    return f"{entry.kind} ({place})"
+        return f"dropped, {texts[entry.reason].replace('_', ' ')} ({step_name})"
+    return f"{entry.kind} ({step_name})"
 
 
 def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
-    event = events.get(_place(row))
+    event = events.get(_position(row))
     reward = event if isinstance(event, Reward) else None
     return {
         "source": texts.get(row["source"], ""),
@@ -182,7 +182,7 @@ def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[i
 
 
 def _feedback(row: Row, events: Mapping[tuple[int, int], object]) -> dict[str, object]:
-    event = events.get(_place(row))
+    event = events.get(_position(row))
     if not isinstance(event, Feedback):
         return {"at": from_epoch_ms(row["at_ms"]), "has_text": False}
     parts = json.dumps(event.parts, ensure_ascii=False) if event.parts else ""

@@ -24,15 +24,15 @@ from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import session_key
 from headrace_schemas.values.text import printable
 
-FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "standing", "task", "since")
+FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "task", "since")
 THUMBS = {"up": 1, "neutral": 0, "down": -1}
 _CHOICES = {
     "arm": ("candidate", "control"),
     "thumb": tuple(THUMBS),
     "outcome": tuple(name for name in get_args(Outcome) if name in tables.FLAGS),
-    "standing": tables.STANDINGS,
+    "status": tables.STATUSES,
 }
-_PLACE = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
+_POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
 
 
@@ -70,7 +70,7 @@ class SessionPages:
             request,
             user,
             "sessions.html",
-            rows=[_shown(row, texts) for row in page.rows],
+            rows=[_session(row, texts) for row in page.rows],
             tenants=list(tenants),
             tenant=tenant,
             choices=_CHOICES,
@@ -115,15 +115,17 @@ async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | 
     address = f"/s/{quote(session['session_key'])}"
     records = await queries.session_records(tx, session["id"])
     is_shown = len(records.turns) < SESSION_TURNS_MAX or any(row["id"] == turn["id"] for row in records.turns)
-    place = "" if is_shown else f"?before={turn['at_ms']}.{turn['id'] + 1}"
-    return f"{address}{place}#t-{turn['id']}"
+    query = "" if is_shown else f"?before={turn['at_ms']}.{turn['id'] + 1}"
+    return f"{address}{query}#t-{turn['id']}"
 
 
-def parse_place(text: str) -> tuple[int, int]:
-    """Return the place `<ms>.<number>` in a list. Raises `Refused` 400."""
-    match = _PLACE.fullmatch(text)
+def parse_position(text: str) -> tuple[int, int]:
+    """Return the position `<ms>.<number>` in a list. Raises `Refused` 400."""
+    match = _POSITION.fullmatch(text)
     if match is None:
-        raise Refused(400, "invalid_place", f"{printable(text)!r}: is no place in the list; follow a link of the page")
+        raise Refused(
+            400, "invalid_position", f"{printable(text)!r}: is no position in the list; follow a link of the page"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -151,10 +153,10 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         thumb=THUMBS.get(parameters.get("thumb", "")),
         reward_max=reward,
         outcome=parameters.get("outcome"),
-        standing=parameters.get("standing"),
+        status=parameters.get("status"),
         task=parameters.get("task"),
         since_ms=since,
-        after=parse_place(parameters["after"]) if "after" in parameters else None,
+        after=parse_position(parameters["after"]) if "after" in parameters else None,
     )
 
 
@@ -162,10 +164,10 @@ def _refused(name: str, text: str, problem: str) -> Refused:
     return Refused(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
 
 
-def _shown(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
+def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
     """Return the values that the list shows of a session."""
     thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
-    standings = [f"{row[kind]} {kind}" for kind in tables.STANDINGS if row[kind]]
+    statuses = [f"{row[kind]} {kind}" for kind in tables.STATUSES if row[kind]]
     return {
         "key": row["session_key"],
         "began": from_epoch_ms(row["began_ms"]),
@@ -174,6 +176,6 @@ def _shown(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
         "version": texts.get(row["version"], ""),
         "reward": row["reward"],
         "thumb": thumb,
-        "standing": ", ".join(standings),
+        "status": ", ".join(statuses),
         "flags": ", ".join(name.replace("_", " ") for name, bit in tables.FLAGS.items() if row["flags"] & bit),
     }

@@ -1,14 +1,15 @@
 """Effect of a batch of events on the rows, in the transaction that also stores the positions.
 
 A batch loads every row that its events may change, applies the events in memory and writes the rows at once. Counts
-change by the difference between what the turns of the batch added to them before and after. All effects are idempotent
-and independent of the order of events, so a batch may be read again after a crash.
+change by the difference between the contributions of the turns of the batch before and after. All effects are
+idempotent and independent of the order of events, so a batch may be read again after a crash.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -26,13 +27,11 @@ from headrace_console.read_model.rows import (
     upsert_all,
 )
 from headrace_console.read_model.side_rows import SideRows
-from headrace_console.read_model.standing import (
+from headrace_console.read_model.status import (
     CountKey,
+    Statuses,
     TurnState,
-    count_changes,
-    split_standing,
-    standing_name,
-    standing_of,
+    split_status,
     state_of,
 )
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
@@ -48,24 +47,55 @@ class Fact:
     offset: int
 
 
-class Batch:
-    """Rows of one batch. `apply` is called once."""
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Contributions of the loaded turns to the counts and to their sessions before a change."""
 
-    def __init__(self, tx: AsyncConnection, names: Names, *, titles: bool) -> None:
-        """Create an empty batch. `titles`: whether the first characters of each session are stored."""
+    counts: Counter[CountKey]
+    summaries: dict[int, Summary]
+
+
+Summary = tuple[int, int, int]
+"""Session, status and sampled tokens of a turn, as its session counts them. Status 0 is not counted."""
+_NOT_COUNTED: Summary = (0, 0, 0)
+_TURNS_AT_ONCE = 100
+"""Turns that are evaluated before the event loop gets its next turn."""
+
+
+class Batch:
+    """Rows of one batch. Either `apply` or `remove` is called once."""
+
+    def __init__(self, tx: AsyncConnection, names: Names, *, titles: bool, day: int) -> None:
+        """Create an empty batch.
+
+        Args:
+            tx: the transaction of the batch.
+            names: numbers of the texts that repeat.
+            titles: whether the first characters of each session are stored.
+            day: the current day of the console, in days since 1970.
+        """
         self._tx = tx
         self._names = names
+        self.day = day
         self.sessions = RowSet(tables.sessions, SessionRow, ("session_key", "tenant"))
         self.turns = RowSet(tables.turns, TurnRow, ("name", "tenant"))
         self.trajectories = RowSet(tables.trajectories, TrajectoryRow, ("name",))
         self.experiences = RowSet(tables.experiences, ExperienceRow, ("name",))
-        self.side = SideRows()
+        self.side = SideRows(day)
         self._effects = EventEffects(self, names, titles=titles)
+
+    def session_of(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
+        """Return the session of an event, a stub if it was not read before. It counts as read today."""
+        session = self.sessions.add(event.session_key, self._names.number(event.tenant))
+        session.read_day = self.day
+        return session
 
     def reward_target(self, event: Trajectory | Reward) -> tuple[SessionRow, TrajectoryRow]:
         """Return the session and the trajectory of an event, stubs if they were not read before."""
-        session = self.sessions.add(event.session_key, self._names.number(event.tenant))
-        return session, self.trajectories.add(trajectory_name(event.trajectory_id))
+        session = self.session_of(event)
+        trajectory = self.trajectories.add(trajectory_name(event.trajectory_id))
+        trajectory.session = trajectory.session or session.id
+        return session, trajectory
 
     def save_of(self, event: TrainingMetrics) -> tuple[int, int]:
         """Return the lineage and the number of the save that an event reports."""
@@ -73,23 +103,69 @@ class Batch:
 
     async def apply(self, facts: Sequence[Fact]) -> None:
         """Apply events, and write all rows that they change."""
-        tx, events = self._tx, [fact.event for fact in facts]
-        await self._names.refresh(tx)
-        for rows in (self.sessions, self.turns, self.trajectories, self.experiences):
-            await rows.begin(tx)
+        events = [fact.event for fact in facts]
+        await self._begin()
         await self._load_named(events)
         await self._load_members(events)
-        await self.side.load(tx, events, self)
-        shown = {turn.id: (turn.session, turn.standing, turn.sampled_tokens) for turn in self.turns}
-        before = self._counts(self._states())
+        await self.side.load(self._tx, events, self)
+        before = await self._snapshot()
         for fact in facts:
             self._effects.apply(fact.event, fact.partition, fact.offset)
-        await self.side.store_steps(tx)
-        states = self._states()
-        after = self._counts(states)
-        after.subtract(before)
-        await self._show(states, shown)
-        await self._store(after)
+            await asyncio.sleep(0)
+        await self.side.store_steps(self._tx)
+        await self._store(before)
+
+    async def remove(self, sessions: Collection[int], stubs: Collection[int], portion: int) -> bool:
+        """Delete sessions with all their rows, and stubs of experiences.
+
+        Args:
+            sessions: numbers of the sessions.
+            stubs: numbers of the experiences.
+            portion: number of rows of each table that are deleted at most.
+
+        Returns:
+            Whether everything was deleted. Otherwise another call must delete the rest.
+        """
+        tx = self._tx
+        await self._begin()
+        turns = await self.turns.load_where(tx, "session", sessions, portion)
+        trajectories = await self.trajectories.load_where(tx, "session", sessions, portion)
+        experiences = await self.experiences.load_where(tx, "session", sessions, portion)
+        await self._load_members([])
+        before = await self._snapshot()
+        rest = [len(rows) >= portion for rows in (turns, trajectories, experiences)]
+        experiences += await self.experiences.load_where(tx, "id", stubs)
+        self._unlink(turns, trajectories, experiences)
+        rest += await self.side.delete(tx, sessions, portion)
+        if not any(rest):
+            for session in await self.sessions.load_where(tx, "id", sessions):
+                self.sessions.remove(session)
+        await self._store(before)
+        return not any(rest)
+
+    def _unlink(
+        self, turns: Sequence[TurnRow], trajectories: Sequence[TrajectoryRow], experiences: Sequence[ExperienceRow]
+    ) -> None:
+        """Remove rows, and their numbers from all other rows."""
+        for turn in turns:
+            self.turns.remove(turn)
+        for trajectory in trajectories:
+            self.trajectories.remove(trajectory)
+        for experience in experiences:
+            self.experiences.remove(experience)
+        turn_ids, trajectory_ids, experience_ids = (
+            {row.id for row in rows} for rows in (turns, trajectories, experiences)
+        )
+        for owner in (*self.trajectories, *self.experiences):
+            owner.turns = tuple(number for number in owner.turns if number not in turn_ids)
+        for turn in self.turns:
+            turn.trajectories = tuple(number for number in turn.trajectories if number not in trajectory_ids)
+            turn.experiences = tuple(number for number in turn.experiences if number not in experience_ids)
+
+    async def _begin(self) -> None:
+        await self._names.refresh(self._tx)
+        for rows in (self.sessions, self.turns, self.trajectories, self.experiences):
+            await rows.begin(self._tx)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
         """Load the rows that events name."""
@@ -115,7 +191,7 @@ class Batch:
         await self.experiences.load_keys(self._tx, experiences)
 
     async def _load_members(self, events: Iterable[Event]) -> None:
-        """Load the turns of the loaded trajectories and experiences, and the rows on which their standing depends."""
+        """Load the turns of the loaded trajectories and experiences, and the rows on which their status depends."""
         tx = self._tx
         refused = {pack_id(event.source_id) for event in events if isinstance(event, DeadLetter)}
         if refused:
@@ -129,9 +205,10 @@ class Batch:
         await self.sessions.load_ids(tx, (turn.session for turn in self.turns))
         await self.sessions.load_ids(tx, (row.session for row in self.experiences))
 
-    def _states(self) -> dict[int, TurnState]:
+    async def _states(self) -> dict[int, TurnState]:
         states = {}
-        for turn in self.turns:
+        for number, turn in enumerate(self.turns):
+            await _pause_after(number)
             state = state_of(turn, [self.trajectories[row_id] for row_id in turn.trajectories], self._names)
             if state is not None:
                 states[turn.id] = state
@@ -140,46 +217,66 @@ class Batch:
     def _experiences_of(self, turn: TurnRow) -> list[ExperienceRow]:
         return [self.experiences[row_id] for row_id in turn.experiences]
 
-    def _counts(self, states: dict[int, TurnState]) -> Counter[CountKey]:
+    async def _counts(self, states: Mapping[int, TurnState], statuses: Statuses) -> Counter[CountKey]:
         counts: Counter[CountKey] = Counter()
-        for state in states.values():
-            counts.update(count_changes(state, self._experiences_of(state.turn), self._names))
+        for number, state in enumerate(states.values()):
+            await _pause_after(number)
+            for key, turns in statuses.count_changes(state, self._experiences_of(state.turn)).items():
+                counts[key] += turns
         return counts
 
-    async def _show(self, states: dict[int, TurnState], shown: dict[int, tuple[int, int, int]]) -> None:
-        """Set the standing of each turn in the lineage that reported last on its model, and adjust its session."""
-        lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
-        for turn in self.turns:
-            state = states.get(turn.id)
-            turn.standing = 0
-            if state is not None:
-                lineage = lineages.get(state.model, 0)
-                standing = standing_of(state, self._experiences_of(turn), lineage, self._names)
-                turn.standing = self._names.number(standing_name(standing))
-            now = (turn.session, turn.standing, turn.sampled_tokens)
-            if shown.get(turn.id) != now:
-                self._count_in_session(shown.get(turn.id, (0, 0, 0)), -1)
-                self._count_in_session(now, 1)
+    async def _snapshot(self) -> _Snapshot:
+        summaries = {turn.id: (turn.session, turn.status, turn.sampled_tokens) for turn in self.turns}
+        return _Snapshot(await self._counts(await self._states(), Statuses(self._names)), summaries)
 
-    def _count_in_session(self, shown: tuple[int, int, int], sign: int) -> None:
-        session_id, standing, tokens = shown
-        if not standing:
-            return
-        session = self.sessions[session_id]
-        name, _ = split_standing(self._names.text(standing))
-        session.turns += sign
-        session.tokens += sign * tokens
-        setattr(session, name, getattr(session, name) + sign)
-        session.standing = max((at for at, kind in enumerate(tables.STANDINGS) if getattr(session, kind)), default=0)
-
-    async def _store(self, counts: Counter[CountKey]) -> None:
-        tx = self._tx
+    async def _store(self, before: _Snapshot) -> None:
+        """Adjust counts and sessions by the differences to `before`, and write all rows."""
+        tx, states, statuses = self._tx, await self._states(), Statuses(self._names)
+        counts = await self._counts(states, statuses)
+        counts.subtract(before.counts)
+        await self._summarize(states, statuses, before.summaries)
         await self._names.store(tx)
         for rows in (self.sessions, self.turns, self.trajectories, self.experiences):
             await rows.store(tx)
         changes = [key._asdict() | {"turns": turns} for key, turns in counts.items() if turns]
         await upsert_all(tx, tables.counts, CountKey._fields, changes, added="turns")
         await self.side.store(tx)
+
+    async def _summarize(
+        self, states: Mapping[int, TurnState], statuses: Statuses, before: Mapping[int, Summary]
+    ) -> None:
+        """Set the status of each turn in the lineage that reported last on its model, and adjust its session."""
+        lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
+        after = dict.fromkeys(before, _NOT_COUNTED)
+        for number, turn in enumerate(self.turns):
+            await _pause_after(number)
+            state = states.get(turn.id)
+            turn.status = 0
+            if state is not None:
+                turn.status = statuses.status(state, self._experiences_of(turn), lineages.get(state.model, 0))
+            after[turn.id] = (turn.session, turn.status, turn.sampled_tokens)
+        for turn_id, summary in after.items():
+            earlier = before.get(turn_id, _NOT_COUNTED)
+            if earlier != summary:
+                self._count_in_session(earlier, -1)
+                self._count_in_session(summary, 1)
+
+    def _count_in_session(self, summary: Summary, sign: int) -> None:
+        session_id, status, tokens = summary
+        if not status or session_id not in self.sessions:  # a removed session
+            return
+        session = self.sessions[session_id]
+        name, _ = split_status(self._names.text(status))
+        session.turns += sign
+        session.tokens += sign * tokens
+        setattr(session, name, getattr(session, name) + sign)
+        session.status = max((at for at, kind in enumerate(tables.STATUSES) if getattr(session, kind)), default=0)
+
+
+async def _pause_after(number: int) -> None:
+    """Let other tasks run after each `_TURNS_AT_ONCE` turns."""
+    if number % _TURNS_AT_ONCE == _TURNS_AT_ONCE - 1:
+        await asyncio.sleep(0)
 
 
 def turn_ids_of(event: Event) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.rows import Names, SessionRow, TurnRow
 from headrace_console.read_model.side_rows import RewardKey
-from headrace_console.read_model.standing import add_outcome
+from headrace_console.read_model.status import add_outcome
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import (
     DeadLetter,
@@ -26,7 +26,7 @@ from headrace_schemas import (
     Undone,
 )
 from headrace_schemas.rules.training import no_logprobs_reason
-from headrace_schemas.rules.turn_standing import TURN_ENDING_SOURCES, TrajectoryFacts
+from headrace_schemas.rules.turn_status import TURN_ENDING_SOURCES, TrajectoryFacts
 
 if TYPE_CHECKING:
     from headrace_console.read_model.batch import Batch
@@ -67,7 +67,7 @@ class EventEffects:
         return None if text is None else self._names.number(text)
 
     def _session(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
-        return self._batch.sessions.add(event.session_key, self._names.number(event.tenant))
+        return self._batch.session_of(event)
 
     def _turn(self, tenant: str, turn_id: str, session: SessionRow) -> TurnRow:
         """Return the row of a turn, a stub if its event was not read."""
@@ -79,7 +79,7 @@ class EventEffects:
     def _add_turn(self, event: Turn, partition: int, offset: int) -> None:
         names, session = self._names, self._session(event)
         turn = self._turn(event.tenant, event.turn_id, session)
-        turn.captured, turn.session = True, session.id
+        turn.session = session.id
         turn.model, turn.version = names.number(event.model), names.number(event.version)
         turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
         turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
@@ -107,7 +107,7 @@ class EventEffects:
 
     def _add_trajectory(self, event: Trajectory, partition: int, offset: int) -> None:
         session, trajectory = self._batch.reward_target(event)
-        if trajectory.session:
+        if trajectory.log_offset >= 0:
             return
         facts, names = TrajectoryFacts.of(event), self._names
         trajectory.session, trajectory.model = session.id, names.number(event.model)
@@ -117,12 +117,12 @@ class EventEffects:
         trajectory.refused = trajectory.name in self._batch.side.refusals
         turns = {turn_id: self._turn(event.tenant, turn_id, session) for turn_id in facts.turn_ids}
         trajectory.turns = tuple(turn.id for turn in turns.values())
-        trajectory.left_out = self._reasons(facts.left_out, turns)
-        trajectory.no_logprobs = self._reasons(facts.no_logprobs, turns)
+        trajectory.left_out = self._reason_numbers(facts.left_out, turns)
+        trajectory.no_logprobs = self._reason_numbers(facts.no_logprobs, turns)
         at_ms = epoch_ms(event.started_at)
         for turn_id, turn in turns.items():
             turn.trajectories = (*turn.trajectories, trajectory.id)
-            if not turn.captured:
+            if not turn.is_captured:
                 turn.at_ms = turn.at_ms or at_ms
                 turn.sampled_tokens = facts.tokens.get(turn_id, ("", 0))[1]
         if facts.ingested:
@@ -130,9 +130,8 @@ class EventEffects:
                 session.version = names.number(event.versions[-1])
             self._see_session(session, event, at_ms)
 
-    def _reasons(self, reasons: object, turns: dict[str, TurnRow]) -> str | None:
-        numbers = {turns[turn_id].id: self._names.number(text) for turn_id, text in dict(reasons).items()}  # type: ignore[call-overload]
-        return json.dumps(numbers, separators=(",", ":")) if numbers else None
+    def _reason_numbers(self, reasons: Mapping[str, str], turns: Mapping[str, TurnRow]) -> Mapping[int, int]:
+        return {turns[turn_id].id: self._names.number(text) for turn_id, text in reasons.items()}
 
     def _add_experience(self, event: Experience, partition: int, offset: int) -> None:
         experience, session = self._batch.experiences.add(pack_id(event.experience_id)), self._session(event)
@@ -186,7 +185,9 @@ class EventEffects:
         dropped: dict[str, int] = {}
         items: list[TrainingOutcome | Undone | Restored] = [*event.verdicts, *event.undone, *event.restored]
         for item in items:
-            add_outcome(self._batch.experiences.add(pack_id(item.experience_id)), save, item, names)
+            experience = self._batch.experiences.add(pack_id(item.experience_id))
+            experience.read_day = self._batch.day
+            add_outcome(experience, save, item, names)
         for verdict in event.verdicts:
             if verdict.reason_name is not None:
                 dropped[verdict.reason_name] = dropped.get(verdict.reason_name, 0) + 1
@@ -206,8 +207,7 @@ class EventEffects:
     def _refuse(self, name: bytes) -> None:
         batch = self._batch
         batch.side.refusals.add(name)
-        refused = [row for row in batch.turns if row.name == name]
-        for turn in refused:
+        for turn in [row for row in batch.turns if row.name == name]:
             turn.refused = True
             batch.sessions[turn.session].flags |= tables.FLAGS["refused"]
         trajectory = batch.trajectories.find(name)

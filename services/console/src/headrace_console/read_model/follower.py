@@ -15,8 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.retention import delete_expired
 from headrace_console.read_model.rows import Names, upsert_all
-from headrace_runtime.clock import Clock
+from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
 from headrace_runtime.kafka.wire import BatchDecoder, Record
@@ -29,7 +30,9 @@ from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, Tr
 
 log = get_logger(__name__)
 TOPICS = tuple(event.topic for event in (Turn, Feedback, Trajectory, Reward, Experience, TrainingMetrics, DeadLetter))
-_BATCH_MAX = 200
+_BATCH_MAX = 100
+"""Records of one transaction. Pages wait for it on SQLite."""
+_RETENTION_INTERVAL_S = 60.0
 _RECONNECT_S = 0.5
 _POLL_MS = 1_000
 _READ_MS = 2_000
@@ -47,14 +50,27 @@ class TopicFollower:
         changed: Callable[[], None],
         *,
         titles: bool,
+        retention_days: int,
     ) -> None:
-        """Create a follower. It calls `changed` after each batch. `titles`: whether first words are stored."""
+        """Create a follower. It calls `changed` after each batch.
+
+        Args:
+            bus: settings of the bus.
+            database: the database of the read model.
+            blobs: the store of large events.
+            clock: the clock.
+            changed: called after each batch.
+            titles: whether the first characters of each session are stored.
+            retention_days: days for which sessions are stored.
+        """
         self._bus = bus
         self._database = database
         self._blobs = blobs
         self._clock = clock
         self._changed = changed
         self._titles = titles
+        self._retention_days = retention_days
+        self._checks_retention_at_s = 0.0
         self._names = Names()
         self.following = asyncio.Event()
 
@@ -69,6 +85,8 @@ class TopicFollower:
                     records = [record_of(message) for messages in batches.values() for message in messages]
                     if records:
                         await self.process(records)
+                    if self._clock.monotonic_s() >= self._checks_retention_at_s:
+                        await self.delete_expired()
             except (KafkaError, OSError, Unavailable) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:
@@ -104,6 +122,17 @@ class TopicFollower:
                 await self._commit_alone(record, event)
         self._changed()
 
+    async def delete_expired(self) -> None:
+        """Delete a portion of the expired rows. The next call follows in a minute, or at once if more have expired."""
+        async with self._database.transaction() as tx:
+            await _positions(tx, locked=True)
+            more = await delete_expired(tx, self._names, day=self._day(), retention_days=self._retention_days)
+        if not more:
+            self._checks_retention_at_s = self._clock.monotonic_s() + _RETENTION_INTERVAL_S
+
+    def _day(self) -> int:
+        return epoch_ms(self._clock.now()) // tables.DAY_MS
+
     async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
         try:
             return (await decoder.decode(record, self._blobs)).event
@@ -116,8 +145,8 @@ class TopicFollower:
         except Exception as error:
             if is_fatal(error):
                 raise
-            place = f"{record.topic}[{record.partition}]@{record.offset}"
-            log.exception("record_skipped", record=place, error=reason_of(error))
+            position = f"{record.topic}[{record.partition}]@{record.offset}"
+            log.exception("record_skipped", record=position, error=reason_of(error))
             await self._commit([record], [None])
 
     async def _commit(self, records: Sequence[Record], events: Sequence[Event | None]) -> None:
@@ -128,7 +157,7 @@ class TopicFollower:
                 for record, event in zip(records, events, strict=True)
                 if event is not None and record.offset >= reached.get((record.topic, record.partition), 0)
             ]
-            await Batch(tx, self._names, titles=self._titles).apply(facts)
+            await Batch(tx, self._names, titles=self._titles, day=self._day()).apply(facts)
             for record in records:
                 partition = record.topic, record.partition
                 reached[partition] = max(reached.get(partition, 0), record.offset + 1)
@@ -157,7 +186,7 @@ class RecordReader:
         self._lock = asyncio.Lock()
         self._reader: AIOKafkaConsumer | None = None
 
-    async def read(self, topic: str, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
+    async def read(self, topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
         """Return the events at these partitions and offsets. Those that have expired or cannot be decoded are missing.
 
         Raises:
@@ -166,22 +195,22 @@ class RecordReader:
         async with self._lock:
             try:
                 reader = await self._connected()
-                return await self._read(reader, topic, places)
+                return await self._read(reader, topic, positions)
             except (KafkaError, OSError) as error:
                 await self._disconnect()
                 raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
 
     async def _read(
-        self, reader: AIOKafkaConsumer, topic: str, places: Sequence[tuple[int, int]]
+        self, reader: AIOKafkaConsumer, topic: str, positions: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], Event]:
         events: dict[tuple[int, int], Event] = {}
         decoder = BatchDecoder(self._clock)
-        for number in sorted({partition for partition, _ in places}):
+        for number in sorted({partition for partition, _ in positions}):
             partition = TopicPartition(topic, number)
             reader.assign([partition])
             begin = (await reader.beginning_offsets([partition]))[partition]
             end = (await reader.end_offsets([partition]))[partition]
-            offsets = sorted({offset for place, offset in places if place == number and begin <= offset < end})
+            offsets = sorted({offset for part, offset in positions if part == number and begin <= offset < end})
             for offset in offsets:
                 reader.seek(partition, offset)
                 batches = await reader.getmany(partition, timeout_ms=_READ_MS, max_records=1)

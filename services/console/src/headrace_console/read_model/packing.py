@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import re
 import uuid
-from array import array
 from collections.abc import Iterable
 
 _RESPONSE_ID = re.compile(r"chatcmpl-([a-z2-7]{16})-([0-9a-f]{32})")
@@ -16,6 +15,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 _KEY_BYTES = 10
 _RESPONSE_BYTES = 26
 _OTHER_BYTES_MIN = 27
+_BITS, _MORE = 0x7F, 0x80
 
 
 def pack_id(text: str) -> bytes:
@@ -39,10 +39,26 @@ def unpack_id(packed: bytes) -> str:
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Return row numbers as 8 bytes each."""
-    return array("q", numbers).tobytes()
+    """Return row numbers as differences of 7 bits per byte, so that a number near the previous one takes one byte."""
+    packed, previous = bytearray(), 0
+    for number in numbers:
+        difference, previous = number - previous, number
+        rest = 2 * difference if difference >= 0 else -2 * difference - 1
+        while rest > _BITS:
+            packed.append(rest & _BITS | _MORE)
+            rest >>= 7
+        packed.append(rest)
+    return bytes(packed)
 
 
 def unpack_numbers(packed: bytes) -> tuple[int, ...]:
     """Return the row numbers that `pack_numbers` has packed."""
-    return tuple(array("q", packed))
+    numbers, number, rest, shift = [], 0, 0, 0
+    for byte in packed:
+        rest |= (byte & _BITS) << shift
+        shift += 7
+        if byte < _MORE:
+            number += -(rest + 1) // 2 if rest % 2 else rest // 2
+            numbers.append(number)
+            rest = shift = 0
+    return tuple(numbers)

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.standing import split_standing
+from headrace_console.read_model.status import split_status
 from headrace_console.users import Scope
 from headrace_runtime.storage.tables import is_one_of
 
@@ -36,7 +36,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Sessions to list. None selects all. `standing`, `outcome` and `arm` are names, `after` is a place in the list."""
+    """Sessions to list. A filter that is None selects all sessions.
+
+    `status`, `outcome` and `arm` are names, `after` is a position in the list.
+    """
 
     model: str | None = None
     version: str | None = None
@@ -44,7 +47,7 @@ class Filter:
     thumb: int | None = None
     reward_max: float | None = None
     outcome: str | None = None
-    standing: str | None = None
+    status: str | None = None
     task: str | None = None
     since_ms: int | None = None
     after: tuple[int, int] | None = None
@@ -56,7 +59,7 @@ class SessionPage:
 
     rows: Sequence[Row]
     after: tuple[int, int] | None
-    """Where the next page begins, or None at the end."""
+    """Start of the next page, or None at the end."""
     searched_until_ms: int | None
     """Beginning of the last session that was read, if the search stopped before the page was full."""
 
@@ -70,10 +73,10 @@ async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int
 
 async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[int, str]:
     """Return the texts with these numbers."""
-    table, wanted = tables.names, {number for number in numbers if number}
-    if not wanted:
+    table, requested = tables.names, {number for number in numbers if number}
+    if not requested:
         return {}
-    rows = await tx.execute(select(table.c.id, table.c.name).where(table.c.id.in_(wanted)))
+    rows = await tx.execute(select(table.c.id, table.c.name).where(table.c.id.in_(requested)))
     return {row.id: row.name for row in rows}
 
 
@@ -103,17 +106,17 @@ async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
     """Return the counts of all turns in the lineage that reported last on each model."""
     table, latest = tables.counts, await latest_lineages(tx)
     total = func.sum(table.c.turns)
-    query = select(table.c.model, table.c.lineage, table.c.standing, total)
+    query = select(table.c.model, table.c.lineage, table.c.status, total)
     if scope.tenants is not None:
         query = query.where(table.c.tenant.in_((await tenants(tx, scope)).values()))
-    rows = (await tx.execute(query.group_by(table.c.model, table.c.lineage, table.c.standing))).all()
-    names = await texts_of(tx, {row.standing for row in rows})
+    rows = (await tx.execute(query.group_by(table.c.model, table.c.lineage, table.c.status))).all()
+    names = await texts_of(tx, {row.status for row in rows})
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for model, lineage, number, turns in rows:
         if lineage in (0, latest.get(model, 0)):
-            standing, detail = split_standing(names[number])
-            totals[standing][detail] += int(turns)
-    by_kind = {kind: {name: n for name, n in sorted(totals[kind].items()) if n} for kind in tables.STANDINGS}
+            status, detail = split_status(names[number])
+            totals[status][detail] += int(turns)
+    by_kind = {kind: {name: n for name, n in sorted(totals[kind].items()) if n} for kind in tables.STATUSES}
     captured = sum(sum(details.values()) for details in by_kind.values())
     return Counts(captured, by_kind["trained"].get("", 0), by_kind["waiting"], by_kind["dropped"])
 
@@ -130,7 +133,7 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
     if len(numbers) < len(texts):
         return SessionPage((), None, None)
     conditions = _conditions(selection, numbers)
-    indexed = next((name for name in ("task_id", "version", "thumb", "standing") if name in conditions), None)
+    indexed = next((name for name in ("task_id", "version", "thumb", "status") if name in conditions), None)
     query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
     if indexed is not None:
         query = query.where(conditions.pop(indexed))
@@ -153,9 +156,9 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
 
 
 def _page(rows: Sequence[RowMapping]) -> SessionPage:
-    shown = rows[:PAGE_ROWS]
-    last = (shown[-1]["began_ms"], shown[-1]["id"]) if len(rows) > PAGE_ROWS else None
-    return SessionPage([dict(row) for row in shown], last, None)
+    page = rows[:PAGE_ROWS]
+    last = (page[-1]["began_ms"], page[-1]["id"]) if len(rows) > PAGE_ROWS else None
+    return SessionPage([dict(row) for row in page], last, None)
 
 
 def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, ColumnElement[bool]]:
@@ -169,8 +172,8 @@ def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, Colu
         conditions["task_id"] = table.c.task_id == selection.task
     if selection.thumb is not None:
         conditions["thumb"] = table.c.thumb == selection.thumb
-    if selection.standing is not None:
-        conditions["standing"] = table.c.standing == tables.STANDINGS.index(selection.standing)
+    if selection.status is not None:
+        conditions["status"] = table.c.status == tables.STATUSES.index(selection.status)
     if selection.reward_max is not None:
         conditions["reward"] = table.c.reward <= selection.reward_max
     for name, flag in (("arm", selection.arm), ("outcome", selection.outcome)):
@@ -223,23 +226,23 @@ async def session_records(
         query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
     newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
     turns = [dict(row) for row in (await tx.execute(newest)).mappings()]
-    others = []
+    related = []
     for kind, order in (
         (tables.experiences, tables.experiences.c.id.desc()),
         (tables.rewards, tables.rewards.c.trajectory.desc()),
         (tables.feedback, tables.feedback.c.log_offset.desc()),
     ):
         rows = await tx.execute(select(kind).where(kind.c.session == session).order_by(order).limit(_SESSION_ROWS_MAX))
-        others.append([dict(row) for row in rows.mappings()])
-    experiences, rewards, feedback = others
+        related.append([dict(row) for row in rows.mappings()])
+    experiences, rewards, feedback = related
     numbers: set[int | None] = set()
     for row in turns:
-        numbers.update(row[name] for name in ("model", "version", "standing", "finish", "arm", "no_logprobs"))
+        numbers.update(row[name] for name in ("model", "version", "status", "finish", "arm", "no_logprobs"))
     numbers.update(row["no_reward"] for row in experiences)
     numbers.update(number for row in rewards for number in (row["source"], row["outcome"]))
     texts = await texts_of(tx, numbers)
-    shown = turns[turns_max - 1 :: -1] if len(turns) > turns_max else turns[::-1]
-    return SessionRecords(shown, len(turns) > turns_max, experiences, rewards, feedback, texts)
+    oldest_first = turns[turns_max - 1 :: -1] if len(turns) > turns_max else turns[::-1]
+    return SessionRecords(oldest_first, len(turns) > turns_max, experiences, rewards, feedback, texts)
 
 
 @dataclass(frozen=True, slots=True)

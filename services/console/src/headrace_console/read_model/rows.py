@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import LargeBinary, RowMapping, Table, func, insert, select
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Table, Text, delete, func, insert, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -14,8 +15,8 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_numbers, unpack_numbers
 from headrace_runtime.storage.tables import is_one_of
 
-_QUERY_KEYS_MAX = 5_000
-_PACKED = frozenset(("trajectories", "experiences", "turns"))
+_QUERY_KEYS_MAX = 200
+"""Rows that one statement reads or writes at most, so that the event loop is free again after a few milliseconds."""
 
 
 @dataclass(slots=True)
@@ -35,12 +36,13 @@ class SessionRow:
     trained: int = 0
     waiting: int = 0
     dropped: int = 0
-    standing: int = 0
+    status: int = 0
     reward: float | None = None
     thumb: int | None = None
     flags: int = 0
     task_id: str | None = None
     title: str | None = None
+    read_day: int = 0
 
 
 @dataclass(slots=True)
@@ -51,7 +53,6 @@ class TurnRow:
     name: bytes
     tenant: int
     session: int = 0
-    captured: bool = False
     model: int = 0
     version: int = 0
     at_ms: int = 0
@@ -63,12 +64,17 @@ class TurnRow:
     refused: bool = False
     untrained: int | None = None
     no_logprobs: int | None = None
-    standing: int = 0
+    status: int = 0
     finish: int | None = None
     latency_ms: int = 0
     arm: int | None = None
     trajectories: tuple[int, ...] = ()
     experiences: tuple[int, ...] = ()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the event of the turn was read."""
+        return self.log_offset >= 0
 
 
 @dataclass(slots=True)
@@ -86,8 +92,9 @@ class TrajectoryRow:
     refused: bool = False
     untrained: int | None = None
     turns: tuple[int, ...] = ()
-    left_out: str | None = None
-    no_logprobs: str | None = None
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    """Number of the reason by turn."""
+    no_logprobs: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -106,16 +113,40 @@ class ExperienceRow:
     weight: float = 1.0
     refused: bool = False
     turns: tuple[int, ...] = ()
-    history: str | None = None
+    history: Sequence[Sequence[Any]] = ()
+    """Entries of the column of this name. A change replaces the whole sequence."""
+    read_day: int = 0
 
 
 def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split the parameters of a query, because both databases limit their number."""
+    """Split the parameters of a query into portions."""
     everything = list(values)
     for at in range(0, len(everything), _QUERY_KEYS_MAX):
         yield everything[at : at + _QUERY_KEYS_MAX]
 
 
+def _reasons_by_turn(column: str | None) -> Mapping[int, int]:
+    return {int(turn): reason for turn, reason in json.loads(column).items()} if column else {}
+
+
+def _history(column: str | None) -> Sequence[Sequence[Any]]:
+    return json.loads(column) if column else ()
+
+
+def _json(content: Any) -> str | None:
+    return json.dumps(content, separators=(",", ":")) if content else None
+
+
+_CONVERSIONS: Mapping[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "trajectories": (LargeBinary, unpack_numbers, pack_numbers),
+    "experiences": (LargeBinary, unpack_numbers, pack_numbers),
+    "turns": (LargeBinary, unpack_numbers, pack_numbers),
+    "left_out": (Text, _reasons_by_turn, _json),
+    "no_logprobs": (Text, _reasons_by_turn, _json),
+    "history": (Text, _history, _json),
+}
+"""Columns that rows have in another form: their type in the table, reader and writer. A column of the same name with
+another type, such as the number of turns of a session, is not converted."""
 R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow)
 
 
@@ -128,13 +159,15 @@ class RowSet(Generic[R]):
         self._row: type[R] = row
         self._key = key
         self._columns = [field.name for field in fields(row)]
-        # Of a session `turns` is the number of its turns.
-        self._packed = [
-            name for name in _PACKED & set(self._columns) if isinstance(table.columns[name].type, LargeBinary)
-        ]
+        self._conversions = {
+            name: (read, write)
+            for name, (kind, read, write) in _CONVERSIONS.items()
+            if name in table.c and isinstance(table.c[name].type, kind)
+        }
         self._by_id: dict[int, R] = {}
         self._by_key: dict[tuple[Any, ...], R] = {}
         self._loaded: dict[int, tuple[Any, ...]] = {}
+        self._removed: list[int] = []
         self._next_id = 0
 
     def __iter__(self) -> Iterator[R]:
@@ -142,6 +175,9 @@ class RowSet(Generic[R]):
 
     def __getitem__(self, row_id: int) -> R:
         return self._by_id[row_id]
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._by_id
 
     def find(self, *key: Any) -> R | None:
         """Return the loaded row with this key, or None."""
@@ -155,6 +191,11 @@ class RowSet(Generic[R]):
             self._next_id += 1
             self._by_id[row.id] = self._by_key[key] = row
         return row
+
+    def remove(self, row: R) -> None:
+        """Delete a loaded row when the batch is stored."""
+        del self._by_id[row.id], self._by_key[tuple(getattr(row, name) for name in self._key)]
+        self._removed.append(row.id)
 
     async def begin(self, tx: AsyncConnection) -> None:
         """Find the number of the next new row."""
@@ -170,11 +211,20 @@ class RowSet(Generic[R]):
                 condition = is_one_of(columns[0], columns[1], part)
             self._note((await tx.execute(select(self._table).where(condition))).mappings())
 
-    async def load_where(self, tx: AsyncConnection, column: str, values: Collection[Any]) -> list[R]:
-        """Load and return the rows whose `column`, which must have an index, has one of these values."""
+    async def load_where(
+        self, tx: AsyncConnection, column: str, values: Collection[Any], limit: int | None = None
+    ) -> list[R]:
+        """Load and return the rows whose `column`, which must have an index, has one of these values.
+
+        Args:
+            tx: the transaction.
+            column: name of the column.
+            values: the values.
+            limit: largest number of rows for each `_QUERY_KEYS_MAX` values, or None for all.
+        """
         rows: list[R] = []
         for part in parts(set(values)):
-            query = select(self._table).where(self._table.c[column].in_(part))
+            query = select(self._table).where(self._table.c[column].in_(part)).limit(limit)
             rows += self._note((await tx.execute(query)).mappings())
         return rows
 
@@ -188,8 +238,8 @@ class RowSet(Generic[R]):
             row = self._by_id.get(mapping["id"])
             if row is None:
                 values = {name: mapping[name] for name in self._columns}
-                for name in self._packed:
-                    values[name] = unpack_numbers(values[name])
+                for name, (read, _) in self._conversions.items():
+                    values[name] = read(values[name])
                 row = self._row(**values)
                 self._by_id[row.id] = row
                 self._by_key[tuple(values[name] for name in self._key)] = row
@@ -201,16 +251,16 @@ class RowSet(Generic[R]):
         return tuple(getattr(row, name) for name in self._columns)
 
     async def store(self, tx: AsyncConnection) -> None:
-        """Write new and changed rows."""
-        changed = [
-            dict(zip(self._columns, values, strict=True))
-            for row in self._by_id.values()
-            if self._loaded.get(row.id) != (values := self._values(row))
-        ]
-        for record in changed:
-            for name in self._packed:
-                record[name] = pack_numbers(record[name])
-        await upsert_all(tx, self._table, ("id",), changed)
+        """Write new and changed rows, and delete the removed ones."""
+        changed = [values for row in self._by_id.values() if self._loaded.get(row.id) != (values := self._values(row))]
+        for part in parts(changed):
+            records = [dict(zip(self._columns, values, strict=True)) for values in part]
+            for name, (_, write) in self._conversions.items():
+                for record in records:
+                    record[name] = write(record[name])
+            await upsert_all(tx, self._table, ("id",), records)
+        for part in parts(self._removed):
+            await tx.execute(delete(self._table).where(self._table.c.id.in_(part)))
 
 
 async def upsert_all(
@@ -231,7 +281,17 @@ async def upsert_all(
     changes = {name: statement.excluded[name] for name in rows[0] if name not in key}
     if added is not None:
         changes = {added: table.c[added] + statement.excluded[added]}
-    await tx.execute(statement.on_conflict_do_update(index_elements=list(key), set_=changes), list(rows))
+    upsert = statement.on_conflict_do_update(index_elements=list(key), set_=changes)
+    for part in parts(rows):
+        await tx.execute(upsert, part)
+
+
+async def delete_portion(tx: AsyncConnection, table: Table, condition: ColumnElement[bool], limit: int) -> bool:
+    """Delete up to `limit` rows that match `condition`. Return whether there may be more."""
+    key = table.primary_key.columns
+    rows = select(*key).where(condition).limit(limit)
+    matches = tuple_(*key).in_(rows) if len(key) > 1 else next(iter(key)).in_(rows)
+    return (await tx.execute(delete(table).where(matches))).rowcount >= limit
 
 
 class Names:

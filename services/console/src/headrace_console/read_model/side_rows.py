@@ -1,4 +1,4 @@
-"""Rows that no standing depends on except through their keys: rewards, feedback, refusals and training steps."""
+"""Rows that no status depends on except through their keys: rewards, feedback, refusals and training steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.rows import parts, upsert_all
+from headrace_console.read_model.rows import delete_portion, parts, upsert_all
 from headrace_runtime.storage.tables import is_one_of
 from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
 
@@ -44,9 +44,11 @@ class HourKey(NamedTuple):
 
 
 class SideRows:
-    """Rows of one batch beside those of sessions, turns, trajectories and experiences."""
+    """Rows of one batch, apart from those of sessions, turns, trajectories and experiences."""
 
-    def __init__(self) -> None:
+    def __init__(self, day: int) -> None:
+        """Create an empty set. `day`: the current day of the console."""
+        self._day = day
         self.refusals: set[bytes] = set()
         """Refused events among those that the batch names."""
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
@@ -131,12 +133,21 @@ class SideRows:
         rows = [row | {"dropped": json.dumps(row["dropped"])} for row in self.steps.values()]
         await upsert_all(tx, tables.steps, ("lineage", "account"), rows)
 
+    async def delete(self, tx: AsyncConnection, sessions: Collection[int], portion: int) -> list[bool]:
+        """Delete rewards and feedback of sessions, at most `portion` of each. Return for each whether some are left."""
+        return [
+            await delete_portion(tx, table, table.c.session.in_(sessions), portion)
+            for table in (tables.rewards, tables.feedback)
+        ]
+
     async def store(self, tx: AsyncConnection) -> None:
         """Write all other rows."""
         await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
         new_refusals = self.refusals - self._known_refusals
         if new_refusals:
-            await tx.execute(insert(tables.refusals), [{"name": name} for name in sorted(new_refusals)])
+            await tx.execute(
+                insert(tables.refusals), [{"name": name, "read_day": self._day} for name in sorted(new_refusals)]
+            )
         changed = [self._rewards[key] for key in self._changed_rewards]
         await upsert_all(tx, tables.rewards, RewardKey._fields, changed)
         hours = [key._asdict() | {"rewards": number} for key, number in self._hours.items() if number]

@@ -56,30 +56,31 @@ sessions = Table(
     Column("trained", Integer, nullable=False),
     Column("waiting", Integer, nullable=False),
     Column("dropped", Integer, nullable=False),
-    Column("standing", SmallInteger, nullable=False),  # index in `STANDINGS` of the worst one
+    Column("status", SmallInteger, nullable=False),  # index in `STATUSES` of the worst one
     Column("reward", Float),  # of the experience that changed last
     Column("thumb", SmallInteger),  # 1, 0, -1; null without feedback
     Column("flags", Integer, nullable=False),
     Column("task_id", Text),
     Column("title", Text),  # the first characters of the first message
+    Column("read_day", Integer, nullable=False),  # when the console read the last event about it; days since 1970
     UniqueConstraint("session_key", "tenant", name="uq_sessions_key"),
-    Index("ix_sessions_began", "tenant", "began_ms", "id"),
-    Index("ix_sessions_version", "tenant", "version", "began_ms", "id"),
-    Index("ix_sessions_standing", "tenant", "standing", "began_ms", "id"),
+    Index("ix_sessions_read_day", "read_day"),
+    Index("ix_sessions_began", "tenant", "began_ms"),
+    Index("ix_sessions_version", "tenant", "version", "began_ms"),
+    Index("ix_sessions_status", "tenant", "status", "began_ms"),
     *(
         Index(
             f"ix_sessions_{column}",
             "tenant",
             column,
             "began_ms",
-            "id",
             sqlite_where=text(f"{column} IS NOT NULL"),
             postgresql_where=text(f"{column} IS NOT NULL"),
         )
         for column in ("thumb", "task_id")
     ),
 )
-STANDINGS = ("trained", "waiting", "dropped")
+STATUSES = ("trained", "waiting", "dropped")
 FLAGS = {
     name: 1 << bit
     for bit, name in enumerate(
@@ -95,26 +96,25 @@ turns = Table(
     Column("tenant", Integer, nullable=False),
     Column("name", LargeBinary, nullable=False),  # packed id
     Column("session", Id, nullable=False),
-    Column("captured", Boolean, nullable=False),  # whether its event was read
     Column("model", Integer, nullable=False),
     Column("version", Integer, nullable=False),
     Column("at_ms", BigInteger, nullable=False),
     Column("partition", Integer, nullable=False),
-    Column("log_offset", BigInteger, nullable=False),  # -1 without an event
+    Column("log_offset", BigInteger, nullable=False),  # -1 while its event was not read
     Column("prompt_tokens", Integer, nullable=False),
     Column("sampled_tokens", Integer, nullable=False),
     Column("eval", Boolean, nullable=False),
     Column("refused", Boolean, nullable=False),
     Column("untrained", Integer),
     Column("no_logprobs", Integer),
-    Column("standing", Integer, nullable=False),  # 0: not counted
+    Column("status", Integer, nullable=False),  # 0: not counted
     Column("finish", Integer),
     Column("latency_ms", Integer, nullable=False),
     Column("arm", Integer),
     Column("trajectories", LargeBinary, nullable=False),
     Column("experiences", LargeBinary, nullable=False),
     UniqueConstraint("name", "tenant", name="uq_turns_name"),
-    Index("ix_turns_session", "session", "at_ms", "id"),
+    Index("ix_turns_session", "session", "at_ms"),
 )
 
 trajectories = Table(
@@ -122,7 +122,7 @@ trajectories = Table(
     metadata,
     _id(),
     Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
-    Column("session", Id, nullable=False),  # 0 while only effects were read
+    Column("session", Id, nullable=False),
     Column("model", Integer, nullable=False),
     Column("partition", Integer, nullable=False),
     Column("log_offset", BigInteger, nullable=False),
@@ -152,7 +152,9 @@ experiences = Table(
     Column("refused", Boolean, nullable=False),
     Column("turns", LargeBinary, nullable=False),
     Column("history", Text),  # JSON: outcomes by lineage and save
+    Column("read_day", Integer, nullable=False),
     Index("ix_experiences_session", "session", "id"),
+    Index("ix_experiences_stubs", "read_day", sqlite_where=text("session = 0"), postgresql_where=text("session = 0")),
     Index("ix_experiences_event", "event"),
 )
 
@@ -188,6 +190,7 @@ refusals = Table(
     "refusals",
     metadata,
     Column("name", LargeBinary, primary_key=True),  # packed id of the refused event
+    Column("read_day", Integer, nullable=False, index=True),
     sqlite_with_rowid=False,
 )
 
@@ -214,8 +217,7 @@ counts = Table(
     Column("tenant", Integer, primary_key=True),
     Column("model", Integer, primary_key=True),
     Column("lineage", Integer, primary_key=True),  # 0: as if nothing was trained; others: differences to that
-    Column("hour", Integer, primary_key=True),
-    Column("standing", Integer, primary_key=True),
+    Column("status", Integer, primary_key=True),
     Column("turns", BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )
@@ -225,7 +227,7 @@ hours = Table(
     metadata,
     Column("tenant", Integer, primary_key=True),
     Column("source", Integer, primary_key=True),
-    Column("hour", Integer, primary_key=True),
+    Column("hour", Integer, primary_key=True, index=True),
     Column("outcome", Integer, primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),  # tenth of the value; `NO_VALUE` for other outcomes than `scored`
     Column("rewards", BigInteger, nullable=False),
@@ -233,3 +235,4 @@ hours = Table(
 )
 NO_VALUE = -100
 HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS

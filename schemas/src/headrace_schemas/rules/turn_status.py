@@ -1,4 +1,4 @@
-"""Standing of a captured turn: trained, waiting or dropped, as a function of the events about it.
+"""Status of a captured turn: trained, waiting or dropped, as a function of the events about it.
 
 The account of all turns (`headrace status`) and the read model of the console apply the same rules.
 """
@@ -13,18 +13,18 @@ from headrace_schemas.events.checkpoint import Restored, TrainingOutcome, Undone
 from headrace_schemas.events.trajectory import Trajectory
 from headrace_schemas.rules.training import TokenKind
 
-TurnStanding = tuple[str, str]
+TurnStatus = tuple[str, str]
 """`trained`, `waiting` or `dropped`, and what the turn waits for or why it was dropped."""
-TRAINED: TurnStanding = ("trained", "")
-WAITING_FOR_TRAINING: TurnStanding = ("waiting", "training")
-REFUSED: TurnStanding = ("dropped", "dead_letter")
+TRAINED: TurnStatus = ("trained", "")
+WAITING_FOR_TRAINING: TurnStatus = ("waiting", "training")
+REFUSED: TurnStatus = ("dropped", "dead_letter")
 TURN_ENDING_SOURCES = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
 """Service and source topic of dead letters that end a turn. A judge that refuses a trajectory only abstains."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFacts:
-    """The parts of a trajectory on which the standing of its turns depends."""
+    """The parts of a trajectory on which the status of its turns depends."""
 
     event_id: str
     tenant: str
@@ -64,7 +64,7 @@ class TrajectoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RevisionOutcome:
-    """What training made of one revision of an experience. Turns are named as the caller names them."""
+    """Training outcome of one revision of an experience. Turns are named as the caller names them."""
 
     dropped: str | None
     reason: str | None
@@ -119,8 +119,8 @@ class LineageOutcomes:
         self.outcomes[restored.revision] = replace(outcome, dropped=None)
         return True
 
-    def standing(self, turn: Hashable, revision: int, no_logprobs: str | None, *, refused: bool) -> TurnStanding:
-        """Return the standing of the experience for one of its turns: that of a trained revision that holds, otherwise
+    def status(self, turn: Hashable, revision: int, no_logprobs: str | None, *, refused: bool) -> TurnStatus:
+        """Return the status of the experience for one of its turns: that of a trained revision that holds, otherwise
         of the newest revision.
 
         Args:
@@ -143,7 +143,7 @@ class LineageOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """The facts about a captured turn on which its standing depends, apart from its experiences."""
+    """The facts about a captured turn on which its status depends, apart from its experiences."""
 
     eval: bool
     untrained: str | None
@@ -154,28 +154,28 @@ class TurnFacts:
     """Whether its trajectory was refused, or, without one, the turn itself."""
 
 
-def turn_standings(turn: TurnFacts, in_training: Sequence[TurnStanding]) -> list[TurnStanding]:
-    """Return the standings that events give a turn, the valid one first. A second one contradicts the first.
+def turn_statuses(turn: TurnFacts, in_training: Sequence[TurnStatus]) -> list[TurnStatus]:
+    """Return the statuses that events give a turn, the valid one first. A second one contradicts the first.
 
     Args:
         turn: the facts about the turn.
-        in_training: the standings of the turn's experiences, ordered by the ids of the experiences.
+        in_training: the statuses of the turn's experiences, ordered by the ids of the experiences.
     """
-    standings: list[TurnStanding] = []
+    statuses: list[TurnStatus] = []
     if turn.eval:
-        standings.append(("dropped", "eval"))
+        statuses.append(("dropped", "eval"))
     elif turn.untrained is not None:
-        standings.append(("dropped", turn.untrained))
+        statuses.append(("dropped", turn.untrained))
     elif turn.left_out is not None:
-        standings.append(("dropped", turn.left_out))
+        statuses.append(("dropped", turn.left_out))
     if TRAINED in in_training:
-        standings.append(TRAINED)
+        statuses.append(TRAINED)
     elif WAITING_FOR_TRAINING in in_training:
-        standings.append(WAITING_FOR_TRAINING)
+        statuses.append(WAITING_FOR_TRAINING)
     elif in_training:
-        standings.append(in_training[0])
-    if standings:
-        return standings
+        statuses.append(in_training[0])
+    if statuses:
+        return statuses
     if turn.refused:
         return [REFUSED]
     return [("waiting", "reward" if turn.in_trajectory else "session")]

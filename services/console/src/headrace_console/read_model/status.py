@@ -1,28 +1,27 @@
-"""Standing of turns as a pure function of rows: what each turn adds to the counts.
+"""Status of turns as a pure function of rows, and the contribution of each turn to the counts.
 
-The count of a turn is kept as its standing without any training, and, for each lineage that reported on it, as the
-difference that this lineage makes. So the counts of every lineage are exact, and a change of the lineage that counts
-changes no row.
+The count of a turn is kept as its status without any training, and, for each lineage that reported on it, as the
+difference that this lineage makes. Therefore the counts of every lineage are exact, and a change of the lineage that
+counts changes no row.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.rows import ExperienceRow, Names, TrajectoryRow, TurnRow
-from headrace_console.read_model.tables import HOUR_MS
 from headrace_schemas import Restored, TrainingOutcome, Undone
-from headrace_schemas.rules.turn_standing import (
+from headrace_schemas.rules.turn_status import (
     LineageOutcomes,
     RevisionOutcome,
     TurnFacts,
-    TurnStanding,
-    turn_standings,
+    TurnStatus,
+    turn_statuses,
 )
 
 _OUTCOME, _UNDONE, _RESTORED = range(3)
@@ -36,8 +35,7 @@ class CountKey(NamedTuple):
     tenant: int
     model: int
     lineage: int
-    hour: int
-    standing: int
+    status: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +48,15 @@ class TurnState:
     no_logprobs: str | None
 
 
-def standing_name(standing: TurnStanding) -> str:
-    """Return the name of a standing and its detail, such as `dropped/stale`."""
-    return "/".join(standing)
+def status_name(status: TurnStatus) -> str:
+    """Return the name of a status and its detail, such as `dropped/stale`."""
+    return "/".join(status)
 
 
-def split_standing(name: str) -> TurnStanding:
-    """Return the standing and the detail that `standing_name` has joined."""
-    standing, _, detail = name.partition("/")
-    return standing, detail
+def split_status(name: str) -> TurnStatus:
+    """Return the status and the detail that `status_name` has joined."""
+    status, _, detail = name.partition("/")
+    return status, detail
 
 
 def state_of(turn: TurnRow, trajectories: Iterable[TrajectoryRow], names: Names) -> TurnState | None:
@@ -72,8 +70,8 @@ def state_of(turn: TurnRow, trajectories: Iterable[TrajectoryRow], names: Names)
     claim = min(trajectories, key=lambda row: (row.refused, row.id), default=None)
     untrained, model = turn.untrained, turn.model
     no_logprobs = None if turn.no_logprobs is None else names.text(turn.no_logprobs)
-    captures = claim is not None and (claim.ingested or (claim.refused and not turn.captured))
-    if not (turn.captured or captures):
+    captures = claim is not None and (claim.ingested or (claim.refused and not turn.is_captured))
+    if not (turn.is_captured or captures):
         return None
     left_out = None
     if claim is not None:
@@ -91,36 +89,43 @@ def state_of(turn: TurnRow, trajectories: Iterable[TrajectoryRow], names: Names)
     return TurnState(turn, model, facts, no_logprobs)
 
 
-def _reason(reasons: str | None, turn: int, names: Names) -> str | None:
-    number = json.loads(reasons).get(str(turn)) if reasons else None
+def _reason(reasons: Mapping[int, int], turn: int, names: Names) -> str | None:
+    number = reasons.get(turn)
     return None if number is None else names.text(number)
 
 
-def standing_of(state: TurnState, experiences: Sequence[ExperienceRow], lineage: int, names: Names) -> TurnStanding:
-    """Return the standing of a turn in a lineage; 0 stands for no lineage."""
-    turn_id = unpack_id(state.turn.name)
-    in_training = [
-        outcomes_of(row, lineage, names).standing(turn_id, row.revision, state.no_logprobs, refused=row.refused)
-        for row in sorted(experiences, key=lambda row: unpack_id(row.name))
-    ]
-    return turn_standings(state.facts, in_training)[0]
+class Statuses:
+    """Statuses of turns while no row changes. The outcomes of an experience are read once for all of its turns."""
 
+    def __init__(self, names: Names) -> None:
+        """Create the statuses. `names` has the texts of the rows."""
+        self._names = names
+        self._outcomes: dict[tuple[int, int], LineageOutcomes] = {}
 
-def count_changes(state: TurnState, experiences: Sequence[ExperienceRow], names: Names) -> Counter[CountKey]:
-    """Return what a turn adds to the counts."""
-    hour = state.turn.at_ms // HOUR_MS
-    untrained = names.number(standing_name(standing_of(state, experiences, 0, names)))
-    changes = Counter({CountKey(state.turn.tenant, state.model, 0, hour, untrained): 1})
-    for lineage in {lineage for row in experiences for lineage in lineages_of(row)}:
-        standing = names.number(standing_name(standing_of(state, experiences, lineage, names)))
-        changes[CountKey(state.turn.tenant, state.model, lineage, hour, standing)] += 1
-        changes[CountKey(state.turn.tenant, state.model, lineage, hour, untrained)] -= 1
-    return changes
+    def status(self, state: TurnState, experiences: Sequence[ExperienceRow], lineage: int) -> int:
+        """Return the number of the status of a turn in a lineage. Lineage 0 has trained nothing."""
+        turn_id = unpack_id(state.turn.name)
+        in_training = [
+            self._outcomes_of(row, lineage).status(turn_id, row.revision, state.no_logprobs, refused=row.refused)
+            for row in sorted(experiences, key=lambda row: unpack_id(row.name))
+        ]
+        return self._names.number(status_name(turn_statuses(state.facts, in_training)[0]))
 
+    def count_changes(self, state: TurnState, experiences: Sequence[ExperienceRow]) -> Counter[CountKey]:
+        """Return the contribution of a turn to the counts."""
+        tenant, model = state.turn.tenant, state.model
+        untrained = self.status(state, experiences, 0)
+        changes = Counter({CountKey(tenant, model, 0, untrained): 1})
+        for lineage in {int(entry[0]) for row in experiences for entry in row.history}:
+            changes[CountKey(tenant, model, lineage, self.status(state, experiences, lineage))] += 1
+            changes[CountKey(tenant, model, lineage, untrained)] -= 1
+        return changes
 
-def _history(row: ExperienceRow) -> list[list[object]]:
-    entries: list[list[object]] = json.loads(row.history) if row.history else []
-    return entries
+    def _outcomes_of(self, row: ExperienceRow, lineage: int) -> LineageOutcomes:
+        outcomes = self._outcomes.get((row.id, lineage))
+        if outcomes is None:
+            outcomes = self._outcomes[row.id, lineage] = outcomes_of(row, lineage, self._names)
+        return outcomes
 
 
 class HistoryEntry(NamedTuple):
@@ -147,19 +152,11 @@ def history_of(history: str | None) -> list[HistoryEntry]:
     return entries
 
 
-def lineages_of(row: ExperienceRow) -> set[int]:
-    """Return the lineages that have reported on an experience."""
-    return {int(str(entry[0])) for entry in _history(row)}
-
-
 def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcomes:
-    """Return what a lineage has made of the revisions of an experience."""
+    """Return the outcomes of the revisions of an experience in a lineage."""
     outcomes = LineageOutcomes()
-    if row.history is None or not lineage:
-        return outcomes
-    for _, _, kind, revision, *rest in sorted(
-        (entry for entry in json.loads(row.history) if entry[0] == lineage), key=lambda entry: (entry[1], entry[2])
-    ):
+    entries = [entry for entry in row.history if entry[0] == lineage]
+    for _, _, kind, revision, *rest in sorted(entries, key=lambda entry: (entry[1], entry[2])):
         if kind == _OUTCOME:
             dropped, reason, left_out = rest
             dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
@@ -182,7 +179,7 @@ def add_outcome(
         item: the outcome, or its reversal.
         names: the texts of the rows.
     """
-    entry: list[object]
+    entry: list[Any]
     if isinstance(item, TrainingOutcome):
         texts = [None if text is None else names.number(text) for text in (item.dropped, item.reason)]
         entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out)]
@@ -190,14 +187,12 @@ def add_outcome(
         entry = [*save, _UNDONE, item.revision, int(item.queued)]
     else:
         entry = [*save, _RESTORED, item.revision]
-    entries = [*_history(row), entry]
-    if len(entries) > _HISTORY_MAX:
-        entries = _without_superseded_drops(entries, row.revision)
-    row.history = json.dumps(entries, separators=(",", ":"))
+    entries = [*row.history, entry]
+    row.history = _without_superseded_drops(entries, row.revision) if len(entries) > _HISTORY_MAX else entries
 
 
-def _without_superseded_drops(entries: list[list[object]], newest: int) -> list[list[object]]:
-    """Return the entries without drops of old revisions that were never undone: no standing depends on these."""
+def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> list[Sequence[Any]]:
+    """Return the entries without drops of old revisions that were never undone: no status depends on these."""
     reverted = {(entry[0], entry[3]) for entry in entries if entry[2] != _OUTCOME}
     return [
         entry
@@ -205,5 +200,5 @@ def _without_superseded_drops(entries: list[list[object]], newest: int) -> list[
         if entry[2] != _OUTCOME
         or entry[4] is None
         or (entry[0], entry[3]) in reverted
-        or int(str(entry[3])) > newest - _REVISIONS_KEPT
+        or entry[3] > newest - _REVISIONS_KEPT
     ]

@@ -1,0 +1,182 @@
+"""Sessions are deleted after their retention with all their rows, and the counts lose exactly their turns."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+
+from headrace_console.read_model import queries, retention, tables
+from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.rows import Names
+from headrace_console.users import Scope
+from headrace_operations.turn_account import turn_account_of
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Event, Reward, TrainingMetrics
+from headrace_schemas.values.ids import response_id, session_key
+from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
+from tests.support.loop_block import blocked
+from tests.support.marks import postgres_is_long
+from tests.support.migrated import make_tables
+from tests.support.seeds import draw_seed
+from tests.unit.console.test_counts import check_sessions, random_history
+
+DAY = 20_000
+RETENTION_DAYS = 30
+BLOCK_S_MAX = 0.1
+
+
+@pytest.fixture
+async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]:
+    common = Common.model_validate({"data_dir": data_dir, "database": {"url": database_url}})
+    opened = Database.open("console", common)
+    await make_tables(opened, "headrace_console")
+    yield opened
+    async with opened.transaction() as tx:
+        for table in reversed(tables.metadata.sorted_tables):
+            await tx.execute(table.delete())
+    await opened.close()
+
+
+async def apply(database: Database, events: Sequence[Event], day: int) -> None:
+    for start in range(0, len(events), 50):
+        facts = [Fact(event, 0, start + at) for at, event in enumerate(events[start : start + 50])]
+        async with database.transaction() as tx:
+            await Batch(tx, Names(), titles=True, day=day).apply(facts)
+
+
+async def delete_expired(database: Database, day: int) -> int:
+    """Delete all expired rows, and return the number of transactions."""
+    names, transactions, more = Names(), 0, True
+    while more:
+        async with database.transaction() as tx:
+            more = await retention.delete_expired(tx, names, day=day, retention_days=RETENTION_DAYS)
+        transactions += 1
+    return transactions
+
+
+async def rows_of(database: Database) -> dict[str, int]:
+    async with database.transaction() as tx:
+        return {
+            table.name: await tx.scalar(select(func.count()).select_from(table)) or 0
+            for table in tables.metadata.sorted_tables
+        }
+
+
+async def check_counts(database: Database, events: Sequence[Event]) -> None:
+    """Compare the counts of each tenant with the account of its events."""
+    for tenant in ("default", "other"):
+        tenant_events = [event for event in events if getattr(event, "tenant", tenant) == tenant]
+        account = turn_account_of(tenant_events, complete=False)
+        async with database.transaction() as tx:
+            counts = await queries.counts(tx, Scope(frozenset({tenant})))
+        assert (counts.captured, counts.trained) == (account.captured, account.trained)
+        assert (counts.waiting, counts.dropped) == (account.waiting, account.dropped)
+
+
+@postgres_is_long()
+async def test_deletion_leaves_the_counts_of_the_other_sessions_and_a_replay_restores_them(database: Database) -> None:
+    chance = random.Random(draw_seed())
+    events = random_history(chance, 60)
+    reports = [event for event in events if isinstance(event, TrainingMetrics)]
+    keys = sorted({event.session_key for event in events if hasattr(event, "session_key")})
+    expiring = set(chance.sample(keys, len(keys) // 2))
+    old = [event for event in events if getattr(event, "session_key", None) in expiring]
+    young = [event for event in events if event not in old and event not in reports]
+    for part in (old, young):
+        chance.shuffle(part)
+    await apply(database, [*old, *reports], DAY)
+    await apply(database, young, DAY + 1)
+    await check_counts(database, events)
+    await delete_expired(database, DAY + RETENTION_DAYS)
+    await check_counts(database, events)
+    await delete_expired(database, DAY + RETENTION_DAYS + 1)
+    await check_counts(database, [*young, *reports])
+    await check_sessions(database)
+    async with database.transaction() as tx:
+        stored = set((await tx.execute(select(tables.sessions.c.id))).scalars())
+        stored_keys = set((await tx.execute(select(tables.sessions.c.session_key))).scalars())
+        for table in (tables.turns, tables.trajectories, tables.experiences, tables.rewards, tables.feedback):
+            owners = set((await tx.execute(select(table.c.session))).scalars())
+            assert owners <= stored, table.name
+    assert not stored_keys & expiring
+    await apply(database, old, DAY + RETENTION_DAYS + 1)
+    await check_sessions(database)
+    await delete_expired(database, DAY + 3 * RETENTION_DAYS)
+    left = {name: rows for name, rows in (await rows_of(database)).items() if rows}
+    assert set(left) == {"names", "steps", "counts"}
+    await check_counts(database, [])
+
+
+async def test_large_session_is_deleted_in_portions(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_ROWS_AT_ONCE", 3)
+    key = session_key("default", "large")
+    ids = [response_id(key) for _ in range(20)]
+    events: list[Event] = [turn(name, session_key=key) for name in ids]
+    events += [trajectory("T", tuple(ids), session_key=key)]
+    events += [experience("E", *ids).model_copy(update={"session_key": key})]
+    events += [
+        Reward(time=START, trajectory_id=f"T{at}", session_key=key, source="concise", value=0.5) for at in range(7)
+    ]
+    await apply(database, events, DAY)
+    names, sizes = Names(), [20]
+    while sizes[-1]:
+        async with database.transaction() as tx:
+            more = await retention.delete_expired(tx, names, day=DAY + 31, retention_days=RETENTION_DAYS)
+        rows = await rows_of(database)
+        sizes.append(rows["turns"])
+        async with database.transaction() as tx:
+            assert (await queries.counts(tx, Scope(None))).captured == rows["turns"]
+        assert more or not rows["turns"]
+    assert all(before - after <= 3 for before, after in itertools.pairwise(sizes))
+    await delete_expired(database, DAY + 31)
+    rows = await rows_of(database)
+    assert not any(rows[name] for name in ("sessions", "trajectories", "experiences", "rewards"))
+
+
+async def test_oldest_sessions_are_deleted_beyond_the_largest_number_of_turns(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "TURNS_MAX", 30)
+    monkeypatch.setattr(retention, "_SESSIONS_AT_ONCE", 4)
+    for day in range(10):
+        keys = [session_key("default", f"{day}-{number}") for number in range(5)]
+        await apply(database, [turn(response_id(key), session_key=key) for key in keys], DAY + day)
+    await delete_expired(database, DAY + 10)
+    async with database.transaction() as tx:
+        days = (await tx.execute(select(tables.sessions.c.read_day))).scalars().all()
+        assert await retention.captured_turns(tx) == len(days)
+    assert 26 <= len(days) <= 30
+    assert min(days) == DAY + 4
+
+
+async def test_effects_without_a_cause_expire(database: Database) -> None:
+    outcome = report(verdict("E", "a"))
+    refused = turn("a")
+    await apply(database, [outcome, letter(refused, "collector")], DAY)
+    await delete_expired(database, DAY + RETENTION_DAYS)
+    rows = await rows_of(database)
+    assert (rows["experiences"], rows["refusals"]) == (1, 1)
+    await delete_expired(database, DAY + RETENTION_DAYS + 1)
+    rows = await rows_of(database)
+    assert (rows["experiences"], rows["refusals"]) == (0, 0)
+
+
+async def test_events_of_many_turns_do_not_hold_the_event_loop(data_dir: Path) -> None:
+    database = Database.open("console", Common.model_validate({"data_dir": data_dir}))
+    await make_tables(database, "headrace_console")
+    ids = [f"t{number}" for number in range(4096)]
+    run = trajectory("T", tuple(ids), end_reason="ingest", left_out=dict.fromkeys(ids[:2000], "retried"))
+    sample = experience("E", *ids)
+    outcomes = [report(verdict("E", *ids, revision=number), save=number) for number in range(3)]
+    async with blocked() as block:
+        await apply(database, [run, sample, *outcomes], DAY)
+        await delete_expired(database, DAY + RETENTION_DAYS + 1)
+    assert (await rows_of(database))["turns"] == 0
+    await database.close()
+    assert block.busy_s < BLOCK_S_MAX
