@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
-from tests.support.broker_process import BrokerProcess
 from tests.support.seeds import draw_seed
 from tests.unit.console.test_counts import random_history
 
@@ -46,7 +44,7 @@ async def _follow(common: Common, database: Database, stop_after: int | None = N
             while batches != stop_after:
                 await applied.wait()
                 applied.clear()
-                if stop_after is None and await _is_at_end(common, database):
+                if stop_after is None and await is_at_end(common, database):
                     return
     finally:
         task.cancel()
@@ -54,7 +52,7 @@ async def _follow(common: Common, database: Database, stop_after: int | None = N
             await task
 
 
-async def _is_at_end(common: Common, database: Database) -> bool:
+async def is_at_end(common: Common, database: Database) -> bool:
     async with database.transaction() as tx:
         reached = {(row.topic, row.partition): row.next_offset for row in await tx.execute(tables.positions.select())}
     ends = Offsets(common.bus, None, "test-console-ends")
@@ -64,14 +62,6 @@ async def _is_at_end(common: Common, database: Database) -> bool:
     finally:
         await ends.stop()
     return all(reached.get((topic, part), 0) >= end for topic in TOPICS for part, end in topic_ends[topic].items())
-
-
-@pytest.fixture
-def own_bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
 
 
 @pytest.mark.parametrize("stops", [(), (1, 2, 1)], ids=["without a stop", "killed three times"])

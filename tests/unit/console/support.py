@@ -15,7 +15,7 @@ from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.http.guard import WebGuard
-from headrace_runtime.settings.sections import Common, SecuritySettings
+from headrace_runtime.settings.sections import BusSettings, Common, SecuritySettings
 
 ORIGIN = "http://127.0.0.1:8040"
 BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}
@@ -42,15 +42,18 @@ class Stand:
     read_only: bool = False
     urls: dict[str, str] = field(default_factory=dict)
     clock: TestClock = field(default_factory=TestClock)
+    bus: BusSettings = field(default_factory=BusSettings)
+    tenants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         (self.data_dir / "run").mkdir(parents=True, exist_ok=True)
         roles: tuple[Role, ...] = ("rater", "viewer", "reviewer", "operator")
         users = tuple(
-            UserSettings(name=role, sha256=hashlib.sha256(role.encode()).hexdigest(), role=role) for role in roles
+            UserSettings(name=role, sha256=hashlib.sha256(role.encode()).hexdigest(), role=role, tenants=self.tenants)
+            for role in roles
         )
         self.settings = ConsoleSettings(users=users, read_only=self.read_only, urls=self.urls)
-        self.console = Console(Common(data_dir=self.data_dir), self.settings, self.clock)
+        self.console = Console(Common(data_dir=self.data_dir, bus=self.bus), self.settings, self.clock)
 
     def client(self) -> httpx2.AsyncClient:
         """Return a browser without a session. It follows no redirect."""

@@ -10,7 +10,10 @@ from starlette.responses import Response, StreamingResponse
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
+from headrace_console.dead_letter_actions import DeadLetterActions
 from headrace_console.live import Changes
+from headrace_console.pages.dead_letters import DeadLetterPages
+from headrace_console.pages.feedback import FeedbackPages
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.login import LoginPages
 from headrace_console.pages.loop import LoopPages
@@ -23,11 +26,13 @@ from headrace_console.pages.sessions import SessionPages
 from headrace_console.pages.static import static_route
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
+from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.sources.registry import RegistryReader
 from headrace_console.sources.services import StackReader
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.http import web
+from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.services import installed
 from headrace_runtime.settings.sections import Common
@@ -66,6 +71,8 @@ class Console:
         self._stack = StackReader(common, settings, installed(), clock)
         key = common.security.internal_key.get_secret_value()
         registry = RegistryReader(self._stack.url("registry"), key, clock)
+        keys = {tenant: secret.get_secret_value() for tenant, secret in settings.gateway_keys.items()}
+        gateway = FeedbackClient(self._stack.url("gateway"), keys, key)
         self.database = Database.open("console", common)
         blobs = BlobStore.open(common)
         self._records = RecordReader(common.bus, blobs, clock)
@@ -78,6 +85,8 @@ class Console:
             titles=settings.titles,
             retention_days=settings.retention_days,
         )
+        producer = EventProducer(common.bus, "headrace/dead-letters", blobs)
+        self._letters = DeadLetterActions(self._records, producer, blobs, clock)
         templates = Templates(behind_tls=settings.behind_tls)
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
         pages = [
@@ -87,6 +96,8 @@ class Console:
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),
+            *FeedbackPages(templates, self.database, self._records, gateway).pages(),
+            *DeadLetterPages(templates, self.database, self._records, self._letters).pages(),
             *RewardPages(templates, self.database, clock).pages(),
             Page("/live", self._stream, role="rater"),
             Page("/{path:path}", _not_found, role="rater"),
@@ -124,6 +135,7 @@ class Console:
 
     async def close(self) -> None:
         """Close the database and the connection to the bus."""
+        await self._letters.close()
         await self._records.close()
         await self.database.close()
 

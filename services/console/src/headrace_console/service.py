@@ -16,6 +16,7 @@ INFO = ServiceInfo(
         "experiences",
         "training-metrics",
         "dead-letters",
+        "dead-letter-decisions",
     ),
     database=True,
 )

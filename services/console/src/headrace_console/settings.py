@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from headrace_console.service import INFO
 from headrace_console.users import Role
@@ -43,6 +43,9 @@ class ConsoleSettings(ServiceSettings):
     retention_days: Annotated[int, Field(ge=1, le=3650)] = 30
     """Days for which the console stores a session after it has read the last event about it. Beyond ten million turns
     the oldest sessions are deleted earlier."""
+    gateway_keys: dict[Name, SecretStr] = Field(default_factory=dict)
+    """API key of the gateway by tenant, with the scope `feedback`, for feedback of reviewers. The tenant `default`
+    needs none where services share `security.internal_key`."""
     behind_tls: bool = False
     """Whether browsers reach the console through a proxy with TLS, so that cookies are sent over TLS alone. Required if
     the console listens beyond this machine."""

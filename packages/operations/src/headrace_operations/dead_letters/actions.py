@@ -12,17 +12,11 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Topics, connected, event_of
 from headrace_operations.dead_letters.reading import Cut, Letter, Selection, check_ids, cut, read
 from headrace_schemas import DeadLetterDecision, Event
-from headrace_schemas.events.dead_letter import RETRY_HEADER
-from headrace_schemas.events.envelope import SEQUENCE_HEADER
+from headrace_schemas.rules.dead_letter_retry import permanent_problem, retry_headers
 from headrace_schemas.values.base import utcnow
 
-TABLES = frozenset({"replicas", "routing"})
-"""Compacted topics: an old record would replace the newest one."""
-_NOT_RETRIABLE = frozenset({("collector", "invalid_trajectory")})
-"""Service and reason of letters whose records took effect before they were refused; a retry would be a duplicate."""
 _SOURCE = "headrace/dead-letters"
 _GROUP_SIZE_MAX = 50
-_KEY_LENGTH_MAX = 512
 Report = Callable[[int, int], None]
 
 
@@ -63,16 +57,9 @@ async def plan(
 
 async def retry_problem(letter: Letter, *, force: bool = False) -> str | None:
     """Return why a letter cannot be retried; None if it can."""
-    record = letter.letter
-    if record.source_topic in TABLES:
-        return (
-            f"{record.source_topic} is a table: its producer publishes the newest row again, and an old row would win"
-        )
-    if (record.service, record.reason) in _NOT_RETRIABLE:
-        return "its session is closed; only a replay can apply the record"
-    key = record.source_key or ""
-    if "\ufffd" in key or len(key) >= _KEY_LENGTH_MAX:
-        return "its key is not text or is longer than a dead letter stores"
+    problem = permanent_problem(letter.letter)
+    if problem is not None:
+        return problem
     if force:
         return None
     try:
@@ -142,12 +129,8 @@ async def _restore_record(letter: Letter, partitions: tuple[int, ...]) -> Outgoi
     if key is None and partition is None:
         with contextlib.suppress(HeadraceError, OSError, ValueError):  # forced: a value that is no event has no key
             key = (await _parse_event(letter)).key.encode()
-    headers = [(name, text.encode()) for name, text in record.headers.items() if name != RETRY_HEADER]
-    new_headers = [*headers, (RETRY_HEADER, letter.id.encode())]
-    if partition is not None and record.source_offset is not None and SEQUENCE_HEADER not in record.headers:
-        # Keep the order of what the client sent: records after the original one stay after it.
-        new_headers.append((SEQUENCE_HEADER, str(record.source_offset).encode()))
-    return Outgoing(record.source_topic, key, record.value, tuple(new_headers), partition)
+    headers = retry_headers(record, keeps_partition=partition is not None)
+    return Outgoing(record.source_topic, key, record.value, headers, partition)
 
 
 async def _parse_event(letter: Letter) -> Event:

@@ -22,6 +22,7 @@ NAVIGATION = (
     ("Rewards", "/rewards"),
     ("Models", "/models"),
     ("Rollouts", "/rollouts"),
+    ("Dead letters", "/dead-letters"),
 )
 """Title and address of the pages that every page links to."""
 THEMES = ("light", "dark")

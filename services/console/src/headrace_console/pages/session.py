@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import NotFound, Page
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.letter_queries import refusal_reasons
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, SessionRecords
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
@@ -56,6 +58,7 @@ class SessionPage:
         turns = await self._read("turns", rows.turns)
         rewards = await self._read("rewards", rows.rewards[:_SPEAKERS_MAX])
         feedback = await self._read("feedback", rows.feedback[:_SPEAKERS_MAX])
+        outcomes = await self._outcomes(rows, feedback)
         first = rows.turns[0] if rows.turns else None
         return self._templates.render(
             request,
@@ -69,9 +72,33 @@ class SessionPage:
             earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
             experiences=[_experience(row, steps, texts) for row in rows.experiences],
             rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
-            feedback=[_feedback(row, feedback) for row in rows.feedback[:_SPEAKERS_MAX]],
+            feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
             speakers_max=_SPEAKERS_MAX,
+            can_give_feedback=user.has_role("reviewer"),
         )
+
+    async def _outcomes(
+        self, rows: SessionRecords, events: Mapping[tuple[int, int], object]
+    ) -> Mapping[tuple[int, int], str]:
+        """Return the outcome of each feedback by its position on the topic."""
+        feedback = {
+            _position(row): event
+            for row in reversed(rows.feedback[:_SPEAKERS_MAX])
+            if isinstance(event := events.get(_position(row)), Feedback)
+        }
+        async with self._database.transaction() as tx:
+            refused = await refusal_reasons(tx, [event.event_id for event in feedback.values()])
+        outcomes = feedback_outcomes(
+            list(feedback.values()),
+            counted={rows.texts[row["source"]] for row in rows.rewards if row["value"] is not None},
+            untrained={
+                unpack_id(row["name"]): "eval" if row["eval"] else rows.texts[row["untrained"]]
+                for row in rows.turns
+                if row["eval"] or row["untrained"]
+            },
+            refused=refused,
+        )
+        return dict(zip(feedback, outcomes, strict=True))
 
     async def _read(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], object]:
         """Return the events of rows. Without the bus the page shows the numbers alone."""
@@ -181,7 +208,9 @@ def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[i
     }
 
 
-def _feedback(row: Row, events: Mapping[tuple[int, int], object]) -> dict[str, object]:
+def _feedback(
+    row: Row, events: Mapping[tuple[int, int], object], outcomes: Mapping[tuple[int, int], str]
+) -> dict[str, object]:
     event = events.get(_position(row))
     if not isinstance(event, Feedback):
         return {"at": from_epoch_ms(row["at_ms"]), "has_text": False}
@@ -197,4 +226,5 @@ def _feedback(row: Row, events: Mapping[tuple[int, int], object]) -> dict[str, o
         "comment": event.comment or "",
         "edit": event.edit.text if event.edit is not None else "",
         "turns": len(event.msg_ids),
+        "outcome": outcomes.get(_position(row), ""),
     }

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -19,6 +20,7 @@ from headrace_console.read_model.events import EventEffects
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.rows import (
     ExperienceRow,
+    LetterRow,
     Names,
     RowSet,
     SessionRow,
@@ -34,7 +36,17 @@ from headrace_console.read_model.status import (
     split_status,
     state_of,
 )
-from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas import (
+    DeadLetter,
+    DeadLetterDecision,
+    Event,
+    Experience,
+    Feedback,
+    Reward,
+    TrainingMetrics,
+    Trajectory,
+    Turn,
+)
 from headrace_schemas.values.ids import derived_id
 
 
@@ -81,11 +93,19 @@ class Batch:
         self.turns = RowSet(tables.turns, TurnRow, ("name", "tenant"))
         self.trajectories = RowSet(tables.trajectories, TrajectoryRow, ("name",))
         self.experiences = RowSet(tables.experiences, ExperienceRow, ("name",))
+        self.letters = RowSet(tables.letters, LetterRow, ("name",))
+        self._row_sets: tuple[RowSet[Any], ...] = (
+            self.sessions,
+            self.turns,
+            self.trajectories,
+            self.experiences,
+            self.letters,
+        )
         self.side = SideRows(day)
         self._effects = EventEffects(self, names, titles=titles)
 
     def session_of(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
-        """Return the session of an event, a stub if it was not read before. It counts as read today."""
+        """Return the session of an event, a stub if it was not read before. The session counts as read today."""
         session = self.sessions.add(event.session_key, self._names.number(event.tenant))
         session.read_day = self.day
         return session
@@ -164,7 +184,7 @@ class Batch:
 
     async def _begin(self) -> None:
         await self._names.refresh(self._tx)
-        for rows in (self.sessions, self.turns, self.trajectories, self.experiences):
+        for rows in self._row_sets:
             await rows.begin(self._tx)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
@@ -173,6 +193,7 @@ class Batch:
         turns: set[tuple[bytes, int]] = set()
         trajectories: set[tuple[bytes]] = set()
         experiences: set[tuple[bytes]] = set()
+        letters: set[tuple[bytes]] = set()
         for event in events:
             if isinstance(event, Turn | Trajectory | Experience | Reward | Feedback):
                 tenant = self._names.number(event.tenant)
@@ -185,10 +206,15 @@ class Batch:
             elif isinstance(event, TrainingMetrics):
                 for outcomes in (event.verdicts, event.undone, event.restored):
                     experiences.update((pack_id(outcome.experience_id),) for outcome in outcomes)
+            elif isinstance(event, DeadLetter):
+                letters.add((pack_id(event.event_id),))
+            elif isinstance(event, DeadLetterDecision):
+                letters.add((pack_id(event.dead_letter_id),))
         await self.sessions.load_keys(self._tx, sessions)
         await self.turns.load_keys(self._tx, turns)
         await self.trajectories.load_keys(self._tx, trajectories)
         await self.experiences.load_keys(self._tx, experiences)
+        await self.letters.load_keys(self._tx, letters)
 
     async def _load_members(self, events: Iterable[Event]) -> None:
         """Load the turns of the loaded trajectories and experiences, and the rows on which their status depends."""
@@ -236,7 +262,7 @@ class Batch:
         counts.subtract(before.counts)
         await self._summarize(states, statuses, before.summaries)
         await self._names.store(tx)
-        for rows in (self.sessions, self.turns, self.trajectories, self.experiences):
+        for rows in self._row_sets:
             await rows.store(tx)
         changes = [key._asdict() | {"turns": turns} for key, turns in counts.items() if turns]
         await upsert_all(tx, tables.counts, CountKey._fields, changes, added="turns")

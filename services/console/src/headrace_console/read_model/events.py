@@ -14,6 +14,7 @@ from headrace_console.read_model.status import add_outcome
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import (
     DeadLetter,
+    DeadLetterDecision,
     Event,
     Experience,
     Feedback,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TITLE_LENGTH = 80
+_ERROR_LENGTH_MAX = 300
 _GOOD = 0.5
 """Values above are thumbs up, values below thumbs down."""
 
@@ -60,8 +62,10 @@ class EventEffects:
                 self._add_feedback(event, partition, offset)
             case TrainingMetrics():
                 self._add_report(event)
-            case DeadLetter() if (event.service, event.source_topic) in TURN_ENDING_SOURCES:
-                self._refuse(pack_id(event.source_id))
+            case DeadLetter():
+                self._add_letter(event, partition, offset)
+            case DeadLetterDecision():
+                self._add_decision(event)
 
     def _number(self, text: str | None) -> int | None:
         return None if text is None else self._names.number(text)
@@ -203,6 +207,22 @@ class EventEffects:
             "dropped": dropped,
             "stopped": event.stopped,
         }
+
+    def _add_letter(self, event: DeadLetter, partition: int, offset: int) -> None:
+        names, letter = self._names, self._batch.letters.add(pack_id(event.event_id))
+        letter.subject, letter.service = pack_id(event.source_id), names.number(event.service)
+        letter.topic, letter.reason = names.number(event.source_topic), names.number(event.reason)
+        letter.error, letter.at_ms = event.error[:_ERROR_LENGTH_MAX], epoch_ms(event.time)
+        letter.partition, letter.log_offset = partition, offset
+        letter.read_day = self._batch.day
+        if (event.service, event.source_topic) in TURN_ENDING_SOURCES:
+            self._refuse(letter.subject)
+
+    def _add_decision(self, event: DeadLetterDecision) -> None:
+        letter = self._batch.letters.add(pack_id(event.dead_letter_id))
+        letter.read_day = self._batch.day
+        if event.number > letter.decisions:
+            letter.decisions, letter.state = event.number, tables.LETTER_STATES.index(event.action)
 
     def _refuse(self, name: bytes) -> None:
         batch = self._batch

@@ -6,7 +6,8 @@ There is no consumer group: the position is stored in the database with the effe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
@@ -26,10 +27,32 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.isolation import is_fatal, reason_of
-from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas import (
+    DeadLetter,
+    DeadLetterDecision,
+    Event,
+    Experience,
+    Feedback,
+    Reward,
+    TrainingMetrics,
+    Trajectory,
+    Turn,
+)
 
 log = get_logger(__name__)
-TOPICS = tuple(event.topic for event in (Turn, Feedback, Trajectory, Reward, Experience, TrainingMetrics, DeadLetter))
+TOPICS = tuple(
+    event.topic
+    for event in (
+        Turn,
+        Feedback,
+        Trajectory,
+        Reward,
+        Experience,
+        TrainingMetrics,
+        DeadLetter,
+        DeadLetterDecision,
+    )
+)
 _BATCH_MAX = 100
 """Records of one transaction. Pages wait for it on SQLite."""
 _RETENTION_INTERVAL_S = 60.0
@@ -52,7 +75,7 @@ class TopicFollower:
         titles: bool,
         retention_days: int,
     ) -> None:
-        """Create a follower. It calls `changed` after each batch.
+        """Create a follower.
 
         Args:
             bus: settings of the bus.
@@ -176,6 +199,19 @@ async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple
     return {(row.topic, row.partition): row.next_offset for row in rows}
 
 
+def _ranges(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last offset of each range without gaps."""
+    first = last = -1
+    for offset in sorted(offsets):
+        if offset != last + 1 or first < 0:
+            if first >= 0:
+                yield first, last
+            first = offset
+        last = offset
+    if first >= 0:
+        yield first, last
+
+
 class RecordReader:
     """Reads single events by topic, partition and offset. Calls run one after the other."""
 
@@ -187,7 +223,7 @@ class RecordReader:
         self._reader: AIOKafkaConsumer | None = None
 
     async def read(self, topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
-        """Return the events at these partitions and offsets. Those that have expired or cannot be decoded are missing.
+        """Return the events at these partitions and offsets. Events that have expired or cannot be decoded are missing.
 
         Raises:
             Unavailable: the bus does not answer.
@@ -210,18 +246,21 @@ class RecordReader:
             reader.assign([partition])
             begin = (await reader.beginning_offsets([partition]))[partition]
             end = (await reader.end_offsets([partition]))[partition]
-            offsets = sorted({offset for part, offset in positions if part == number and begin <= offset < end})
-            for offset in offsets:
-                reader.seek(partition, offset)
-                batches = await reader.getmany(partition, timeout_ms=_READ_MS, max_records=1)
-                for message in batches.get(partition, ()):
-                    if message.offset != offset:
-                        continue
-                    try:
-                        received = await decoder.decode(record_of(message), self._blobs)
-                    except InvalidEvent:
-                        continue
-                    events[number, offset] = received.event
+            offsets = {offset for part, offset in positions if part == number and begin <= offset < end}
+            for first, last in _ranges(offsets):
+                reader.seek(partition, first)
+                reached = first
+                while reached <= last:
+                    batches = await reader.getmany(partition, timeout_ms=_READ_MS, max_records=last - reached + 1)
+                    messages = batches.get(partition, ())
+                    if not messages:
+                        break
+                    reached = messages[-1].offset + 1
+                    for message in messages:
+                        if message.offset in offsets:
+                            with contextlib.suppress(InvalidEvent):
+                                received = await decoder.decode(record_of(message), self._blobs)
+                                events[number, message.offset] = received.event
         return events
 
     async def _connected(self) -> AIOKafkaConsumer:

@@ -204,6 +204,14 @@ async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row,
     return None
 
 
+async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row | None:
+    """Return the captured turn of a session with this number, or None."""
+    table = tables.turns
+    query = select(table).where(table.c.id == turn, table.c.session == session, table.c.log_offset >= 0)
+    row = (await tx.execute(query)).mappings().first()
+    return None if row is None else dict(row)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRecords:
     """Rows of one session: its last turns in order, its experiences, rewards and feedback, and the texts of numbers."""
@@ -236,8 +244,8 @@ async def session_records(
         related.append([dict(row) for row in rows.mappings()])
     experiences, rewards, feedback = related
     numbers: set[int | None] = set()
-    for row in turns:
-        numbers.update(row[name] for name in ("model", "version", "status", "finish", "arm", "no_logprobs"))
+    columns = ("model", "version", "status", "finish", "arm", "no_logprobs", "untrained")
+    numbers.update(row[name] for row in turns for name in columns)
     numbers.update(row["no_reward"] for row in experiences)
     numbers.update(number for row in rewards for number in (row["source"], row["outcome"]))
     texts = await texts_of(tx, numbers)

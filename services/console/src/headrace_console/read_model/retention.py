@@ -52,6 +52,7 @@ async def delete_expired(tx: AsyncConnection, names: Names, *, day: int, retenti
             len(expired) == _SESSIONS_AT_ONCE,
             len(expired_stubs) == _ROWS_AT_ONCE,
             await delete_portion(tx, tables.refusals, tables.refusals.c.read_day < horizon, _ROWS_AT_ONCE),
+            await delete_portion(tx, tables.letters, tables.letters.c.read_day < horizon, _ROWS_AT_ONCE),
             await delete_portion(tx, tables.hours, tables.hours.c.hour < oldest_hour, _ROWS_AT_ONCE),
         ]
     )

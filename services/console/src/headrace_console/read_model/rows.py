@@ -118,6 +118,25 @@ class ExperienceRow:
     read_day: int = 0
 
 
+@dataclass(slots=True)
+class LetterRow:
+    """A dead letter with its newest decision, or a stub of one of which only decisions were read."""
+
+    id: int
+    name: bytes
+    subject: bytes = b""
+    service: int = 0
+    topic: int = 0
+    reason: int = 0
+    error: str = ""
+    at_ms: int = 0
+    partition: int = 0
+    log_offset: int = -1
+    state: int = 0
+    decisions: int = 0
+    read_day: int = 0
+
+
 def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Split the parameters of a query into portions."""
     everything = list(values)
@@ -147,7 +166,7 @@ _CONVERSIONS: Mapping[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any]
 }
 """Columns that rows have in another form: their type in the table, reader and writer. A column of the same name with
 another type, such as the number of turns of a session, is not converted."""
-R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow)
+R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow, LetterRow)
 
 
 class RowSet(Generic[R]):
@@ -324,7 +343,7 @@ class Names:
         self._stored_until = len(self._texts)
 
     async def store(self, tx: AsyncConnection) -> None:
-        """Write new texts. They count as stored after the next `refresh`."""
+        """Write new texts. The texts count as stored after the next `refresh`."""
         new = [{"id": n, "name": self._texts[n]} for n in range(self._stored_until + 1, len(self._texts) + 1)]
         if new:
             await tx.execute(insert(tables.names), new)

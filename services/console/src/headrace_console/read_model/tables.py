@@ -194,6 +194,27 @@ refusals = Table(
     sqlite_with_rowid=False,
 )
 
+letters = Table(
+    "letters",
+    metadata,
+    _id(),
+    Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
+    Column("subject", LargeBinary, nullable=False),  # packed id of the refused event; empty in a stub
+    Column("service", Integer, nullable=False),
+    Column("topic", Integer, nullable=False),
+    Column("reason", Integer, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),
+    Column("state", SmallInteger, nullable=False),  # index in `LETTER_STATES`
+    Column("decisions", Integer, nullable=False),
+    Column("read_day", Integer, nullable=False, index=True),
+    Index("ix_letters_subject", "subject"),
+    Index("ix_letters_group", "state", "service", "topic", "reason", "at_ms"),
+)
+LETTER_STATES = ("open", "retried", "discarded")
+
 steps = Table(
     "steps",
     metadata,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 from urllib.parse import quote
 
-import httpx2
 from pydantic import ValidationError
 
+from headrace_console.sources.calls import call
 from headrace_console.users import User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
@@ -15,9 +15,7 @@ from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList, VersionState
 from headrace_schemas.http.rollout_api import RolloutList, RolloutState
 from headrace_schemas.values.base import Model
-from headrace_schemas.values.text import printable
 
-_TIMEOUT_S = 10.0
 _CACHE_S = 1.0
 _CACHED_MAX = 64
 VERSIONS_MAX = 400
@@ -61,7 +59,7 @@ class RegistryReader:
             Refused: the registry refuses the change, with its reason, or it does not answer (503).
         """
         headers = {**self._headers, WHO_HEADER: user.name, "content-type": "application/json"}
-        await self._request("POST", path, headers, body.model_dump_json(exclude_none=True).encode())
+        await call("registry", "POST", f"{self._url}{path}", headers, body.model_dump_json(exclude_none=True).encode())
         self._cache.clear()
 
     async def _get(self, path: str, model: type[M]) -> M:
@@ -70,7 +68,7 @@ class RegistryReader:
         if cached is not None and now_s - cached[0] < _CACHE_S:
             content = cached[1]
         else:
-            content = await self._request("GET", path, self._headers)
+            content = await call("registry", "GET", f"{self._url}{path}", self._headers)
             if len(self._cache) >= _CACHED_MAX:
                 self._cache.clear()
             self._cache[path] = (now_s, content)
@@ -81,28 +79,9 @@ class RegistryReader:
                 502, "registry_answer", "The registry's answer cannot be read. Is it another release?"
             ) from None
 
-    async def _request(self, method: str, path: str, headers: dict[str, str], content: bytes = b"") -> bytes:
-        try:
-            async with httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
-                reply = await client.request(method, f"{self._url}{path}", headers=headers, content=content)
-        except (httpx2.HTTPError, OSError) as error:
-            raise Refused(
-                503, "registry_away", f"The registry does not answer at {self._url} ({type(error).__name__})."
-            ) from None
-        if reply.status_code >= 400:
-            raise Refused(reply.status_code, "registry", f"The registry refuses this: {_message(reply)}")
-        return reply.content
-
 
 def _segment(name: str) -> str:
     """Return a name as one segment of a path. Raises `Refused` 404 for a name that would change the path."""
     if name in ("", ".", ".."):
         raise Refused(404, "not_found", "There is nothing here for you. Check the address.")
     return quote(name, safe="@")
-
-
-def _message(reply: httpx2.Response) -> str:
-    try:
-        return printable(str(reply.json()["error"]["message"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return f"status {reply.status_code}"

@@ -1,0 +1,251 @@
+"""Dead letters in groups: dry run, retry and discard of many at once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.dead_letter_actions import DeadLetterActions, PlannedLetter
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page, read_form, read_reason
+from headrace_console.pages.sessions import parse_position
+from headrace_console.read_model import tables
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import Row
+from headrace_console.users import User
+from headrace_runtime.clock import from_epoch_ms
+from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas import DeadLetter
+from headrace_schemas.values.text import printable
+
+PORTION = 200
+"""Letters that one request retries or discards at most."""
+PLANNED_MAX = 10_000
+_LIST_ROWS = 100
+_GROUP = ("service", "topic", "reason")
+_FORM_FIELDS = frozenset({*_GROUP, "kind", "after", "form_token"})
+_DIGITS = re.compile(r"[0-9]+")
+
+
+class DeadLetterPages:
+    """Pages of dead letters, for users who may see all tenants, because a letter may be of any tenant."""
+
+    def __init__(
+        self, templates: Templates, database: Database, records: RecordReader, actions: DeadLetterActions
+    ) -> None:
+        self._templates = templates
+        self._database = database
+        self._records = records
+        self._actions = actions
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        return [
+            Page("/dead-letters", self.groups),
+            Page("/dead-letters/group", self.group),
+            Page("/dead-letters/plan", self.plan, role="operator"),
+            Page("/dead-letters/retry", self.retry, role="operator", method="POST"),
+            Page("/dead-letters/discard", self.discard, role="operator", method="POST"),
+            Page("/dead-letters/{letter}", self.letter),
+        ]
+
+    async def groups(self, request: Request, user: User) -> Response:
+        """List the groups of letters in a state."""
+        _check_scope(user)
+        state = _state(parameters_of(request, "state"))
+        async with self._database.transaction() as tx:
+            groups = await letter_groups(tx, state)
+        return self._templates.render(
+            request,
+            user,
+            "dead_letters.html",
+            state=state,
+            states=tables.LETTER_STATES,
+            groups=[(group, _address(group, state=state), _moments(group)) for group in groups],
+            is_cut=sum(group.letters for group in groups) >= GROUPED_MAX,
+        )
+
+    async def group(self, request: Request, user: User) -> Response:
+        """List the letters of a group, the oldest first."""
+        _check_scope(user)
+        parameters = parameters_of(request, *_GROUP, "state", "after")
+        group, state = _group(parameters), _state(parameters)
+        after = parse_position(parameters["after"]) if parameters.get("after") else None
+        async with self._database.transaction() as tx:
+            rows = await letters_of(tx, group, state, after=after, limit=_LIST_ROWS + 1)
+        following = None
+        if len(rows) > _LIST_ROWS:
+            following = _address(group, state=state, after=_position(rows[_LIST_ROWS - 1]))
+        return self._templates.render(
+            request,
+            user,
+            "dead_letter_group.html",
+            group=group,
+            state=state,
+            letters=[_letter(row) for row in rows[:_LIST_ROWS]],
+            following=following,
+            plan=f"/dead-letters/plan?{urlencode(_query(group))}",
+            can_change=user.has_role("operator") and state == "open",
+        )
+
+    async def letter(self, request: Request, user: User) -> Response:
+        """Show a letter with the refused record."""
+        _check_scope(user)
+        parameters_of(request)
+        async with self._database.transaction() as tx:
+            row = await letter_of(tx, request.path_params["letter"])
+        if row is None:
+            raise NotFound
+        try:
+            event = (await self._records.read(DeadLetter.topic, [_record_position(row)])).get(_record_position(row))
+        except Unavailable:
+            event = None
+        return self._templates.render(
+            request,
+            user,
+            "dead_letter.html",
+            row=_letter(row),
+            letter=event if isinstance(event, DeadLetter) else None,
+            value=event.value.decode("utf-8", "replace") if isinstance(event, DeadLetter) else "",
+        )
+
+    async def plan(self, request: Request, user: User) -> Response:
+        """Show the result of a retry of a group, without retrying it."""
+        _check_scope(user)
+        group = _group(parameters_of(request, *_GROUP))
+        async with self._database.transaction() as tx:
+            rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
+        problems: Counter[str] = Counter()
+        retriable = 0
+        async for planned in self._actions.plan("retry", rows):
+            if planned.problem is None:
+                retriable += 1
+            else:
+                problems[_DIGITS.sub("0", planned.problem)[:200]] += 1
+        return self._templates.render(
+            request,
+            user,
+            "dead_letter_plan.html",
+            group=group,
+            letters=len(rows),
+            retriable=retriable,
+            problems=problems.most_common(20),
+            planned_max=PLANNED_MAX,
+            portion=PORTION,
+        )
+
+    async def retry(self, request: Request, user: User) -> Response:
+        """Publish the records of the next letters of a group again."""
+        group, rows = await self._next_letters(request, user)
+        planned = [letter async for letter in self._actions.plan("retry", rows)]
+        chosen = [
+            (unpack_id(letter.row["name"]), letter.row, letter.letter)
+            for letter in planned
+            if letter.problem is None and letter.letter is not None
+        ]
+        if chosen:
+            await self._actions.retry(chosen, user.name)
+        return self._result(request, user, "retry", group, planned)
+
+    async def discard(self, request: Request, user: User) -> Response:
+        """Record that the next letters of a group will not be retried."""
+        reason = await read_reason(request)
+        group, rows = await self._next_letters(request, user)
+        planned = [letter async for letter in self._actions.plan("discard", rows)]
+        if rows:
+            await self._actions.discard([(unpack_id(row["name"]), row) for row in rows], reason, user.name)
+        return self._result(request, user, "discard", group, planned, reason)
+
+    async def _next_letters(self, request: Request, user: User) -> tuple[LetterGroup, list[Row]]:
+        """Return the group of a form, and its next open letters."""
+        _check_scope(user)
+        form = await read_form(request)
+        unknown = sorted(form.keys() - _FORM_FIELDS)
+        if unknown:
+            raise Refused(400, "invalid_form", f"the form has the unknown field {printable(unknown[0][:64])!r}")
+        group = _group({**form, "reason": form.get("kind", "")})
+        after = parse_position(form["after"]) if form.get("after") else None
+        async with self._database.transaction() as tx:
+            return group, list(await letters_of(tx, group, "open", after=after, limit=PORTION))
+
+    def _result(
+        self,
+        request: Request,
+        user: User,
+        action: str,
+        group: LetterGroup,
+        planned: list[PlannedLetter],
+        reason: str = "",
+    ) -> Response:
+        held_back = [(unpack_id(letter.row["name"]), letter.problem) for letter in planned if letter.problem]
+        return self._templates.render(
+            request,
+            user,
+            "dead_letter_result.html",
+            action=action,
+            group=group,
+            changed=len(planned) - len(held_back),
+            held_back=held_back[:20],
+            held_back_number=len(held_back),
+            reason=reason,
+            after=_position(planned[-1].row) if len(planned) == PORTION else None,
+        )
+
+
+def _check_scope(user: User) -> None:
+    if user.scope.tenants is not None:
+        raise Refused(403, "tenants", "A dead letter may be of any tenant. This needs a user of all tenants.")
+
+
+def _group(values: Mapping[str, str]) -> LetterGroup:
+    missing = [name for name in _GROUP if not values.get(name)]
+    if missing:
+        raise Refused(400, "invalid_parameter", f"{missing[0]}: is required; follow a link of the page", missing[0])
+    return LetterGroup(values["service"], values["topic"], values["reason"])
+
+
+def _state(parameters: Mapping[str, str]) -> str:
+    state = parameters.get("state") or "open"
+    if state not in tables.LETTER_STATES:
+        problem = f"state: must be one of {', '.join(tables.LETTER_STATES)}"
+        raise Refused(400, "invalid_parameter", problem, "state")
+    return state
+
+
+def _query(group: LetterGroup) -> dict[str, str]:
+    return {"service": group.service, "topic": group.topic, "reason": group.reason}
+
+
+def _address(group: LetterGroup, **more: str) -> str:
+    return f"/dead-letters/group?{urlencode({**_query(group), **more})}"
+
+
+def _moments(group: LetterGroup) -> tuple[object, object]:
+    return from_epoch_ms(group.first_ms), from_epoch_ms(group.last_ms)
+
+
+def _position(row: Row) -> str:
+    return f"{row['at_ms']}.{row['id']}"
+
+
+def _record_position(row: Row) -> tuple[int, int]:
+    return row["partition"], row["log_offset"]
+
+
+def _letter(row: Row) -> dict[str, object]:
+    return {
+        "id": unpack_id(row["name"]),
+        "subject": unpack_id(row["subject"]),
+        "at": from_epoch_ms(row["at_ms"]),
+        "error": row["error"],
+        "state": tables.LETTER_STATES[row["state"]],
+    }

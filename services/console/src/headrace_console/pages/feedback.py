@@ -1,0 +1,195 @@
+"""Forms with which a reviewer scores and edits answers, and withdraws both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page, read_form
+from headrace_console.read_model import queries
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import Row
+from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.users import User
+from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Message, Turn
+from headrace_schemas.values.text import printable, storable
+
+ACTIONS = ("score", "edit", "withdraw_score", "withdraw_edit")
+_FIELDS = frozenset({"form_token", "action", "turn", "value", "text", "tool_calls", "comment"})
+_COMMENT_LENGTH_MAX = 2_000
+_ANSWER_LENGTH_MAX = 200_000
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+class FeedbackPages:
+    """Forms of feedback about a session or one of its turns, which goes through the gateway like that of any client."""
+
+    def __init__(
+        self, templates: Templates, database: Database, records: RecordReader, gateway: FeedbackClient
+    ) -> None:
+        self._templates = templates
+        self._database = database
+        self._records = records
+        self._gateway = gateway
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        path = "/s/{key}/feedback"
+        return [
+            Page(path, self.form, role="reviewer"),
+            Page(path, self.send, role="reviewer", method="POST"),
+        ]
+
+    async def form(self, request: Request, user: User) -> Response:
+        """Show the forms for a session, or for one of its turns with its answer to edit."""
+        session, turn = await self._target(request, user, parameters_of(request, "turn").get("turn", ""))
+        answer = await self._answer(turn) if turn is not None else None
+        return self._templates.render(
+            request,
+            user,
+            "feedback.html",
+            session=session,
+            turn=turn,
+            answer=answer.text if answer is not None else "",
+            tool_calls=format_tool_calls(answer) if answer is not None else "",
+            has_text=answer is not None,
+        )
+
+    async def send(self, request: Request, user: User) -> Response:
+        """Send feedback about a session, or about one of its turns."""
+        form = await read_form(request)
+        unknown = sorted(form.keys() - _FIELDS)
+        if unknown:
+            raise _refused("form", f"has the unknown field {printable(unknown[0][:64])!r}")
+        session, turn = await self._target(request, user, form.get("turn", ""))
+        reply = await self._gateway.send(user, session["tenant_name"], feedback_body(form, session, turn))
+        return self._templates.render(
+            request, user, "feedback_sent.html", session=session, turn=turn, action=form["action"], reason=reply.reason
+        )
+
+    async def _target(self, request: Request, user: User, number: str) -> tuple[Row, Row | None]:
+        """Return the session of the path, and its turn with this number unless it is empty. Raises `NotFound`."""
+        async with self._database.transaction() as tx:
+            session = await queries.session_of(tx, user.scope, request.path_params["key"])
+            if session is None:
+                raise NotFound
+            if not number:
+                return session, None
+            turn = await queries.turn_in_session(tx, session["id"], int(number)) if _NUMBER.fullmatch(number) else None
+        if turn is None:
+            raise NotFound
+        return session, turn
+
+    async def _answer(self, turn: Row) -> Message | None:
+        """Return the first answer of a turn, or None if its text has expired or the bus does not answer."""
+        position = turn["partition"], turn["log_offset"]
+        try:
+            event = (await self._records.read("turns", [position])).get(position)
+        except Unavailable:
+            return None
+        return event.choices[0].message if isinstance(event, Turn) else None
+
+
+def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> dict[str, JsonValue]:
+    """Return the body of `POST /v1/feedback` for a form.
+
+    Args:
+        form: the fields of the form.
+        session: the session.
+        turn: the turn that the feedback is about, or None for the session.
+
+    Raises:
+        Refused: 400 for a field that is missing or that has a value that is not permitted.
+    """
+    action = form.get("action", "")
+    if action not in ACTIONS:
+        raise _refused("action", f"must be one of {', '.join(ACTIONS)}")
+    comment = storable(form.get("comment", "").strip())
+    if len(comment) > _COMMENT_LENGTH_MAX:
+        raise _refused("comment", f"must have at most {_COMMENT_LENGTH_MAX:,} characters")
+    body: dict[str, JsonValue] = {"comment": comment} if comment else {}
+    if turn is not None:
+        body["response_id"] = unpack_id(turn["name"])
+    elif session["session_id"] is None or action in ("edit", "withdraw_edit"):
+        raise _refused("turn", "must be a turn of the session; only a turn has an answer to edit")
+    else:
+        body["session_id"] = session["session_id"]
+    if action == "edit":
+        return {**body, "edit": _edited_answer(form)}
+    if action == "withdraw_edit":
+        return {**body, "withdrawn": True, "kind": "edit"}
+    if turn is not None:
+        body["level"] = "turn"
+    return {**body, "withdrawn": True} if action == "withdraw_score" else {**body, "value": _score(form)}
+
+
+def format_tool_calls(message: Message) -> str:
+    """Return the tool calls of an answer as the JSON text that the form accepts, or an empty text without any."""
+    calls = []
+    for call in message.tool_calls or ():
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = call.function.arguments
+        calls.append({"name": call.function.name, "arguments": arguments})
+    return json.dumps(calls, indent=2, ensure_ascii=False) if calls else ""
+
+
+def _score(form: Mapping[str, str]) -> float:
+    try:
+        value = float(form.get("value", ""))
+    except ValueError:
+        raise _refused("value", "must be a number from 0 to 1") from None
+    if not 0 <= value <= 1:
+        raise _refused("value", "must be a number from 0 to 1")
+    return value
+
+
+def _edited_answer(form: Mapping[str, str]) -> JsonValue:
+    """Return the edited answer as a message with text, tool calls or both."""
+    text, calls = storable(form.get("text", "").replace("\r\n", "\n")), form.get("tool_calls", "").strip()
+    if max(len(text), len(calls)) > _ANSWER_LENGTH_MAX:
+        raise _refused("text", f"must have at most {_ANSWER_LENGTH_MAX:,} characters")
+    message: dict[str, JsonValue] = {"role": "assistant"}
+    if text.strip():
+        message["content"] = text
+    if calls:
+        message["tool_calls"] = _tool_calls(calls)
+    if len(message) == 1:
+        raise _refused("text", "must contain the answer, unless there are tool calls")
+    return message
+
+
+def _tool_calls(text: str) -> list[JsonValue]:
+    """Return tool calls from a JSON list of objects with `name` and `arguments`."""
+    problem = 'must be a JSON list such as [{"name": "search", "arguments": {"query": "x"}}]'
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _refused("tool_calls", problem) from None
+    if not isinstance(calls, list) or not 1 <= len(calls) <= 64:
+        raise _refused("tool_calls", problem)
+    messages: list[JsonValue] = []
+    for number, entry in enumerate(calls):
+        if not isinstance(entry, dict) or entry.keys() != {"name", "arguments"}:
+            raise _refused("tool_calls", problem)
+        name, arguments = entry["name"], entry["arguments"]
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise _refused("tool_calls", problem)
+        function: dict[str, JsonValue] = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        messages.append({"id": f"call_{number}", "type": "function", "function": function})
+    return messages
+
+
+def _refused(field: str, problem: str) -> Refused:
+    return Refused(400, "invalid_form", f"{field}: {problem}", field)

@@ -1,0 +1,36 @@
+"""HTTP calls to other services, whose refusals become refusals of the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx2
+
+from headrace_runtime.errors import Refused
+from headrace_schemas.values.text import printable
+
+_TIMEOUT_S = 10.0
+
+
+async def call(service: str, method: str, url: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
+    """Send a request to a service, and return the body of its answer.
+
+    Raises:
+        Refused: the service refuses the request, with its message, or it does not answer (503).
+    """
+    try:
+        async with httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+            reply = await client.request(method, url, headers=dict(headers), content=content)
+    except (httpx2.HTTPError, OSError) as error:
+        problem = f"The {service} does not answer at {url.partition('/v1/')[0]} ({type(error).__name__})."
+        raise Refused(503, f"{service}_away", problem) from None
+    if reply.status_code >= 400:
+        raise Refused(reply.status_code, service, f"The {service} refuses this: {_message(reply)}")
+    return reply.content
+
+
+def _message(reply: httpx2.Response) -> str:
+    try:
+        return printable(str(reply.json()["error"]["message"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"status {reply.status_code}"

@@ -1,0 +1,134 @@
+"""Dead letters in the console: a dry run foresees the result of a retry, and decisions have the name of the user."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace.topics import connected
+from headrace_operations.dead_letters import Selection, read
+from headrace_operations.dead_letters.reading import Letter, cut
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.dead_letters import dead_letter
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.wire import Record, encode
+from headrace_runtime.settings.sections import BusSettings, Common
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.blobs import BlobStore
+from tests.integration.console.test_follower import is_at_end
+from tests.support.turns import feedback
+from tests.unit.console.support import BY_PAGE, Stand, form_token
+
+GROUP = {"service": "collector", "topic": "feedback", "reason": "unknown_target"}
+
+
+@dataclass
+class Desk:
+    """A console that follows a bus with letters, and a browser of an operator."""
+
+    stand: Stand
+    bus: BusSettings
+    producer: EventProducer
+    blobs: BlobStore
+    client: httpx2.AsyncClient
+
+    async def refuse(self, number: int, *, is_valid: bool = True) -> None:
+        event = feedback(f"f{number}")
+        outgoing = await encode(event, "headrace/gateway", self.blobs)
+        value = outgoing.value if is_valid else b"{no json"
+        record = Record("feedback", 1, number, outgoing.key, value, tuple(outgoing.headers))
+        await self.producer.send(dead_letter("collector", record, "unknown_target", f"feedback {number} has no target"))
+
+    async def follow(self) -> None:
+        """Wait until the console has read all letters and decisions."""
+        common = Common(data_dir=self.stand.data_dir, bus=self.bus)
+        async with asyncio.timeout(30):
+            while not await is_at_end(common, self.stand.console.database):  # noqa: ASYNC110 (another process reads)
+                await asyncio.sleep(0.1)
+
+    async def letters(self) -> list[Letter]:
+        async with connected(self.bus.address) as connection:
+            return [letter async for letter in read(connection, Selection(), await cut(connection))]
+
+    async def post(self, path: str, **fields: str) -> str:
+        form = {"form_token": await form_token(self.client), **fields}
+        reply = await self.client.post(path, data=form, headers=BY_PAGE)
+        assert reply.status_code == 200, reply.text
+        return reply.text
+
+
+def group_form() -> dict[str, str]:
+    return {"service": GROUP["service"], "topic": GROUP["topic"], "kind": GROUP["reason"]}
+
+
+@pytest.fixture
+async def desk(own_bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
+    bus = BusSettings(address=own_bus)
+    await topics.ensure(bus)
+    stand = Stand(tmp_path, bus=bus)
+    await migrations.upgrade(stand.console.database, "headrace_console")
+    blobs = BlobStore((tmp_path / "blobs").as_uri())
+    producer = EventProducer(bus, "headrace/test", blobs)
+    await producer.start()
+    following = asyncio.create_task(stand.console.follower.run())
+    yield Desk(stand, bus, producer, blobs, await stand.signed_in("operator"))
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+    await producer.stop()
+    await stand.console.close()
+
+
+async def test_retry_of_many_letters_does_what_the_dry_run_has_foreseen(desk: Desk) -> None:
+    for number in range(230):
+        await desk.refuse(number, is_valid=number % 10 != 0)
+    await desk.follow()
+    assert ">230<" in (await desk.client.get("/dead-letters")).text
+    plan = (await desk.client.get("/dead-letters/plan", params=GROUP)).text
+    assert "207 of 230 letters would be retried" in plan
+    assert not any(letter.decisions for letter in await desk.letters())
+    first = await desk.post("/dead-letters/retry", **group_form())
+    assert "180 letters retried, 20 held back" in first
+    after = re.search(r'name="after" value="([^"]+)"', first)
+    assert after is not None
+    second = await desk.post("/dead-letters/retry", **group_form(), after=after[1])
+    assert "27 letters retried, 3 held back" in second
+    assert "last letters of the group" in second
+    letters = await desk.letters()
+    assert sum(letter.state == "retried" for letter in letters) == 207
+    assert {letter.decisions[0].by for letter in letters if letter.decisions} == {"operator"}
+    assert all((letter.letter.value == b"{no json") == (letter.state == "open") for letter in letters)
+    await desk.follow()
+    assert ">23<" in (await desk.client.get("/dead-letters")).text
+    assert "0 letters retried, 23 held back" in await desk.post("/dead-letters/retry", **group_form())
+
+
+async def test_discard_records_the_reason_and_the_user(desk: Desk) -> None:
+    for number in range(3):
+        await desk.refuse(number)
+    await desk.follow()
+    await desk.post("/dead-letters/discard", **group_form(), reason="sent by a load test")
+    await desk.follow()
+    decisions = [letter.decisions[0] for letter in await desk.letters()]
+    assert {(decision.action, decision.reason, decision.by) for decision in decisions} == {
+        ("discarded", "sent by a load test", "operator")
+    }
+    assert "No service has refused" in (await desk.client.get("/dead-letters")).text
+    assert ">3<" in (await desk.client.get("/dead-letters?state=discarded")).text
+
+
+async def test_letter_page_shows_the_refused_record(desk: Desk) -> None:
+    await desk.refuse(1, is_valid=False)
+    await desk.follow()
+    (letter,) = await desk.letters()
+    page: Any = (await desk.client.get(f"/dead-letters/{letter.id}")).text
+    assert "{no json" in page
+    assert "feedback 1 has no target" in page

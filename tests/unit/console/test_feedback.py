@@ -1,0 +1,207 @@
+"""Feedback from the console: the gateway receives the feedback of a reviewer, and the page shows its outcome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace_console.feedback_outcomes import feedback_outcomes
+from headrace_console.pages.feedback import feedback_body
+from headrace_console.sources import gateway
+from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.users import Scope, User
+from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_runtime.errors import Refused
+from headrace_schemas import Feedback, Message
+from tests.support.account_events import START
+from tests.support.migrated import make_tables
+from tests.unit.console.support import BY_PAGE, Stand, form_token
+from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
+
+PATH = f"/s/{KEY}/feedback"
+
+
+class Gateway:
+    """Stands in for the HTTP call: records the requests, and answers with `reply`."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.reply: dict[str, Any] = {"event_ids": ["e"], "feedback_id": "f"}
+
+    async def call(self, _service: str, _method: str, url: str, headers: dict[str, str], content: bytes) -> bytes:
+        self.requests.append((url, headers, json.loads(content)))
+        return json.dumps(self.reply).encode()
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Gateway:
+    stub = Gateway()
+    monkeypatch.setattr(gateway, "call", stub.call)
+    return stub
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    opened = Stand(tmp_path)
+    await make_tables(opened.console.database, "headrace_console")
+    await apply(opened, [*session_events(), *foreign_events()])
+    yield opened
+    await opened.console.close()
+
+
+async def turn_number(client: httpx2.AsyncClient) -> str:
+    return (await client.get(f"/r/{TURN_ID}")).headers["location"].partition("#t-")[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_turn", "body"),
+    [
+        ({"action": "score", "value": "0.5"}, True, {"response_id": TURN_ID, "level": "turn", "value": 0.5}),
+        (
+            {"action": "score", "value": "1", "comment": "good"},
+            False,
+            {"session_id": "s1", "value": 1.0, "comment": "good"},
+        ),
+        (
+            {"action": "edit", "text": "Ada.\r\nLovelace"},
+            True,
+            {"response_id": TURN_ID, "edit": {"role": "assistant", "content": "Ada.\nLovelace"}},
+        ),
+        ({"action": "withdraw_score"}, True, {"response_id": TURN_ID, "level": "turn", "withdrawn": True}),
+        ({"action": "withdraw_score"}, False, {"session_id": "s1", "withdrawn": True}),
+        ({"action": "withdraw_edit"}, True, {"response_id": TURN_ID, "withdrawn": True, "kind": "edit"}),
+    ],
+)
+async def test_reviewer_sends_feedback_that_the_gateway_accepts(
+    stand: Stand, stub: Gateway, fields: dict[str, str], *, of_turn: bool, body: dict[str, Any]
+) -> None:
+    client = await stand.signed_in("reviewer")
+    turn = await turn_number(client) if of_turn else ""
+    form = {"form_token": await form_token(client), "turn": turn, **fields}
+    reply = await client.post(PATH, data=form, headers=BY_PAGE)
+    assert reply.status_code == 200, reply.text
+    ((url, _, sent),) = stub.requests
+    assert url.endswith("/v1/feedback")
+    assert sent == {**body, "source": "console", "rater": "reviewer"}
+    FeedbackRequest.model_validate(sent)
+
+
+async def test_edited_tool_calls_reach_the_gateway_as_a_message(stand: Stand, stub: Gateway) -> None:
+    client = await stand.signed_in("reviewer")
+    calls = '[{"name": "look_up", "arguments": {"who": "Ada"}}]'
+    form = {"form_token": await form_token(client), "turn": await turn_number(client), "action": "edit"}
+    reply = await client.post(PATH, data={**form, "tool_calls": calls}, headers=BY_PAGE)
+    assert reply.status_code == 200, reply.text
+    request = FeedbackRequest.model_validate(stub.requests[0][2])
+    assert request.edit is not None
+    assert request.edit.tool_calls is not None
+    assert request.edit.tool_calls[0].function.arguments == '{"who": "Ada"}'
+
+
+async def test_page_states_why_feedback_trains_nothing(stand: Stand, stub: Gateway) -> None:
+    stub.reply |= {"teaches": False, "reason": "no_logprobs"}
+    client = await stand.signed_in("reviewer")
+    form = {"form_token": await form_token(client), "action": "score", "value": "1"}
+    assert "trains nothing: no logprobs" in (await client.post(PATH, data=form, headers=BY_PAGE)).text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"action": "score", "value": "2"}, 400),
+        ({"action": "score", "value": "nan"}, 400),
+        ({"action": "score"}, 400),
+        ({"action": "edit", "text": "x"}, 400),
+        ({"action": "delete"}, 400),
+        ({"action": "score", "value": "1", "rater": "ann"}, 400),
+        ({"action": "score", "value": "1", "comment": "x" * 2001}, 400),
+        ({"action": "score", "value": "1", "turn": "999"}, 404),
+        ({"action": "score", "value": "1", "turn": "x"}, 404),
+    ],
+)
+async def test_form_with_an_invalid_field_sends_nothing(
+    stand: Stand, stub: Gateway, fields: dict[str, str], status: int
+) -> None:
+    client = await stand.signed_in("reviewer")
+    reply = await client.post(PATH, data={"form_token": await form_token(client), **fields}, headers=BY_PAGE)
+    assert reply.status_code == status, reply.text
+    assert not stub.requests
+
+
+@pytest.mark.parametrize("calls", ["{", "[]", "{}", '[{"name": 1, "arguments": {}}]', '[{"name": "x"}]', "[" * 2000])
+async def test_edit_refuses_invalid_tool_calls(calls: str) -> None:
+    row = {"name": b"x" * 27}
+    with pytest.raises(Refused, match="tool_calls"):
+        feedback_body({"action": "edit", "tool_calls": calls}, {"session_id": "s"}, row)
+
+
+async def test_feedback_needs_role_form_token_and_origin(stand: Stand, stub: Gateway) -> None:
+    viewer = await stand.signed_in("viewer")
+    form = {"form_token": await form_token(viewer), "action": "score", "value": "1"}
+    assert (await viewer.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
+    assert (await viewer.get(PATH)).status_code == 403
+    reviewer = await stand.signed_in("reviewer")
+    assert (await reviewer.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
+    valid_form = {**form, "form_token": await form_token(reviewer)}
+    assert (await reviewer.post(PATH, data=valid_form, headers={"origin": "http://evil.example"})).status_code == 403
+    assert not stub.requests
+    assert (await reviewer.post(PATH, data=valid_form, headers=BY_PAGE)).status_code == 200
+
+
+async def test_read_only_console_sends_no_feedback(tmp_path: Path, stub: Gateway) -> None:
+    stand = Stand(tmp_path, read_only=True)
+    await make_tables(stand.console.database, "headrace_console")
+    await apply(stand, session_events())
+    client = await stand.signed_in("reviewer")
+    form = {"form_token": await form_token(client), "action": "score", "value": "1"}
+    assert (await client.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
+    assert not stub.requests
+    await stand.console.close()
+
+
+async def test_gateway_key_is_that_of_the_tenant(stub: Gateway) -> None:
+    client = FeedbackClient("http://gateway", {"other": "other-key"}, "internal")
+    everyone = User("ann", "reviewer", Scope(None), "")
+    await client.send(everyone, "default", {})
+    await client.send(everyone, "other", {})
+    assert [headers["authorization"] for _, headers, _ in stub.requests] == ["Bearer internal", "Bearer other-key"]
+    with pytest.raises(Refused, match="gateway_keys"):
+        await client.send(everyone, "third", {})
+    with pytest.raises(Refused):
+        await client.send(User("ann", "reviewer", Scope(frozenset({"other"})), ""), "default", {})
+    assert len(stub.requests) == 2
+
+
+def feedback(**more: Any) -> Feedback:
+    fields = {"time": START, "session_key": KEY, "session_id": "s1", "source": "console", "rater": "ann", **more}
+    return Feedback.model_validate({"feedback_id": f"f{sorted(more.items())}", **fields})
+
+
+EDIT = Message(role="assistant", content="Ada.")
+UNDONE_EDIT = feedback(msg_ids=("a",), kind="edit", withdrawn=True)
+
+
+@pytest.mark.parametrize(
+    ("events", "outcomes"),
+    [
+        ([feedback(value=1)], ["counted in the reward"]),
+        ([feedback(value=1, metric="tone")], ["not matched yet"]),
+        ([feedback(value=1), feedback(value=0)], ["superseded", "counted in the reward"]),
+        ([feedback(value=1), feedback(value=0, rater="bob")], ["counted in the reward", "counted in the reward"]),
+        ([feedback(value=1), feedback(withdrawn=True)], ["withdrawn", "in effect"]),
+        ([feedback(edit=EDIT, msg_ids=("a",)), UNDONE_EDIT], ["withdrawn", "in effect"]),
+        ([feedback(edit=EDIT, msg_ids=("a",))], ["sent to the trainer"]),
+        ([feedback(value=1, msg_ids=("b",))], ["trains nothing: eval"]),
+        ([feedback(value=1, msg_ids=("a", "b"))], ["counted in the reward"]),
+        ([feedback(value=0.25)], ["dead-lettered: unknown_target"]),
+        ([feedback(comment="x")], ["attached to the session"]),
+    ],
+)  # fmt: skip
+def test_outcome_of_feedback(events: list[Feedback], outcomes: list[str]) -> None:
+    refused = {feedback(value=0.25).event_id: "unknown_target"}
+    assert feedback_outcomes(events, counted={"console"}, untrained={"b": "eval"}, refused=refused) == outcomes
