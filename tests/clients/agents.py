@@ -16,6 +16,10 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "openai", "anthropic", "openai-agents", "pydantic-ai-slim[openai,anthropic]", "langchain", "langchain-openai",
         "langchain-anthropic", "langgraph", "instructor",
     ),
+    "assistants": (
+        "agno", "haystack-ai", "llama-index-core", "llama-index-llms-openai", "openai", "semantic-kernel",
+        "strands-agents[openai]",
+    ),
     "frameworks": ("litellm", "smolagents[openai,litellm]", "dspy", "agentscope"),
     "pydantic": ("pydantic-ai-slim[anthropic]", "anthropic<1"),
     "autogen": ("autogen-agentchat", "autogen-ext[openai]"),
@@ -79,6 +83,15 @@ def _agents(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], 
 
 def _frameworks(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
     return _python(program, *arguments, environment="frameworks")
+
+
+def _on_both_apis(name: str, package: str, program: str) -> tuple[Client, Client]:
+    """Return a framework's agent on chat completions and on Responses."""
+    return (
+        Client(f"{name}, chat", package, "assistants", _CHAT, _python(program, "chat", environment="assistants")),
+        Client(f"{name}, Responses", package, "assistants", _RESPONSES,
+               _python(program, "responses", environment="assistants")),
+    )  # fmt: skip
 
 
 def _node(program: str, *arguments: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
@@ -154,6 +167,11 @@ CLIENTS = (
            _frameworks("smolagents_agent", "code"), branches=None),
     Client("DSPy, ReAct", "dspy", "frameworks", "chat", _frameworks("dspy_react"), runs=8, branches=None),
     Client("AgentScope", "agentscope", "frameworks", _CHAT, _frameworks("agentscope_agent")),
+    *_on_both_apis("agno", "agno", "agno_agent"),
+    *_on_both_apis("Haystack", "haystack-ai", "haystack_agent"),
+    *_on_both_apis("LlamaIndex", "llama-index-core", "llamaindex_agent"),
+    *_on_both_apis("Semantic Kernel", "semantic-kernel", "semantic_kernel_agent"),
+    *_on_both_apis("Strands", "strands-agents", "strands_agent"),
     Client("AutoGen", "autogen-agentchat", "autogen", _CHAT, _python("autogen_agent", environment="autogen")),
     Client("ADK on litellm", "google-adk", "adk", _CHAT, _python("adk_agent", environment="adk")),
     Client("CrewAI", "crewai", "crewai", _CHAT, _python("crewai_crew", environment="crewai"), branches=None),

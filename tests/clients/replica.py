@@ -20,7 +20,7 @@ from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 
 CALLS = 2
 _WORD = re.compile(r"WORD-\w+")
-_TOOLS = ("search", "Read", "exec_command", "shell", "read", "read_file", "bash", "run_shell_command")
+_TOOLS = ("search", "mail-search", "Read", "exec_command", "shell", "read", "read_file", "bash", "run_shell_command")
 """Tools that the model calls, the first one that is on offer."""
 _TEMPLATE = "qwen2"
 _ASSISTANT, _END = "<|im_start|>assistant\n", "<|im_end|>"
