@@ -16,6 +16,7 @@ from headrace_console.users import Role
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.http.guard import WebGuard
 from headrace_runtime.settings.sections import BusSettings, Common, SecuritySettings
+from tests.support.migrated import make_tables
 
 ORIGIN = "http://127.0.0.1:8040"
 BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}
@@ -62,6 +63,7 @@ class Stand:
 
     async def signed_in(self, role: Role = "viewer") -> httpx2.AsyncClient:
         """Return a browser with the session of the user who has `role`."""
+        await make_tables(self.console.database, "headrace_console")
         client = self.client()
         reply = await client.post("/login", data={"token": role}, headers=BY_PAGE)
         assert reply.status_code == 303, reply.text

@@ -18,14 +18,17 @@ from headrace_console.pages.page import Page
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role, Scope
 from headrace_schemas.http.stack_access import make_login_token
+from tests.support.migrated import make_tables
 from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, form_token
 
 PACKAGE = Path(headrace_console.__file__).parent
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Stand:
-    return Stand(tmp_path)
+async def stand(tmp_path: Path) -> Stand:
+    opened = Stand(tmp_path)
+    await make_tables(opened.console.database, "headrace_console")
+    return opened
 
 
 def routes(stand: Stand) -> list[tuple[str, str]]:

@@ -78,6 +78,18 @@ async def test_list_shows_a_session_with_its_numbers(stand: Stand) -> None:
     assert "<script>alert" not in page
 
 
+async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, tenants=("default",))
+    client = await stand.signed_in()
+    assert "captured =" not in (await client.get("/")).text
+    dropped = verdict("E", TURN_ID, dropped="stale")
+    await apply(stand, [*session_events()[:3], *foreign_events(), report(dropped)])
+    for headers in ({}, {"hx-request": "true"}):
+        page = (await client.get("/", headers=headers)).text
+        assert "1 turn captured = 0 trained + 0 waiting + 1 (stale 1) dropped." in page
+    await stand.console.close()
+
+
 @pytest.mark.parametrize(
     ("query", "is_listed"),
     [

@@ -91,7 +91,7 @@ class Console:
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
         pages = [
             *login.pages(),
-            *LoopPages(templates, self._stack, registry, common, clock).pages(),
+            *LoopPages(templates, self.database, self._stack, registry, common, clock).pages(),
             *ModelPages(templates, registry).pages(),
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),

@@ -14,13 +14,16 @@ from headrace_console.flow import BatchRules, Facts, RewardRules, find_cause
 from headrace_console.learning import Learning, ScoredVersion
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import Page
+from headrace_console.read_model import queries
+from headrace_console.read_model.queries import Counts
 from headrace_console.sources.registry import RegistryReader
 from headrace_console.sources.services import StackReader, StackReport
 from headrace_console.users import User
 from headrace_runtime.clock import Clock
-from headrace_runtime.errors import Refused
+from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.settings.sections import Common, Section
+from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState
 
@@ -60,9 +63,16 @@ class LoopPages:
     """The first pages: Loop and Why."""
 
     def __init__(
-        self, templates: Templates, stack: StackReader, registry: RegistryReader, common: Common, clock: Clock
+        self,
+        templates: Templates,
+        database: Database,
+        stack: StackReader,
+        registry: RegistryReader,
+        common: Common,
+        clock: Clock,
     ) -> None:
         self._templates = templates
+        self._database = database
         self._stack = stack
         self._registry = registry
         self._clock = clock
@@ -95,8 +105,17 @@ class LoopPages:
             problem=problem,
             cause=find_cause(facts),
             facts=facts,
+            counts=await self._counts(user),
             as_of=self._clock.now(),
         )
+
+    async def _counts(self, user: User) -> Counts | None:
+        """Return the counts of the captured turns that the user may see, or None if the database does not answer."""
+        try:
+            async with self._database.transaction() as tx:
+                return await queries.counts(tx, user.scope)
+        except Unavailable:
+            return None
 
     async def flow(self, request: Request, user: User) -> Response:
         """Show why nothing is trained, and the numbers of each stage."""
