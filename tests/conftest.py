@@ -52,7 +52,7 @@ def bus(request: pytest.FixtureRequest) -> str:
 def postgres() -> Iterator[postgres_node.PostgresNode]:
     presence.need("postgres")
     # Not under pytest's folder: each start of another pytest closes that to the user that the server runs as.
-    with tempfile.TemporaryDirectory(prefix="headrace-postgres-") as folder:
+    with tempfile.TemporaryDirectory(prefix=reaper.folder_prefix("postgres")) as folder:
         node = postgres_node.PostgresNode(Path(folder), durable=False)
         node.start()
         yield node

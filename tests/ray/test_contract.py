@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-tr
 
 from headrace_runtime.settings.sections import complete
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Copy, Learner, LearnerLost
-from headrace_trainer.ray_learner import copies
+from headrace_trainer.ray_learner import learner as ray_learner
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.learner import RayLearner
 from headrace_trainer.ray_learner.ranks import Ranks
@@ -140,7 +140,7 @@ def test_ranks_write_what_one_process_writes(
     by_ranks = written(copy, tmp_path / "ranks")
     assert set(by_ranks) == {WEIGHTS, OPTIMIZER, "version/model.safetensors"}
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(copies, "marked", lambda folder: contextlib.nullcontext("another folder"))
+        elsewhere.setattr(ray_learner, "marked", lambda folder: contextlib.nullcontext("another folder"))
         assert written(copy, tmp_path / "fetched") == by_ranks
     copy.drop()
     table = settings_of(rounded_base, "main", {**more, "backend": "torch"}).model_dump(exclude={"ray"})

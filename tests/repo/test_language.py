@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.repo.compose_files import ROOT
 from tests.repo.language import LIMITS, Measures, measure
 
-ROOT = Path(__file__).parents[2]
 GROUPS = {
     "source": ("packages", "schemas", "gateway", "services"),
     "tests": ("tests",),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from headrace.client import Client
 from headrace.registry import ModelRegistry
+from tests.repo.compose_files import ROOT
 from tests.unit.cli.http_fake import HttpFake
 
-ROOT = Path(__file__).parents[2]
 CLIENTS = {"Client", "AsyncClient", "get", "post", "request", "stream"}
 CLIENTS |= {"DefaultHttpxClient", "DefaultAsyncHttpxClient"}
 LIBRARIES = {"httpx", "httpx2", "openai"}

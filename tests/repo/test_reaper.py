@@ -1,4 +1,4 @@
-"""Tests that are killed with -9 leave no server behind."""
+"""Tests that are killed with -9 leave no server and no folder of one behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_something({fixtures}, tmp_path):
     time.sleep(0.5)
     assert started[0].poll() is None
     told = pathlib.Path({told!r})
-    told.write_text("up")
+    (tmp_path / "folder").write_text({folder})
+    (tmp_path / "folder").rename(told)
     {then}
 """
 
@@ -41,7 +42,9 @@ def test_something({fixtures}, tmp_path):
 def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
     fixtures = ["embedded_bus", *([] if postgres_node.missing() else ["postgres"])]
     told = tmp_path / "told"
-    (tmp_path / "test_inner.py").write_text(INNER.format(fixtures=", ".join(fixtures), told=str(told), then=then))
+    folder = "str(postgres.folder)" if "postgres" in fixtures else "''"
+    inner_test = INNER.format(fixtures=", ".join(fixtures), told=str(told), folder=folder, then=then)
+    (tmp_path / "test_inner.py").write_text(inner_test)
     name = f"RUN_OF_{tmp_path.name}"  # finds them here, and is not what the reaper looks for
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
     inner = subprocess.Popen(
@@ -57,10 +60,13 @@ def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
         servers = " ".join(naming(name).values())
         assert "headrace_broker" in servers
         assert ("postgres" in fixtures) == ("initdb" in servers or "postgres" in servers)
+        folder = told.read_text()
+        assert folder == "" or Path(folder).is_dir()
         told.unlink()
         if status:
             inner.kill()
         assert inner.wait(60) == status
-        wait_until(lambda: not [pid for pid in naming(name) if alive(pid)], 30, "nothing remains")
+        wait_until(lambda: not [pid for pid in naming(name) if alive(pid)], 30, "no process remains")
+        wait_until(lambda: not (folder and Path(folder).exists()), 30, "no folder remains")
     finally:
         inner.kill()

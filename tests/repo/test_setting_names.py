@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from pathlib import Path
 
 from headrace_operations.supervisor.plan import installed
 from headrace_runtime.settings.reference import describe
 from headrace_runtime.settings.sections import Common, complete
+from tests.repo.compose_files import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests/attack", "tests/chaos", "tests/compose", "tests/support", "benchmarks", "examples", "deploy", "docs")
 """Tests that each `make test` runs notice it themselves, and some name a wrong setting on purpose."""
 ENDINGS = (".py", ".yml", ".yaml", ".md", ".toml")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.demo import checks, performance
+from headrace_cli.demo import performance
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_operations.jobs.held_out import list_gate_tasks
@@ -119,7 +119,7 @@ def _recipe(folder: Path, out: Path, rest: str) -> Recipe:
 
 async def _start_demo_checks(folder: Path, out: Path) -> None:
     recipe = _recipe(folder, out, "")
-    assert not checks.run(recipe.command("checks", {}), performance.command_environment(recipe))
+    assert not demo_runner.run_recipe_checks(recipe.command("checks", {}), performance.command_environment(recipe))
 
 
 async def _build_demo_base(folder: Path, out: Path) -> None:
@@ -150,7 +150,7 @@ async def test_a_users_program_sees_no_secret(start: Start, tmp_path: Path, monk
 
 
 OURS = {
-    "packages/cli/src/headrace_cli/commands/trinity_config.py",  # the trainer's converter
+    "packages/cli/src/headrace_cli/commands/trinity.py",  # the trainer's converter
     "packages/operations/src/headrace_operations/replay/program.py",  # services that read standard input
     "packages/operations/src/headrace_operations/replay/training.py",  # the trainer
     "packages/operations/src/headrace_operations/settings_reference.py",  # services that check their settings

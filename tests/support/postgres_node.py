@@ -6,6 +6,7 @@ import contextlib
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class PostgresNode:
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self._settings = () if durable else ("-c", "fsync=off")
         self.port = free_port()
-        self._folder = folder
+        self.folder = folder
         self._data = folder / "data"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,7 +75,7 @@ class PostgresNode:
             options = ["-D", str(self._data), "-U", "headrace", "-A", "trust", "--no-sync"]
             must_run([str(binaries / "initdb"), *options], user=owner)
         options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", "", *self._settings]
-        log = (self._folder / "postgres.log").open("ab")
+        log = (self.folder / "postgres.log").open("ab")
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed: it says "ready"
         self._process = subprocess.Popen(
             [str(binaries / "postgres"), *options], stdout=log, stderr=log, user=owner, group=owner
@@ -98,8 +99,9 @@ class PostgresNode:
         psutil.wait_procs(children, timeout=10)
 
     def stop(self) -> None:
+        """Shut down "fast": the mode of SIGTERM would wait for clients that have not closed their connections."""
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
@@ -109,8 +111,8 @@ class PostgresNode:
         owner = _owner()
         if owner is None:
             return
-        for folder in (self._folder, self._data):
+        for folder in (self.folder, self._data):
             os.chown(folder, owner, owner)
-        for parent in self._folder.parents:  # pytest's temporary folders are closed to other users
+        for parent in self.folder.parents:  # pytest's temporary folders are closed to other users
             if parent.owner() == "root" and str(parent).startswith("/tmp/"):
                 parent.chmod(parent.stat().st_mode | 0o011)

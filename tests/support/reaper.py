@@ -1,4 +1,5 @@
-"""What tests start ends with them, however they end: a process of its own waits for their end and kills what is left.
+"""What tests start ends with them, however they end: a process of its own waits for their end, kills what is left and
+removes the folders that `folder_prefix` names.
 
 `start` marks the environment, which everything that is started inherits, whoever starts it and however deep; so nobody
 has to register, and no thread's life is mistaken for the process's, as it is by a parent-death signal. Linux only.
@@ -7,9 +8,11 @@ has to register, and no thread's life is mistaken for the process's, as it is by
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -42,9 +45,20 @@ def start() -> None:
     os.environ[_MARK] = mark.partition("=")[2]
 
 
+def folder_prefix(name: str) -> str:
+    """Return a prefix for a folder in the system's temporary folder, which goes even if this process is killed."""
+    return f"headrace-{name}-{os.environ.get(_MARK, '')}-"
+
+
 def _main(pipe: int, mark: str) -> None:
     while os.read(pipe, 1):
         pass
+    _kill_processes(mark)
+    for folder in Path(tempfile.gettempdir()).glob(f"headrace-*-{mark.partition('=')[2]}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_processes(mark: str) -> None:
     for _ in range(_ROUNDS_MAX):
         left = _left(mark.encode())
         if not left:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.demo import agent, opponents, performance
+from headrace_cli.demo import performance, runner
 from headrace_cli.demo.performance import Performance, StackAddress
 from headrace_cli.demo.watch import Watch
 from headrace_operations.catalog import importing
@@ -26,9 +26,9 @@ from tests.support.processes import alive, wait_until
 FOR_EVER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 DEMO = """
 import asyncio, sys
-from headrace_cli.demo import agent
+from headrace_cli.demo import performance
 async def main():
-    async with agent.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
+    async with performance.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
         print(process.pid, flush=True)
         await process.wait()
 asyncio.run(main())
@@ -36,7 +36,7 @@ asyncio.run(main())
 
 
 async def test_the_agent_is_terminated_when_the_demo_ends() -> None:
-    async with agent.running_agent(FOR_EVER, {}) as process:
+    async with performance.running_agent(FOR_EVER, {}) as process:
         assert alive(process.pid)
     assert process.returncode == -15
 
@@ -45,7 +45,7 @@ async def test_it_ends_with_a_demo_that_is_cancelled() -> None:
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def demo() -> None:
-        async with agent.running_agent(FOR_EVER, {}) as process:
+        async with performance.running_agent(FOR_EVER, {}) as process:
             started.set_result(process.pid)
             await process.wait()
 
@@ -76,10 +76,10 @@ class Registry:
         self.calls: list[object] = []
         self._loads = loads
         self._clock = 0.0
-        patch.setattr(opponents, "ModelRegistry", lambda _url, who: self)
+        patch.setattr(runner, "ModelRegistry", lambda _url, who: self)
         patch.setattr(importing, "store_folder", self._stored)
         patch.setattr(importing, "register", self._register)
-        patch.setattr(opponents, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
+        patch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
 
     def __enter__(self) -> Registry:
         return self
@@ -107,7 +107,7 @@ class Registry:
 
 async def test_it_is_registered_served_and_pinned_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(monkeypatch, loads=5)
-    assert await opponents.register("url", "villager", Path("/base"), "v1.0", {"A": "b"}) == VERSION
+    assert await runner.register_opponents("url", "villager", Path("/base"), "v1.0", {"A": "b"}) == VERSION
     assert registry.calls == [
         ("stored", Path("/base"), "villager", None, {"A": "b"}),
         ("register", "v1.0", True, True),
@@ -119,7 +119,7 @@ async def test_it_is_registered_served_and_pinned_in_this_order(monkeypatch: pyt
 async def test_one_that_never_serves_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(monkeypatch, loads=None)
     with pytest.raises(StartFailed, match=f"{VERSION} does not serve after 120 s"):
-        await opponents.register("url", "villager", Path("/base"), "v1.0", {})
+        await runner.register_opponents("url", "villager", Path("/base"), "v1.0", {})
     assert registry.calls[-1] == "closed"
     assert "pin" not in [call[0] for call in registry.calls]  # type: ignore[index]
 

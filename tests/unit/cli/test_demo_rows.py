@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from headrace.errors import UsageError
-from headrace_cli.demo import checks, recipe, settled
+from headrace_cli.demo import recipe, runner, settled
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredPlays, PromisedLine, lines
 from headrace_cli.demo.report import Report, ShownTask
@@ -230,10 +230,12 @@ def test_rows_begin_with_0_and_rise(wrong: list[int]) -> None:
 
 def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
     line: dict[str, Any] = {"name": "a", "wanted": "< 1", "found": "0", "holds": True}
-    assert checks.run([sys.executable, "-c", f"print({json.dumps(json.dumps(line))})"], {}) == (PromisedLine(**line),)
+    assert runner.run_recipe_checks([sys.executable, "-c", f"print({json.dumps(json.dumps(line))})"], {}) == (
+        PromisedLine(**line),
+    )
     for program in ("print('{}')", "raise SystemExit(1)", "print('yes')"):
         with pytest.raises(StartFailed, match="the checks of the demo did not run"):
-            checks.run([sys.executable, "-c", program], {})
+            runner.run_recipe_checks([sys.executable, "-c", program], {})
 
 
 class Bus:

@@ -24,7 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from headrace_cli.commands.logs import Tail
-from headrace_cli.commands.option_groups import expand_option_groups
+from headrace_cli.commands.shared import expand_option_groups
 from headrace_cli.progress import ProgressDisplay
 from headrace_operations.supervisor.health import failed_checks
 from headrace_operations.supervisor.log_file import LogFile

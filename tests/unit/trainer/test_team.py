@@ -20,9 +20,8 @@ from torch import nn
 
 from headrace_trainer.batches.batch import Batch, Row, pack
 from headrace_trainer.learner import NotFinite, StepResult
-from headrace_trainer.ray_learner import pass_assignment
-from headrace_trainer.ray_learner.pass_assignment import budget, deal
-from headrace_trainer.ray_learner.rank_team import _merge
+from headrace_trainer.ray_learner import rank_team
+from headrace_trainer.ray_learner.rank_team import _merge, deal_passes, pass_budget
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.measures import Measures
@@ -60,10 +59,10 @@ class Member:
         self.equal = equal
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        return pass_assignment.budget(lengths, pack_tokens, self.threads.count)
+        return rank_team.pass_budget(lengths, pack_tokens, self.threads.count)
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = pass_assignment.deal(packs, lengths, self.threads.count)
+        hands = rank_team.deal_passes(packs, lengths, self.threads.count)
         own_packs = [packs[index] for index in hands[self.number]]
         return own_packs + [[]] * (max(map(len, hands)) - len(own_packs) if self.equal else 0)
 
@@ -197,21 +196,21 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=24)
 
 
 def test_the_longest_goes_first_and_to_whoever_has_least() -> None:
-    assert deal([[0], [1], [2], [3]], [5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
+    assert deal_passes([[0], [1], [2], [3]], [5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
 
 
 def test_equal_passes_go_in_turn() -> None:
-    assert deal([[0], [1], [2]], [7, 7, 7], 2) == [[0, 2], [1]]
+    assert deal_passes([[0], [1], [2]], [7, 7, 7], 2) == [[0, 2], [1]]
 
 
 def test_nothing_is_dealt_to_everybody() -> None:
-    assert deal([], [], 3) == [[], [], []]
+    assert deal_passes([], [], 3) == [[], [], []]
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 80))
 def test_each_row_is_trained_once_whoever_it_goes_to(lengths: list[int], ranks: int, pack_tokens: int) -> None:
-    packs = pack(lengths, budget(lengths, pack_tokens, ranks))
-    hands = deal(packs, lengths, ranks)
+    packs = pack(lengths, pass_budget(lengths, pack_tokens, ranks))
+    hands = deal_passes(packs, lengths, ranks)
     assert len(hands) == ranks
     assert sorted(row for hand in hands for number in hand for row in packs[number]) == list(range(len(lengths)))
 
@@ -220,7 +219,7 @@ def test_each_row_is_trained_once_whoever_it_goes_to(lengths: list[int], ranks: 
 def test_a_pass_that_holds_several_rows_stays_within_both_bounds(
     lengths: list[int], ranks: int, pack_tokens: int
 ) -> None:
-    bound = budget(lengths, pack_tokens, ranks)
+    bound = pass_budget(lengths, pack_tokens, ranks)
     assert 1 <= bound <= pack_tokens
     for rows in pack(lengths, bound):
         assert len(rows) == 1 or sum(lengths[row] for row in rows) <= bound
@@ -229,6 +228,6 @@ def test_a_pass_that_holds_several_rows_stays_within_both_bounds(
 @pytest.mark.parametrize(("ranks", "passes"), [(1, 1), (2, 2), (4, 4)])
 def test_a_small_batch_has_a_pass_for_each_rank(ranks: int, passes: int) -> None:
     lengths = [10] * 8
-    packs = pack(lengths, budget(lengths, 4096, ranks))
+    packs = pack(lengths, pass_budget(lengths, 4096, ranks))
     assert len(packs) == passes
-    assert [len(hand) for hand in deal(packs, lengths, ranks)] == [1] * ranks
+    assert [len(hand) for hand in deal_passes(packs, lengths, ranks)] == [1] * ranks

@@ -1,4 +1,7 @@
-"""Divides the turns of a session into runs. A pure function; the order of arrival makes no difference."""
+"""Divides the turns of a session into runs, and finds the side calls that are no part of its task.
+
+Pure functions; the order of arrival makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,23 @@ from headrace_collector.continuations import Contents
 from headrace_collector.facts import TurnFacts
 from headrace_collector.listings import Listing, groups_by_turn, run_ids_by_turn
 from headrace_collector.retries import superseded_turns
-from headrace_collector.side_calls import side_call_ids
+from headrace_schemas.events.trajectory import NO_TOOLS
+
+
+def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
+    """Return the ids of the side calls of a session.
+
+    The gateway's guess holds if the session has calls with tools, and if none of these begins with the message that the
+    call begins with, which is the system prompt in most cases.
+    """
+    first_messages = {turn.opening for turn in turns if turn.side_call is None}
+    return frozenset(
+        turn.turn_id
+        for turn in turns
+        if turn.side_call is not None
+        and (turn.side_call != NO_TOOLS or (first_messages and turn.opening not in first_messages))
+    )
+
 
 Label = tuple[object, ...]
 """Value that the turns of one run share."""

@@ -1,22 +1,29 @@
-"""The scorer's handlers. Their effects depend only on the event, the tables and the loaded reward functions."""
+"""The scorer's handlers. Their effects depend only on the event, the tables and the loaded reward functions.
+
+Trajectories that other programs send over Kafka are checked by the same rules as the gateway's for HTTP.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
+from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.kafka.wire import Received
 from headrace_runtime.storage.isolation import process_batch
 from headrace_runtime.stream.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
+from headrace_schemas.events.envelope import OWN_SOURCE
 from headrace_schemas.events.opinion import values_of
+from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection
 from headrace_schemas.values.sources import owner_of
-from headrace_scorer import feedback_rewards, ingest_check, ledger, store
+from headrace_scorer import feedback_rewards, ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.feedback_rewards import SOURCES_MAX
@@ -24,6 +31,40 @@ from headrace_scorer.learned.store import store_thumbs
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
+
+Lookup = Callable[[str], Awaitable[KnownModels]]
+"""Function that returns the known models, with the vocabulary of the named one. It may raise `Unavailable`."""
+
+
+async def nothing_known(_model: str) -> KnownModels:
+    """Return no models, for a scorer that does not follow the topics of models."""
+    return KnownModels()
+
+
+async def check_ingested(trajectory: Trajectory, received: Received, known_models: Lookup) -> None:
+    """Raise `InvalidEvent` if an ingested trajectory breaks a rule. Trajectories of the collector are not checked."""
+    from_headrace = received.envelope.source.startswith(OWN_SOURCE)
+    if from_headrace and trajectory.end_reason != OWN_END_REASON:
+        return
+    if not from_headrace:
+        _check_fields(received)
+    violation = find_objection(trajectory, await known_models(trajectory.model))
+    if violation is not None:
+        raise InvalidEvent(violation.code, str(violation))
+
+
+def _check_fields(received: Received) -> None:
+    """Refuse unknown fields of other producers. Producers of Headrace may be newer and have more fields."""
+    value = received.record.value
+    if value is None or received.envelope.dataref is not None:
+        return
+    try:
+        Trajectory.model_validate_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        text = f"{'.'.join(map(str, first['loc']))}: not a field of a trajectory; leave it out"
+        raise InvalidEvent("unknown_field", text) from None
+
 
 _REMATCHED_AT_ONCE_MAX = 25
 
@@ -36,7 +77,7 @@ class Scorer:
     cache: store.TrajectoryCache
     scores: ScoreStore
     scoring: Scoring
-    known_models: ingest_check.Lookup = ingest_check.nothing_known
+    known_models: Lookup = nothing_known
 
     async def on_trajectory(self, trajectory: Trajectory, handling: Handling) -> Sequence[Event]:
         """Store a trajectory, match it with earlier feedback, and start the reward functions.
@@ -45,7 +86,7 @@ class Scorer:
             InvalidEvent: the trajectory was ingested and breaks a rule for that, a turn belongs to another trajectory,
                 or another tenant has a trajectory with this id.
         """
-        await ingest_check.check(trajectory, handling.received, self.known_models)
+        await check_ingested(trajectory, handling.received, self.known_models)
         tx, now = handling.tx, handling.now
         offset, partition = handling.received.log_offset, handling.received.record.partition
         row = await store.add_trajectory(tx, now, trajectory, offset, partition, self.settings.reward_wait_s)

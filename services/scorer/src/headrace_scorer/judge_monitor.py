@@ -21,9 +21,9 @@ from headrace_schemas import Event, Trajectory
 from headrace_schemas.values.sources import fits_any
 from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement, alarm_at
-from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.schema import agreement, agreement_pairs
+from headrace_scorer.settings import DriftSettings
 
 log = get_logger(__name__)
 _LISTED_MAX = 256

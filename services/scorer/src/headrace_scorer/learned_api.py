@@ -19,10 +19,10 @@ from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
 from headrace_schemas.values.text import printable
 from headrace_scorer import judge_monitor
-from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import REWARD_MODELS
 from headrace_scorer.learned.settings import PREFIX
+from headrace_scorer.settings import DriftSettings
 
 _LISTED_MAX = 64
 

@@ -1,4 +1,4 @@
-"""The scorer's section of the settings file."""
+"""The scorer's sections of the settings file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from pydantic import Field, model_validator
 
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.registries import OrNameIn
-from headrace_runtime.settings.sections import Port, ServiceSettings
+from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
 from headrace_schemas.values.sources import fits
-from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.service import INFO
+
+
+class DriftSettings(Section):
+    """Alarm for judges that agree with people less than at first."""
+
+    judges: tuple[str, ...] = ("judge:*",)
+    """Sources that are monitored. Their values are from 0 to 1."""
+    people: tuple[str, ...] = ("feedback",)
+    """Sources that the judges are compared with. Their values are from 0 to 1."""
+    reference: Annotated[int, Field(ge=20)] = 200
+    """Number of first runs, scored by both, that determine the usual disagreement."""
+    false_alarm_rate: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
+    """Largest probability that a judge which does not drift ever raises an alarm."""
+
 
 Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 

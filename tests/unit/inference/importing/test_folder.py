@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.importing.folder import Importer
-from headrace_inference.importing.merging import merge
+from headrace_inference.importing.program import merge_adapter
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
@@ -251,7 +251,7 @@ def test_merged_answers_as_unmerged(models: Models, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = tmp_path / "merged"
-    merge(models.blobs, models.adapter.served.manifest, models.first.served.manifest, target)
+    merge_adapter(models.blobs, models.adapter.served.manifest, models.first.served.manifest, target)
     plain = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32)
     unmerged = PeftModel.from_pretrained(plain, str(models.adapter.folder)).eval()
     merged, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
@@ -271,7 +271,7 @@ def test_merged_answers_as_unmerged(models: Models, tmp_path: Path) -> None:
 
 def test_only_an_adapter_of_this_base_is_merged_into_it(models: Models, tmp_path: Path) -> None:
     with pytest.raises(VersionUnusable, match=f"{models.adapter.version} is an adapter of {models.first.version}"):
-        merge(models.blobs, models.adapter.served.manifest, models.second.served.manifest, tmp_path / "merged")
+        merge_adapter(models.blobs, models.adapter.served.manifest, models.second.served.manifest, tmp_path / "merged")
 
 
 def test_what_is_exported_is_loaded_by_transformers_and_peft(models: Models, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace_cli.commands.ranges import parse_time
 from headrace_cli.commands.shared import (
     AsJson,
     Config,
@@ -18,7 +19,6 @@ from headrace_cli.commands.shared import (
     running,
     table,
 )
-from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
     from headrace_operations.controls.kinds import Control
@@ -82,8 +82,9 @@ def controls(
     import os
     import tempfile
 
-    from headrace_operations.controls import plot, runner
     from headrace_operations.controls import recording as recorded
+    from headrace_operations.controls import report as plot
+    from headrace_operations.controls import runner
     from headrace_operations.supervisor.overrides import Overrides, parse_assignments
 
     changed = parse_assignments(settings or [])
@@ -107,7 +108,7 @@ def controls(
         with progress("reading") as tick:
             report = asyncio.run(runner.run(request, tick))
     _write_report(report, out, json=json)
-    plot.draw(report, out / "controls.png")
+    plot.draw_chart(report, out / "controls.png")
     if report.problems:
         raise typer.Exit(1)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace_cli.commands import dead_letters_printed as printed
+from headrace_cli.commands.ranges import parse_time
 from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, echo_json, progress, topic_names
-from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
     from headrace_operations.dead_letters import Letter, Plan, Selection

@@ -102,7 +102,7 @@ def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path
     """Play one seed, draw its chart and print what to do next."""
     import asyncio
 
-    from headrace_cli.demo import plot
+    from headrace_cli.demo import report as plot
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.runner import play
 
@@ -111,7 +111,7 @@ def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path
     async def finish(report: Report, stack: StackAddress) -> None:
         nonlocal reached_goal
         report.write(path)
-        has_chart = plot.draw(report, recipe.title, path.with_suffix(".png"))
+        has_chart = plot.draw_chart(report, recipe.title, path.with_suffix(".png"))
         shortfalls = report.shortfalls(options.goal)
         reached_goal = not shortfalls
         reporter.print_summary(report, shortfalls)

@@ -13,7 +13,7 @@ from headrace_cli.commands.shared import AsJson, command, console, echo_json, ru
 if TYPE_CHECKING:
     from headrace_operations.catalog.comparing import Answers, Change
     from headrace_operations.catalog.prompts import Pair
-    from headrace_operations.lineage.difference import DataDifference
+    from headrace_operations.lineage.versions import DataDifference
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
 
@@ -73,7 +73,7 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
     import asyncio
 
     from headrace.topics import connected
-    from headrace_operations.lineage.difference import compare_training_data
+    from headrace_operations.lineage.versions import compare_training_data
 
     async def read() -> DataDifference:
         async with connected(bus) as topics:

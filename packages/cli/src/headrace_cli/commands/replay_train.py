@@ -224,7 +224,7 @@ def offer(
     """
     import asyncio
 
-    from headrace_operations.replay.offering import offer as announce
+    from headrace_operations.replay.training import offer_version as announce
 
     checkpoint = asyncio.run(announce(bus_options.address, lineage, version))
     console().print(f"{checkpoint.version} is offered; follow it with `headrace models show {checkpoint.model}`")

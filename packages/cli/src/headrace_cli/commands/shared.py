@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, errors, the console."""
+"""Shared parts of the commands: options and groups of options, errors, the console."""
 
 from __future__ import annotations
 
@@ -6,19 +6,54 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
-
-from headrace_cli.commands.option_groups import expand_option_groups
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace_operations.supervisor.state import RunState, ServiceState
+
+
+def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` for typer: each parameter that is a dataclass is replaced by one parameter for each field."""
+    parameters_by_name = inspect.signature(function, eval_str=True).parameters
+    groups: dict[str, type[Any]] = {
+        name: parameter.annotation
+        for name, parameter in parameters_by_name.items()
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation)
+    }
+    if not groups:
+        return function
+
+    @wraps(function)
+    def wrapper(**values: object) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        function(**values)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in parameters_by_name.items():
+        parameters += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def _options(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[option.name]
+        )
+        for option in fields(group)
+    ]
+
 
 DataDir = Annotated[
     Path | None,

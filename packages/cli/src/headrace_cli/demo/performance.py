@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import MeasuredPlays
 from headrace_cli.demo.recipe import Goal, Recipe
@@ -22,6 +23,27 @@ from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_environment
+
+_STOP_S_MAX = 60.0
+
+
+@contextlib.asynccontextmanager
+async def running_agent(command: Sequence[str], environ: Mapping[str, str]) -> AsyncIterator[Process]:
+    """Run the agent during the block, which may wait for its end.
+
+    After the block it gets SIGTERM and time to finish.
+    """
+    process = await asyncio.create_subprocess_exec(*bound_to_parent(command), env=environ)
+    try:
+        yield process
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.wait(), _STOP_S_MAX)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
 
 _FIRST_VERSION_S_MAX = 300.0
 """Long, because an engine core of vLLM takes a minute to start on two idle CPU cores."""
@@ -161,7 +183,7 @@ class Performance:
         deadline = time.monotonic() + traffic_s_max
         summary_file = self.options.out / "agent.json"
         summary_file.unlink(missing_ok=True)  # remove the summary of an earlier row
-        async with agent.running_agent(command, command_environment(self.recipe)) as process:
+        async with running_agent(command, command_environment(self.recipe)) as process:
             with self.reporter.agent_progress(traffic_s_max) as update:
                 while process.returncode is None and time.monotonic() < deadline and not self._goal_reached():
                     update(self.watch)

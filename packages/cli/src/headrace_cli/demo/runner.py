@@ -1,4 +1,4 @@
-"""Runs a demo from the base model to the report."""
+"""Runs a demo from the base model to the report: checks without services, opponents, the course of the agent."""
 
 from __future__ import annotations
 
@@ -6,22 +6,81 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from headrace_cli.demo import checks, opponents
+from pydantic import TypeAdapter, ValidationError
+
+from headrace.registry import ModelRegistry
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays, PromisedLine
 from headrace_cli.demo.performance import Options, Performance, StackAddress, command_environment, service_environment
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
 from headrace_cli.demo.watch import Watch
+from headrace_operations.catalog import importing
 from headrace_operations.errors import StartFailed
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
+from headrace_schemas.programs.models import StoredLine
+
+_CHECKS_S_MAX = 120.0
+_LINE: TypeAdapter[PromisedLine] = TypeAdapter(PromisedLine)
+
+
+def run_recipe_checks(command: Sequence[str], environ: Mapping[str, str]) -> tuple[PromisedLine, ...]:
+    """Run the checks and return their lines, which have `name`, `wanted`, `found` and `holds`.
+
+    Raises:
+        StartFailed: the program failed or printed something else.
+    """
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, env=environ, timeout=_CHECKS_S_MAX, check=True)
+        return tuple(_LINE.validate_json(line) for line in result.stdout.splitlines() if line.strip())
+    except (subprocess.SubprocessError, ValidationError) as error:
+        raise StartFailed(f"the checks of the demo did not run: {error}") from None
+
+
+_SERVED_S_MAX = 120.0
+_POLL_S = 0.2
+_WHY = "plays beside the agent, and stays as it is"
+
+
+async def register_opponents(registry: str, name: str, folder: Path, label: str, environ: Mapping[str, str]) -> str:
+    """Register a version and return it once it is served as the pinned champion of `name`.
+
+    Args:
+        registry: URL of the registry.
+        name: model name.
+        folder: absolute path of the model.
+        label: label of the version.
+        environ: environment with the settings of the services.
+
+    Raises:
+        HeadraceError: the version could not be registered, or not served in time.
+    """
+    stored = await importing.store_folder(folder, name, None, environ)
+    await asyncio.to_thread(_pin, registry, name, label, stored)
+    return stored.version
+
+
+def _pin(registry: str, name: str, label: str, stored: StoredLine) -> None:
+    with ModelRegistry(registry, who="headrace demo") as api:
+        importing.register(api, stored, label=label, serve=True, why=_WHY)
+        _wait_champion(api, name, stored.version)
+        api.pin(name, stored.version, reason=_WHY)
+
+
+def _wait_champion(api: ModelRegistry, name: str, version: str) -> None:
+    """Wait until replicas have loaded and probed the version and it is champion."""
+    deadline = time.monotonic() + _SERVED_S_MAX
+    while (champion := api.model(name).champion) != version:
+        if time.monotonic() > deadline:
+            raise StartFailed(f"{version} does not serve after {_SERVED_S_MAX:g} s (champion: {champion})")
+        time.sleep(_POLL_S)
 
 
 async def play(
@@ -61,7 +120,7 @@ async def play(
         environ = Overrides(recipe.folder / recipe.config, all_settings, service_environment(recipe)).environ
         for name, opponent in recipe.models.items():
             with reporter.doing(f"registering {name}"):
-                await opponents.register(supervisor.url("registry"), name, Path(base), opponent.label, environ)
+                await register_opponents(supervisor.url("registry"), name, Path(base), opponent.label, environ)
         report = await perform(recipe, options, stack, reporter)
         report = replace(report, wall_s=round(time.monotonic() - began, 1))
         if finish is not None:
@@ -103,7 +162,11 @@ async def perform(recipe: Recipe, options: Options, stack: StackAddress, reporte
 
 
 def _run_checks(recipe: Recipe, options: Options) -> tuple[PromisedLine, ...]:
-    return checks.run(recipe.command("checks", options.values), command_environment(recipe)) if recipe.checks else ()
+    return (
+        run_recipe_checks(recipe.command("checks", options.values), command_environment(recipe))
+        if recipe.checks
+        else ()
+    )
 
 
 def _example(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> ShownTask | None:

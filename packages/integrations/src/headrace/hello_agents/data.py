@@ -1,4 +1,4 @@
 # mypy: implicit-reexport
-"""Public path of `headrace_integrations.hello_agents.data`."""
+"""Public path of `headrace_integrations.hello_agents.tool`."""
 
-from headrace_integrations.hello_agents.data import *
+from headrace_integrations.hello_agents.tool import *

@@ -1,4 +1,7 @@
-"""`RLTrainingTool`: actions as dictionaries, results as JSON."""
+"""`RLTrainingTool`: actions as dictionaries, results as JSON.
+
+Its data sets are registered ones, files, folders, and `gsm8k` through the package datasets.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,59 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from headrace.blocking import blocking
 from headrace.errors import UsageError
 from headrace_integrations.evaluation.evaluating import EvaluatedVersion, evaluate
-from headrace_integrations.hello_agents.data import load
 from headrace_integrations.hello_agents.parameters import PARAMETERS, REWARDS, check, trainer_settings
 from headrace_integrations.hello_agents.rewards import KINDS, RewardCallable, create_reward, reward_of_completion
 from headrace_integrations.hello_agents.rewards import accuracy as rewards_of_accuracy
+from headrace_integrations.practice.data_sets import check_rows, rows_of
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.training import train_on_tasks
 from headrace_integrations.stack import Stack, stack_for
 from headrace_integrations.stack.offline import train_rows
 from headrace_operations.accelerate_yaml import settings_of_accelerate
 from headrace_operations.arguments import real_number, whole_number
+
+FORMATS = ("sft", "rl")
+_NAMES = {"gsm8k": ("openai/gsm8k", "main")}
+_QUESTION_COLUMNS = ("question", "prompt", "problem")
+_ANSWER_COLUMNS = ("completion", "answer", "full_answer", "ground_truth")
+
+
+def load_rows(
+    dataset: str, registered: Mapping[str, Any], form: str, split: str, samples: int | None = None
+) -> list[dict[str, Any]]:
+    """Return up to `samples` rows in the columns of the tool. Raises `UsageError` for invalid rows."""
+    if form not in FORMATS:
+        raise UsageError(f"format = {form!r}: must be one of {', '.join(FORMATS)}")
+    if dataset in registered:
+        rows_of_dataset = [dict(row) for row in registered[dataset]]
+    else:
+        path, name = _NAMES.get(dataset, (dataset, None))
+        rows_of_dataset = rows_of(SimpleNamespace(path=path, name=name, split=split))
+    rows = [_row(row, form) for row in rows_of_dataset[:samples]]
+    check_rows(rows)
+    return rows
+
+
+def _row(row: Mapping[str, Any], form: str) -> dict[str, Any]:
+    question = next((row[name] for name in _QUESTION_COLUMNS if row.get(name) is not None), None)
+    answer = next((row[name] for name in _ANSWER_COLUMNS if row.get(name) is not None), None)
+    if question is None or answer is None:
+        raise UsageError(
+            f"a row has the columns {', '.join(map(str, row))}: "
+            f"must have one of {', '.join(_QUESTION_COLUMNS)} and one of "
+            f"{', '.join(_ANSWER_COLUMNS)}"
+        )
+    if form == "sft":
+        return {"prompt": str(question), "completion": str(answer), "text": f"{question}\n{answer}"}
+    truth = row.get("ground_truth", str(answer).rpartition("####")[2].strip())
+    return {"prompt": str(question), "ground_truth": str(truth), "question": str(question), "full_answer": str(answer)}
+
 
 LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
 MERGED = "merged"
@@ -214,7 +255,7 @@ class RLTrainingTool:
             raise UsageError(
                 f"split = {split!r}: the data set {dataset!r} is registered and has no splits; leave split out"
             )
-        return load(dataset, self._datasets, form, split, count)
+        return load_rows(dataset, self._datasets, form, split, count)
 
 
 async def answer(run: Run, prompt: str, temperature: float, tokens_max: int = _ANSWER_TOKENS) -> str:

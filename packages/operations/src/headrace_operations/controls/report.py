@@ -1,4 +1,4 @@
-"""Report of the controls as a table and JSON, with problems and advice.
+"""Report of the controls as a table, JSON and a chart, with problems and advice.
 
 Rewards without information can move a model a little in any direction. So shuffled and random rewards are a problem
 only if they gain more than a fifth of what the true reward gains, with the certainty of two standard errors.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from headrace_operations.controls.kinds import TRUE, Control
+from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_schemas.programs.replay import ShortRun
 from headrace_statistics.clustered_means import Mean, Score, certainty_above, difference, mean
 
@@ -170,3 +172,26 @@ def _comparison(row: Row) -> str:
     beside = "" if row.share is None else f", {row.share:.0%} of the true reward's {row.true_gain.value:+.3f}"
     limit = "0" if row.share is None else f"{SHARE_MAX:.0%} of it"
     return f"{row.gain_text}{beside}; more than {limit} with a certainty of {row.certainty:.1%}"
+
+
+def draw_chart(report: Report, path: Path) -> bool:
+    """Write a PNG; return False if matplotlib is not installed."""
+    try:
+        plt = pyplot()
+    except ImportError:
+        return False
+    figure, axes = plt.subplots(figsize=(7.2, 0.5 * len(report.rows) + 1.4), dpi=150)
+    axes.axvline(0, color=FAINT, linewidth=1)
+    for y, row in zip(range(len(report.rows))[::-1], report.rows, strict=True):
+        axes.errorbar(
+            row.gain.value * 100,
+            y,
+            xerr=200 * row.gain.error,
+            fmt="o",
+            color=LINE if row.as_expected else WRONG,
+            capsize=3,
+        )
+    axes.set_yticks(range(len(report.rows))[::-1], [row.control.name for row in report.rows])
+    axes.set_xlabel("gain over the base, points, with two standard errors", color=INK)
+    save(figure, path)
+    return True

@@ -10,9 +10,9 @@ from headrace.errors import UsageError
 from headrace.topics import Range
 from headrace_operations.jobs.job import Job
 from headrace_operations.replay import copying, runner
-from headrace_operations.replay.offering import offer
 from headrace_operations.replay.report import Report
 from headrace_operations.replay.request import Request, Source, make
+from headrace_operations.replay.training import offer_version
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
 from headrace_operations.supervisor.state import read
@@ -52,7 +52,7 @@ def replay_request(kind: str, topic_range: Range, job: Job) -> Request:
 
 async def offer_last_version(request: Request) -> None:
     """Announce the last version to the registry."""
-    await offer(request.bus, request.lineage)
+    await offer_version(request.bus, request.lineage)
 
 
 def source_topic(sources: list[str]) -> str | None:

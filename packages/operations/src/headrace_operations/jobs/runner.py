@@ -2,28 +2,70 @@
 
 A job that was killed repeats only the part that was not finished. Rows and ids follow from the files, the topic is
 filled from its present end, and the trainer resumes from its last save, so batches and weights are those of an
-uninterrupted job.
+uninterrupted job. Its bus is the configured one, that of a running `headrace up`, or an embedded broker while it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from headrace.errors import HeadraceError
 from headrace.topics import connected
-from headrace_operations.jobs.bus import open_bus
+from headrace_operations.errors import NotRunning
 from headrace_operations.jobs.check_report import CheckReport
 from headrace_operations.jobs.checking import CheckedRows, RowChecker
 from headrace_operations.jobs.filling import fill_topic
 from headrace_operations.jobs.job import Job, PreparedJob, prepare
 from headrace_operations.jobs.journal import JobJournal, lock_job
 from headrace_operations.replay import copying, training
-from headrace_operations.replay.offering import offer
+from headrace_operations.replay.training import offer_version
+from headrace_operations.supervisor import Supervisor
+from headrace_operations.supervisor.plan import installed
+from headrace_operations.supervisor.state import read
 from headrace_schemas import Checkpoint
 from headrace_schemas.programs.replay import topic_prefix
+
+_BROKER_START_S_MAX = 600.0
+"""Maximum time until the embedded broker answers. It is long, because no user waits for a job."""
+
+
+@contextlib.asynccontextmanager
+async def open_bus(prepared: PreparedJob) -> AsyncIterator[str]:
+    """Yield the address of the bus, and set it for the programs of the job.
+
+    Raises:
+        UsageError: a setting is invalid.
+        StartFailed: the embedded broker did not start.
+    """
+    address = prepared.job.bus or str(prepared.overrides.get("bus.address") or "") or _running_bus(prepared)
+    if address:
+        prepared.overrides.set("bus.address", address)
+        yield address
+        return
+    brokers = [name for name, info in installed().items() if info.is_bus]
+    # The broker's file is in the data directory, so `headrace up` and the job see each other's topics.
+    supervisor = await asyncio.to_thread(
+        Supervisor, prepared.data_dir, only=brokers, auto_ports=True, environ=prepared.overrides.environ
+    )
+    try:
+        supervisor.start()
+        await asyncio.to_thread(supervisor.wait_up, _BROKER_START_S_MAX)
+        prepared.overrides.set("bus.address", supervisor.plan.bus)
+        yield supervisor.plan.bus
+    finally:
+        await asyncio.to_thread(supervisor.stop)
+
+
+def _running_bus(prepared: PreparedJob) -> str | None:
+    try:
+        return read(prepared.data_dir).bus
+    except NotRunning:
+        return None
+
 
 Tick = Callable[[str, int, int], None]
 
@@ -74,7 +116,7 @@ async def train(prepared: PreparedJob, tick: Tick) -> JobResult:
             async with open_bus(prepared) as bus:
                 journal = await _train_lineage(prepared, journal, bus, tick)
                 if prepared.job.offer:
-                    await offer(bus, prepared.lineage, journal.version)
+                    await offer_version(bus, prepared.lineage, journal.version)
                     offered = True
         return JobResult(prepared.lineage, journal, checked, offered)
 

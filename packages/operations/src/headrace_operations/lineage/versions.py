@@ -1,16 +1,21 @@
-"""Trace of a version: the experiences that it was trained on."""
+"""Trace of a version: the experiences that it was trained on, and how they differ from another version's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.errors import UsageError
-from headrace.topics import Range
+from headrace.topics import Entry, Range
 from headrace_operations.lineage.contents import Contents, RevisionKey, TrainingPosition
-from headrace_operations.lineage.reading import Reader
 from headrace_schemas import BatchRecord, Checkpoint, Experience, TrainingMetrics
+
+
+class Reader(Protocol):
+    """Reader of the entries of a topic range: `headrace.topics.Topics`, or entries that were read before."""
+
+    def read(self, entries: Range, /) -> AsyncIterator[Entry]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +171,29 @@ def experience_fields(experience: Experience) -> dict[str, Any]:
         "reward": experience.reward,
         "parts": {part.source: part.value for part in experience.parts},
     }
+
+
+@dataclass(frozen=True, slots=True)
+class DataDifference:
+    """Number of experience revisions in one or both versions. None: no trainer reported that version."""
+
+    before_alone: int | None
+    both: int | None
+    after_alone: int | None
+
+
+async def compare_training_data(topics: Reader, before: str, after: str) -> DataDifference:
+    """Compare all experience revisions that the weights of the two versions contain."""
+    before_revisions, after_revisions = await _revisions(topics, before), await _revisions(topics, after)
+    return DataDifference(
+        before_alone=None if before_revisions is None else len(before_revisions - (after_revisions or set())),
+        both=None if before_revisions is None or after_revisions is None else len(before_revisions & after_revisions),
+        after_alone=None if after_revisions is None else len(after_revisions - (before_revisions or set())),
+    )
+
+
+async def _revisions(topics: Reader, version: str) -> set[RevisionKey] | None:
+    try:
+        return await revisions_of(topics, version)
+    except UsageError:
+        return None

@@ -1,4 +1,4 @@
-"""Runs a trainer for a replay or a job, and follows its reports on the bus."""
+"""Runs a trainer for a replay or a job, follows its reports on the bus, and offers the version to the registry."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import HeadraceError, UsageError
-from headrace.topics import Range, Topics, connected, event_of
+from headrace.producing import Outgoing, producing
+from headrace.topics import Range, Topics, connected, event_of, fetch
 from headrace_operations.replay.program import failure_reason, service_module
 from headrace_operations.replay.request import Request
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
-from headrace_schemas.programs.replay import DryRunBatch, DryRunLine
+from headrace_schemas.programs.replay import DryRunBatch, DryRunLine, topic_prefix
+from headrace_schemas.values.blobs import Manifest
 
 _POLL_INTERVAL_S = 0.5
 _USAGE = 2
@@ -122,3 +124,26 @@ async def run_trainer(
         kind = UsageError if process.returncode == _USAGE else HeadraceError
         raise kind(f"{failure_reason(lines, 'trainer')} (the log of the trainer is {log})")
     return reports
+
+
+async def offer_version(bus: str, lineage: str, version: str | None = None) -> Checkpoint:
+    """Announce a version (by default the last one) on `checkpoints`, after the base that an adapter needs.
+
+    Raises:
+        UsageError: the replay has no such version.
+    """
+    async with connected(bus) as topics:
+        versions = await checkpoints(topics, topic_prefix(lineage))
+    if not versions:
+        raise UsageError(f"lineage {lineage!r}: the replay has no version yet")
+    chosen = next((entry for entry in versions if entry.version == version), None) if version else versions[-1]
+    if chosen is None:
+        raise UsageError(
+            f"lineage {lineage!r}: has no version {version}; it has {', '.join(entry.version for entry in versions)}"
+        )
+    manifest = Manifest.model_validate_json(await asyncio.to_thread(fetch, chosen.manifest))
+    bases = [entry for entry in versions if entry.version == manifest.base]
+    async with producing(bus, "headrace-replay") as producer:
+        for checkpoint in (*bases, chosen):
+            await producer.send([Outgoing.of(checkpoint, "headrace/replay")])
+    return chosen

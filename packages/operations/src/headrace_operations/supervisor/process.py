@@ -1,10 +1,16 @@
-"""One service as a child process that is watched, restarted with increasing pauses, and stopped."""
+"""One service as a child process that is watched, restarted with increasing pauses, and stopped.
+
+The supervisor owns the listening socket of the service. A client that connects while the gateway restarts waits for the
+new process instead of being refused. Together with the usual retries of clients, a killed gateway causes only a delay.
+The socket is passed as in sd_listen_fds(3) of systemd.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -13,12 +19,39 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from headrace_operations.supervisor.health import request_health
-from headrace_operations.supervisor.listening_socket import ListeningSocket
 from headrace_operations.supervisor.log_file import LogFile, enlarge_pipe
 from headrace_operations.supervisor.plan import ServicePlan
 from headrace_operations.supervisor.state import ServiceState, Status
 from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
 from headrace_runtime.process.parent_death import bound_to_parent
+
+_BACKLOG = 2048
+
+
+class ListeningSocket:
+    """A listening socket. `open` it before each start of the service, `close` it before the service stops for good."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._listener: socket.socket | None = None
+
+    def open(self) -> int | None:
+        """Open the socket if it is not open, and return its file descriptor.
+
+        Returns:
+            None if the address is not available; the service reports the reason when it binds the address itself.
+        """
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            with contextlib.suppress(OSError):
+                self._listener = socket.create_server(self._address, family=family, backlog=_BACKLOG)
+        return self._listener.fileno() if self._listener else None
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
 
 BACKGROUND_NICENESS = 5
 """Niceness of background services above that of the others: about a third of their share of a busy processor."""

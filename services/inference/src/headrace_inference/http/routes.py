@@ -1,11 +1,12 @@
-"""HTTP interface of one replica."""
+"""HTTP interface of one replica, whose clients may disconnect at any time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -20,13 +22,60 @@ from headrace_inference.engine import Share
 from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
-from headrace_inference.http.streaming import EventStream, unless_disconnected
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
 from headrace_runtime.process import tracing
 from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER, ScoredAnswers, ScoreRequest
+
+T = TypeVar("T")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((working, disconnection), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, disconnection):
+            task.cancel()
+        await asyncio.gather(working, disconnection, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Response of server-sent events. `close` is called when the response ends, for any reason."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(send))
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 _SESSION_LENGTH_MAX = 64
 

@@ -7,12 +7,14 @@ the folder is refused, because every replica would refuse the version later.
 from __future__ import annotations
 
 import gc
+import json
+import re
 import tempfile
 from pathlib import Path
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
-from headrace_inference.importing import adapters, native
+from headrace_inference.importing import native
 from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_inference.torch_engine.engine import device_and_type
 from headrace_inference.torch_engine.loader import Loader
@@ -24,6 +26,47 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.values.blobs import File, Fingerprint, Manifest
+from headrace_schemas.values.text import read_user_text
+
+ADAPTER_CONFIG = "adapter_config.json"
+_VERSION = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}$")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether the folder contains an adapter."""
+    return (folder / ADAPTER_CONFIG).exists()
+
+
+def check_adapter(folder: Path, base: Path, manifest: Manifest) -> None:
+    """Raise `VersionUnusable` if the adapter names another base, or contains another tokenizer or chat template.
+
+    Args:
+        base: folder of the base.
+        manifest: manifest of the base.
+    """
+    try:
+        config = json.loads(read_user_text(folder / ADAPTER_CONFIG))
+        base_name = str(config.get("base_model_name_or_path") or "")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise VersionUnusable(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from None
+    if manifest.kind != "full":
+        raise VersionUnusable(f"{manifest.version} is an adapter itself; name the version that it applies to")
+    if _VERSION.match(base_name) and base_name != manifest.version:
+        raise VersionUnusable(f"{folder} is an adapter of {base_name}, not of {manifest.version}")
+    tokenizer = folder / versions.TOKENIZER_FILE
+    if tokenizer.exists() and versions.file_digest(tokenizer) != manifest.tokenizer_sha256:
+        raise VersionUnusable(f"{folder}: its {versions.TOKENIZER_FILE} is not that of its base {manifest.version}")
+    if _has_templates(folder) and versions.template_digest(folder) != versions.template_digest(base):
+        raise VersionUnusable(f"{folder}: its chat template is not that of its base {manifest.version}")
+
+
+def _has_templates(folder: Path) -> bool:
+    return any(folder.glob("*.jinja")) or "chat_template" in _text(folder / "tokenizer_config.json")
+
+
+def _text(path: Path) -> str:
+    return read_user_text(path) if path.exists() else ""
+
 
 _LINEAGE = "registered"
 _DUMMY = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
@@ -52,7 +95,7 @@ class Importer:
             return self._as_exported(folder, exported)
         if line.name is None:
             raise VersionUnusable(f"{folder} has no {MANIFEST_FILE} of an export; give the model a name")
-        manifest = self._adapter(folder, line) if adapters.is_adapter(folder) else self._full(folder, line.name)
+        manifest = self._adapter(folder, line) if is_adapter(folder) else self._full(folder, line.name)
         return self._store(folder, manifest)
 
     def _full(self, folder: Path, name: str) -> Manifest:
@@ -82,7 +125,7 @@ class Importer:
         with tempfile.TemporaryDirectory(prefix="headrace-base-") as name:
             base_manifest = versions.read_manifest(self._blobs, line.base)
             base = versions.unpack(self._blobs, base_manifest, Path(name))
-            adapters.check(folder, base, base_manifest)
+            check_adapter(folder, base, base_manifest)
             draft = Manifest(
                 name=line.name,
                 lineage=_LINEAGE,

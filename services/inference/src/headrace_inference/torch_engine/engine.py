@@ -1,4 +1,4 @@
-"""The part of the `torch` engine that runs in the event loop."""
+"""The part of the `torch` engine that runs in the event loop, and the logprobs of a given answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,32 @@ from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Unkno
 from headrace_inference.settings import TorchSettings
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch, Delivery
+from headrace_inference.torch_engine.forward import run
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.probe import probe
 from headrace_inference.torch_engine.sampler import seed_of
-from headrace_inference.torch_engine.scoring import score
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_inference.torch_engine.worker import Worker
 from headrace_schemas import Probe
 from headrace_schemas.http.replica_api import TokensToScore
 from headrace_schemas.values.blobs import Manifest
+
+
+@torch.inference_mode()
+def score_answer(model: Model, answer: TokensToScore) -> list[float]:
+    """Return the logprobs of the answer's tokens at its temperature, as sampling would report them. Blocks."""
+    prompt, sampled = list(answer.prompt_token_ids), list(answer.token_ids)
+    if not sampled or not prompt:
+        return []
+    device = model.kv_shape.device
+    ids = torch.tensor([[*prompt, *sampled]], device=device)
+    positions = torch.arange(ids.shape[1], device=device)
+    kv = model.kv_shape.zeros(1, ids.shape[1])
+    logits = run(model.module, ids, positions[None], positions, kv, keep=len(sampled) + 1)[0, :-1]
+    logprobs = (logits / answer.temperature).log_softmax(-1).gather(1, ids[0, -len(sampled) :, None])[:, 0]
+    return [float(logprob) for logprob in logprobs.cpu()]
+
 
 _MIB = 2**20
 
@@ -91,7 +107,7 @@ class TorchEngine:
         logprobs = []
         for answer in answers:
             self._limit(model, len(answer.prompt_token_ids), max(1, len(answer.token_ids)))
-            logprobs.append(await loop.run_in_executor(self._loading, score, model, answer))
+            logprobs.append(await loop.run_in_executor(self._loading, score_answer, model, answer))
         return logprobs
 
     def generate(

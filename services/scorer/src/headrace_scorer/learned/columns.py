@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headrace_scorer.learned.column import Column
-from headrace_scorer.learned.models import Features
+from headrace_scorer.learned.models import Column, Features
 
 Array = npt.NDArray[np.float64]
 COLUMNS_MAX = 48

@@ -26,8 +26,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from headrace_schemas.values.sources import fits_any
-from headrace_scorer.learned.column import Column
 from headrace_scorer.learned.models import (
+    Column,
     Features,
     FitRequirements,
     FittedModel,

@@ -1,4 +1,4 @@
-"""The team of ranks: passes are assigned by `pass_assignment`, and gradients are summed by torch.distributed.
+"""The team of ranks: passes are assigned alike in every rank, and gradients are summed by torch.distributed.
 
 Collectives must be issued in the same order by every rank, so tensors are sorted by name first: the order in which a
 dictionary was filled may differ from process to process.
@@ -6,6 +6,7 @@ dictionary was filled may differ from process to process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -14,9 +15,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace_trainer.ray_learner import pass_assignment
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.shards import is_sharded
+
+
+def pass_budget(lengths: Sequence[int], pack_tokens: int, ranks: int) -> int:
+    """Return the number of tokens of a pass, so that a small batch is divided among all ranks."""
+    return max(1, min(pack_tokens, math.ceil(sum(lengths) / ranks)))
+
+
+def deal_passes(packs: Sequence[Sequence[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of each rank's passes, in order.
+
+    The longest pass comes first. Each goes to the rank with the fewest tokens so far, the first one of several.
+    """
+    tokens = [sum(lengths[row] for row in rows) for rows in packs]
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    assigned = [0] * ranks
+    for number in sorted(range(len(packs)), key=lambda pack: (-tokens[pack], pack)):
+        rank = min(range(ranks), key=lambda candidate: (assigned[candidate], candidate))
+        hands[rank].append(number)
+        assigned[rank] += tokens[number]
+    return [sorted(hand) for hand in hands]
+
 
 _BUCKET_WEIGHTS = 1 << 25
 """Number of gradients that are summed together; a copy of that many is held meanwhile."""
@@ -32,10 +53,10 @@ class RankTeam:
         self._sharded = sharded
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        return pass_assignment.budget(lengths, pack_tokens, self._ranks)
+        return pass_budget(lengths, pack_tokens, self._ranks)
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = pass_assignment.deal(packs, lengths, self._ranks)
+        hands = deal_passes(packs, lengths, self._ranks)
         own_packs = [packs[number] for number in hands[self._rank]]
         idle = max(map(len, hands)) - len(own_packs) if self._sharded else 0
         return own_packs + [[] for _ in range(idle)]

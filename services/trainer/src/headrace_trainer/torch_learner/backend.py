@@ -28,9 +28,9 @@ def _check(settings: TrainerSettings) -> None:
 
 def _check_layout(settings: TrainerSettings) -> None:
     if settings.native.tokens:
-        from headrace_trainer.torch_learner.model import loading_report  # seconds, for torch
+        from headrace_trainer.torch_learner.model import configuration  # seconds, for torch
 
-        loading_report.check_layout(Path(settings.base))
+        configuration.check_layout(Path(settings.base))
 
 
 _OFFERS = Needs(reference=True, pairs=True, critic=True, teacher=True, hindsight=True)

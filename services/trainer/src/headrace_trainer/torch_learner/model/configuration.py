@@ -1,11 +1,17 @@
-"""Reads a model's configuration from its folder, without its weights."""
+"""Reads a model's configuration from its folder without its weights, and checks its files.
+
+The report of transformers names tensors that are missing, unexpected, of another shape or not finite.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
 
@@ -26,3 +32,46 @@ def architecture_of(config: Any) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+_SHOWN = 3
+
+
+def check_layout(folder: Path) -> None:
+    """Raise `SettingError` for weights whose names and shapes are not those of the architecture. Reads no weights."""
+    transformers_logging.disable_progress_bar()
+    try:
+        _, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            device_map="meta",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        remedy = f"is no model that transformers can load: {first_line(error)}"
+        raise SettingError("trainer.base", str(folder), remedy) from None
+    check_names(folder, info)
+
+
+def check_names(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise `SettingError` for tensors that the files lack, have too many or in another shape.
+
+    Transformers would fill missing tensors with random numbers or ones.
+    """
+    wrong = {name.removesuffix("_keys"): sorted(map(str, keys)) for name, keys in info.items() if keys}
+    if wrong:
+        problems = "; ".join(f"{name}: {', '.join(keys[:_SHOWN])}" for name, keys in sorted(wrong.items()))
+        remedy = f"its weights do not fit its architecture ({problems}); copy all files of one model"
+        raise SettingError("trainer.base", str(folder), remedy)
+
+
+def check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
+    """Raise `SettingError` for tensors that are not those of the architecture, or that are not finite."""
+    check_names(folder, info)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            remedy = f"its tensor {name} contains NaN or infinity; use the weights of an intact model"
+            raise SettingError("trainer.base", str(folder), remedy)

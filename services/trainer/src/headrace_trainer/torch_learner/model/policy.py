@@ -31,9 +31,9 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model import (
     adapters,
     attention,
+    configuration,
     cpu,
     forward,
-    loading_report,
     masters,
     norms,
     recomputing,
@@ -354,7 +354,7 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
             raise _not_packed(config_of(folder), "its code accepts only a fixed list of attentions") from None
         reason = first_line(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
-    loading_report.check_weights(folder, model, info)
+    configuration.check_weights(folder, model, info)
     return model
 
 
