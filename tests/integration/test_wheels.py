@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.repo.test_release import PROJECTS, project
+from tests.repo.test_make import PROJECTS, project
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 UV = str(Path(sys.prefix) / "bin" / "uv")

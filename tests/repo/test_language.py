@@ -1,7 +1,16 @@
-"""Source, tests, benchmarks, examples and docs code stay within the limits of plain language."""
+"""Source, tests, benchmarks, examples and docs code stay within the limits of plain language.
+
+`docs/glossary.md` names classes that exist, and retired words do not come back.
+
+`docs/pitfalls.md` names real tests, and the code says what it does instead of citing a number.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,3 +44,116 @@ def test_measures_count_what_the_rules_forbid(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text('def due(found):\n    """What is left. Return it."""\n    one = found\n', encoding="utf-8")
     assert measure([module]) == Measures(names=1000.0, headless=50.0, pronouns=200.0)
+
+
+TEXT = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([\w -]+) \| `(\w+)(?:\.(\w+))?` \| (.+) \|$", TEXT, re.MULTILINE)
+RETIRED = dict(re.findall(r"^\| (\w+) \| ([^|`]+) \|$", TEXT.partition("## Words that name nothing")[2], re.MULTILINE))
+RETIRED.pop("not", None)
+
+Defined = Mapping[str, Sequence[tuple[str, str, set[str]]]]
+"""All classes by name, each as its package, its file, and its fields and methods."""
+
+
+def _sources() -> Iterable[tuple[str, Path]]:
+    """Yield the import package and the path of each source file of the project."""
+    for init in sorted(
+        [
+            *ROOT.glob("*/src/*/__init__.py"),
+            *ROOT.glob("packages/*/src/*/__init__.py"),
+            *ROOT.glob("services/*/src/*/__init__.py"),
+        ]
+    ):
+        yield from ((init.parent.name, path) for path in sorted(init.parent.rglob("*.py")))
+
+
+def _classes() -> Defined:
+    classes: dict[str, list[tuple[str, str, set[str]]]] = defaultdict(list)
+    for package, path in _sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                names = {
+                    statement.target.id
+                    for statement in node.body
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+                }
+                names |= {
+                    statement.name
+                    for statement in node.body
+                    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+                }
+                classes[node.name].append((package, str(path.relative_to(ROOT)), names))
+    return classes
+
+
+CLASSES = _classes()
+STEMS = sorted({(package, path.stem) for package, path in _sources()})
+
+
+def retired(names: Iterable[str]) -> list[str]:
+    """Return a message for each class name or file name that contains a retired word."""
+    names_and_parts = [(name, {part.lower() for part in _parts(name)}) for name in names]
+    return [
+        f"{name}: say {instead} instead of {word}"
+        for name, parts in names_and_parts
+        for word, instead in RETIRED.items()
+        if not parts.isdisjoint({word, f"{word}s"})
+    ]
+
+
+def _parts(name: str) -> list[str]:
+    """Return the words of a name in CamelCase or snake_case, and the singular of each plural."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
+    return [*parts, *(part.removesuffix("s") for part in parts)]
+
+
+def test_no_word_is_listed_twice() -> None:
+    words = [word for word, *_ in ROWS]
+    assert len(words) > 60
+    assert len(set(words)) == len(words)
+    assert not set(words) & set(RETIRED), "a retired word is not in the glossary"
+
+
+def test_a_word_is_what_the_code_calls_it() -> None:
+    undefined = [
+        (word, name, member)
+        for word, name, member, *_ in ROWS
+        if not any(not member or member in members for _, _, members in CLASSES.get(name, ()))
+    ]
+    assert undefined == []
+
+
+def test_retired_words_do_not_come_back() -> None:
+    assert len(RETIRED) > 5
+    assert retired([*CLASSES, *(stem for _, stem in STEMS)]) == []
+
+
+def test_a_planted_retired_word_is_caught() -> None:
+    assert retired(["Rehearsal", "said_about", "ReplicaSet"]) == [
+        "Rehearsal: say dry run instead of rehearsal",
+        "said_about: say feedback set (scorer), request metadata (gateway) instead of said",
+    ]
+
+
+PAGE = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+
+
+def test_every_pitfall_names_tests_that_exist() -> None:
+    entries = re.split(r"(?m)^\d+\. \*\*", PAGE)[1:]
+    assert len(entries) == 29
+    for entry in entries:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", entry)
+        assert named, entry
+        for path, function in named:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert not function or f"def {function}(" in text, f"{path} has no {function}"
+
+
+def test_only_tests_cite_a_pitfall_by_its_number() -> None:
+    citing = []
+    for folder in ("schemas", "packages", "gateway", "services", "examples", "benchmarks"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".md", ".json", ".toml"} and "build" not in path.parts:
+                text = path.read_text(encoding="utf-8")
+                citing += [f"{path.relative_to(ROOT)}: {found}" for found in re.findall(r"(?i)pitfalls? \d+", text)]
+    assert citing == []

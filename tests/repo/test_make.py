@@ -1,14 +1,28 @@
-"""Commands of make that pages and messages name exist, and former names of targets still run what they ran."""
+"""Commands of make that pages and messages name exist, and former names of targets still run what they ran.
+
+Every service starts thin: help without heavy imports, and a clear refusal of settings that nobody would use.
+
+Metadata of the distributions: one version, what an index shows, and sizes that are counted.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+import headrace
+from headrace_runtime.kafka import topics
+from headrace_runtime.services import installed
 from tests.repo.compose_files import ROOT
+from tests.repo.sizes import sizes, tracked_files
 
 COMMAND = re.compile(
     r"(?:`make |^(?:\$ )?make (?=[a-z-]+(?: [A-Z]+=.*|\s+#.*)?$))"
@@ -63,3 +77,118 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(arguments: str) ->
     run = dry_run(*arguments.split())
     assert run.returncode == 2
     assert "gate" in run.stderr or "attack" in run.stderr
+
+
+INSTALLED = installed()
+MODULES = {name: info.module for name, info in INSTALLED.items()}
+HEAVY = ("torch", "transformers", "faust", "aiokafka", "sqlalchemy", "starlette")
+_REPORT = """
+import sys, runpy
+sys.argv = ["x", "--help"]
+try:
+    runpy.run_module("{module}", run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("HEAVY", [name for name in {heavy} if name in sys.modules])
+"""
+
+
+def test_every_service_is_announced() -> None:
+    assert {"gateway", "broker", "collector", "scorer", "judge", "trainer", "registry", "inference"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())
+def test_help_imports_nothing_heavy(module: str) -> None:
+    code = _REPORT.format(module=module, heavy=HEAVY)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert "--config" in result.stdout
+    assert result.stdout.endswith("HEAVY []\n")
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items(), ids=MODULES.keys())
+def test_an_unknown_setting_stops_the_start(name: str, module: str) -> None:
+    environ = {**os.environ, f"HEADRACE_{name.upper()}__PROT": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", module], capture_output=True, text=True, env=environ, timeout=30, check=False
+    )
+    assert result.returncode == 2
+    assert f"setting {name}.prot = 1: unknown; did you mean 'port'?" in result.stderr
+
+
+@pytest.mark.parametrize("topic", topics.catalogue().values(), ids=lambda topic: topic.name)
+def test_services_announce_the_topics_that_name_them(topic: topics.Topic) -> None:
+    readers = {name for name, info in INSTALLED.items() if topic.name in info.consumes}
+    writers = {name for name, info in INSTALLED.items() if topic.name in info.produces}
+    assert readers == INSTALLED.keys() & set(topic.consumers)
+    assert topic.producer in writers or topic.producer not in INSTALLED
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_announcement_is_light(name: str) -> None:
+    """It is imported by whoever wants to know what is installed, of every service."""
+    code = f"""
+import sys
+from headrace_runtime import services
+before = {{*sys.modules}}
+services.SERVICES.get({name!r})
+print(sorted(name for name in {{*sys.modules}} - before if name.startswith("headrace")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    module = MODULES[name]
+    assert done.stdout.strip() == str([module, f"{module}.service"])
+
+
+PROJECTS = sorted(ROOT / folder / "pyproject.toml" for folder in ("schemas", "gateway", "examples"))
+PROJECTS += sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")])
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def project(path: Path) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def test_changelog_has_a_section_for_the_version_of_the_client() -> None:
+    assert f"\n## [{headrace.__version__}] - " in CHANGELOG
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_distribution_has_the_version_and_pins_others_to_it(path: Path) -> None:
+    table = project(path)
+    assert table["version"] == headrace.__version__
+    extras = [text for texts in table.get("optional-dependencies", {}).values() for text in texts]
+    for text in (*table["dependencies"], *extras):
+        requirement = Requirement(text)
+        if requirement.name.startswith("headrace") and requirement.name != table["name"]:
+            pinned = (
+                {"", f"=={headrace.__version__}"} if requirement.extras == {"db"} else {f"=={headrace.__version__}"}
+            )
+            assert str(requirement.specifier) in pinned, text
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_distribution_has_readme_licence_urls_and_classifiers(path: Path) -> None:
+    table = project(path)
+    assert (path.parent / table["readme"]).is_file()
+    assert table["license"] == "Apache-2.0"
+    assert table["urls"].keys() == {"Documentation", "Source", "Changelog"}
+    assert "Programming Language :: Python :: 3" in table["classifiers"]
+    build = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    (licence,) = build["sdist"]["force-include"]
+    assert (path.parent / licence).samefile(ROOT / "LICENSE")
+
+
+def test_the_product_installs_no_torch_and_its_extras_add_it() -> None:
+    table = project(ROOT / "packages/headrace/pyproject.toml")
+    names = {Requirement(text).name for text in table["dependencies"]}
+    assert names.isdisjoint({"headrace-trainer", "headrace-inference", "headrace-demo"})
+    assert {"headrace-client", "headrace-cli", "headrace-gateway", "headrace-registry", "headrace-broker"} <= names
+    local = {Requirement(text).name for text in table["optional-dependencies"]["local"]}
+    assert local == {"headrace-trainer", "headrace-inference", "headrace-demo"}
+
+
+def test_sizes_are_counted_and_the_client_is_small() -> None:
+    measured = {size.name: size for size in sizes(tracked_files("HEAD"))}
+    assert all(size.value > 0 for size in measured.values())
+    for name in ("lines of the client", "targets of make", "entries at the root", "decision records"):
+        assert measured[name].holds, f"{name}: {measured[name].value:g}, {measured[name].limit}"

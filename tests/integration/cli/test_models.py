@@ -1,12 +1,21 @@
-"""Fixed models with real services: a folder is registered, served, called, named, exported, imported."""
+"""Fixed models with real services: a folder is registered, served, called, named, exported, imported.
+
+A demo goes on watching after the bus has died and is back.
+
+A base that is named on a model hub: fetched once, served, restarted without the hub, pushed, and fetched again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +23,21 @@ import httpx2
 import pytest
 
 from headrace.topics import Range, connected
-from headrace_schemas import Turn
+from headrace_cli.demo.watch import Watch
+from headrace_runtime.kafka import topics as catalogue
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.base_files import ORIGIN_FILE
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_schemas import ModelEvent, Turn
+from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.fake_hub import FakeHub
 from tests.support.headrace_up import HEADRACE, HeadraceUp, run_of
+from tests.support.ports import free_port
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.long
 SERVICES = ("broker", "gateway", "registry", "inference")
 WAIT_S = 120.0
 
@@ -93,6 +111,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         up.stop()
 
 
+@pytest.mark.long
 def test_a_folder_is_registered_served_and_called_by_its_name(stack: Stack) -> None:
     output = stack.models("register", str(stack.first), "--name", "opponent", "--version-label", "v1.0", "--serve")
     (version,) = [entry["id"] for entry in stack.versions("opponent")]
@@ -103,6 +122,7 @@ def test_a_folder_is_registered_served_and_called_by_its_name(stack: Stack) -> N
     assert (turn.model, turn.version, turn.untrained) == ("opponent", version, "registered")
 
 
+@pytest.mark.long
 def test_another_version_beside_it_and_a_pin(stack: Stack) -> None:
     stack.models("register", str(stack.second), "--name", "opponent", "--version-label", "v1.1", "--serve")
     second, first = (entry["id"] for entry in stack.versions("opponent"))
@@ -116,6 +136,7 @@ def test_another_version_beside_it_and_a_pin(stack: Stack) -> None:
     assert "trained elsewhere" in diff
 
 
+@pytest.mark.long
 def test_an_adapter_of_it_is_a_model_of_its_own_and_merged_it_is_another(stack: Stack, tmp_path: Path) -> None:
     stack.models("register", str(stack.adapter), "--name", "formal", "--base", "opponent:v1.0", "--serve")
     (adapter,) = [entry["id"] for entry in stack.versions("formal")]
@@ -128,6 +149,7 @@ def test_an_adapter_of_it_is_a_model_of_its_own_and_merged_it_is_another(stack: 
     assert "adapter-of-another" in text
 
 
+@pytest.mark.long
 def test_an_exported_version_is_imported_as_the_very_same(stack: Stack, tmp_path: Path) -> None:
     version = stack.versions("opponent")[0]["id"]
     stack.models("export", version, str(tmp_path / "exported"))
@@ -137,6 +159,7 @@ def test_an_exported_version_is_imported_as_the_very_same(stack: Stack, tmp_path
     assert "config.json is not the file that was exported" in stack.refused("import", str(tmp_path / "exported"))
 
 
+@pytest.mark.long
 def test_retired_and_collected(stack: Stack) -> None:
     (version,) = [entry["id"] for entry in stack.versions("merged")]
     assert "alias stable names it" in stack.refused("retire", "opponent", "v1.0")
@@ -148,3 +171,118 @@ def test_retired_and_collected(stack: Stack) -> None:
     log = json.loads(stack.models("audit", "merged", "--json"))["data"]
     assert [entry["action"] for entry in log] == ["collect", "retire", "register"]
     assert log[0]["who"]
+
+
+TIME = utcnow()
+
+
+def decided(decision: str, digest: str, model: str = "m", *, at_s: float = 0.0) -> ModelEvent:
+    fields = {
+        "time": TIME + timedelta(seconds=at_s),
+        "model": model,
+        "version": f"{model}@{digest * 16}",
+        "decision": decision,
+        "statistics": {"score": 0.5},
+    }
+    return ModelEvent.model_validate({"decision_id": f"{decision} {digest}", **fields})
+
+
+promoted = partial(decided, "promoted")
+
+
+async def test_it_outlives_the_bus_and_passes_over_other_models(tmp_path: Path) -> None:
+    broker = BrokerProcess(tmp_path)
+    await asyncio.to_thread(broker.start)
+    settings = BusSettings(address=broker.address)
+    await catalogue.ensure(settings)
+    watch = Watch(broker.address, "m")
+    watching = asyncio.create_task(watch.run())
+
+    async def tell(*events: ModelEvent) -> None:
+        producer = EventProducer(settings, "test", BlobStore(tmp_path.as_uri()))
+        await producer.start()
+        for event in events:
+            await producer.send(event)
+        await producer.stop()
+
+    async def seen(count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(watch.champions) < count:
+                assert not watching.done(), watching.exception()
+                watch.changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(watch.changed.wait(), 1.0)
+
+    try:
+        await tell(promoted("c", "opponent"), promoted("a"))
+        await seen(1)
+        await asyncio.to_thread(broker.kill)
+        await asyncio.sleep(2.0)  # it looks at the bus that is not there, more than once
+        await asyncio.to_thread(broker.start)
+        await tell(decided("registered", "b", at_s=1.5), promoted("b", at_s=9.0))
+        await seen(2)
+        assert watch.takeover_s == {f"m@{'b' * 16}": 7.5}
+        assert watch.champions == [f"m@{digest * 16}" for digest in "ab"]
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await asyncio.to_thread(broker.stop)
+
+
+MODEL = "my-agent"
+
+
+def run(arguments: list[str], environ: Mapping[str, str]) -> str:
+    process = subprocess.run(
+        [HEADRACE, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+        env={**os.environ, **environ},
+    )
+    assert process.returncode == 0, f"{arguments}: {process.stdout}{process.stderr}"
+    return process.stdout
+
+
+def answering_version(up: HeadraceUp) -> str:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    version: str = httpx2.post(f"{up.base_url}/chat/completions", json=body, timeout=WAIT_S).json()["model"]
+    return version
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_named_base_is_served_and_survives_the_hub(tmp_path: Path) -> None:
+    base, config, data = tiny_model.build(tmp_path / "base"), tmp_path / "headrace.toml", tmp_path / "data"
+    config.write_text("[registry]\npoll_s = 0.2\n")
+    settings = {"trainer.base": "acme/tiny", "trainer.model": MODEL}
+    home = {"HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_any"}
+    with FakeHub().running() as hub:
+        commit = hub.add("acme/tiny", base)
+        environ = {**home, "HF_ENDPOINT": hub.address}
+        up = HeadraceUp(data, config, settings, environ)
+        try:
+            up.start()
+            version = answering_version(up)
+            run(["models", "export", version, str(tmp_path / "exported"), "--data-dir", str(data)], environ)
+            pushed = run(["models", "push", version, "acme/back", "--data-dir", str(data)], environ)
+        finally:
+            up.stop()
+        exported = files_of(tmp_path / "exported")
+        assert json.loads(exported[ORIGIN_FILE]) == {"repository": "acme/tiny", "commit": commit}
+        pushed_commit = hub.repositories["acme/back"].branches["main"]
+        assert pushed_commit in pushed
+        run(["models", "pull", "acme/back", "--data-dir", str(tmp_path / "other")], environ)
+        assert files_of(tmp_path / "other/models/acme--back" / pushed_commit) == exported
+    up = HeadraceUp(data, config, settings, {**home, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"})
+    try:
+        up.start()
+        assert answering_version(up) == version
+    finally:
+        up.stop()

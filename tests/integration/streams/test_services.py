@@ -1,18 +1,31 @@
-"""The services as processes: poison on every topic, reloaded functions, and clear refusals of wrong settings."""
+"""The services as processes: poison on every topic, reloaded functions, and clear refusals of wrong settings.
+
+The bus dies and comes back: the services wait or are restarted, and no event is lost.
+
+kill -9 in the middle: every turn is in one trajectory, every trajectory has one experience, without doubles.
+
+A session of 500 calls with 100k tokens of context survives kill -9 of every service as one branch.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
 
+from benchmarks import _sessions_replica
+from benchmarks.sessions import Conversation, Stack, end_session, running, wait_for_experiences
 from headrace_runtime.kafka.wire import Outgoing
-from headrace_schemas import DeadLetter
+from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from tests.integration.streams.rig import StreamsRig, account, episode, play, rig_on
 from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import wait_healthy
 from tests.support.service_process import ServiceProcess
 
 POISON = b'{"poison": '
@@ -77,3 +90,107 @@ def test_a_reward_function_that_cannot_be_used_stops_the_start(tmp_path: Path) -
     scorer.start(ready=False)
     assert scorer.wait(60) == 2, "settings are wrong: a supervisor need not try again"
     assert "parameter weather; a reward function takes any of trajectory, feedback, context" in scorer.log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+async def test_nothing_is_lost_when_the_bus_is_killed(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    choose = random.Random(seed)
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    try:
+        async with rig_on(broker.address, tmp_path) as rig:
+            await rig.start()
+            supervisor = asyncio.create_task(rig.supervise())
+            episodes = [episode(f"{seed}-{n}", choose) for n in range(15)]
+            playing = asyncio.create_task(play(rig, episodes, choose, 3.0))
+            for _ in range(2):
+                await asyncio.sleep(0.5 + choose.random())
+                broker.kill()
+                await asyncio.sleep(choose.random())
+                await asyncio.to_thread(broker.start)
+            await playing
+            await account(rig, episodes)
+            supervisor.cancel()
+    finally:
+        broker.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+async def test_nothing_is_lost_or_doubled_when_services_are_killed(rig: StreamsRig) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    choose = random.Random(seed)
+    episodes = [episode(f"{seed}-{n}", choose, shared=f"{seed}" if n % 5 == 0 else None) for n in range(40)]
+    await rig.start()
+    playing = asyncio.create_task(play(rig, episodes, choose, 4.0))
+    for _ in range(2):
+        for name in ("collector", "scorer"):
+            await asyncio.sleep(0.3 + choose.random())
+            victim = choose.choice(rig.processes[name])
+            victim.kill()
+            victim.start(ready=False)
+    await playing
+    await account(rig, episodes)
+    assert set(rig.stop()) == {0}, "and they end cleanly when asked to"
+
+
+TURNS = 500
+OPENING_BYTES = 60_000
+MESSAGE_BYTES = 56
+CONTEXT_TOKENS = 100_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_long_session_is_trained_whole_after_each_service_was_killed(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, aiohttp.ClientSession() as http:
+        kills = {TURNS * (at + 1) // 6: kill for at, kill in enumerate(_kills(stack))}
+        agent = Conversation(stack, http, "coding", OPENING_BYTES, MESSAGE_BYTES)
+        for number in range(TURNS):
+            if number in kills:
+                await asyncio.to_thread(kills[number])
+            await agent.call(attempts=60)
+        await end_session(stack, http, "coding")
+        await wait_for_experiences(stack, ["coding"])
+        (trajectory,) = await stack.events(Trajectory.topic, ["coding"])
+        (experience,) = await stack.events(Experience.topic, ["coding"])
+        turns: list[Turn] = await stack.events(Turn.topic, ["coding"])
+        letters = await stack.view.read(DeadLetter)
+    assert letters == []
+    (branch,) = trajectory.branches
+    assert [span.turn_id for span in branch.spans] == agent.response_ids, "each answer once, in one branch"
+    assert {len(span.logprobs) for span in branch.spans} == {_sessions_replica.ANSWER_TOKENS}
+    prompt = _sessions_replica.prompt_of(agent.messages[:-1])
+    assert list(branch.token_ids) == prompt + _sessions_replica.answer_of(prompt)
+    assert len(branch.token_ids) > CONTEXT_TOKENS
+    assert experience.branch == branch, "the trainer reads the same tokens"
+    whole_turns = [turn for turn in turns if turn.extends is None]
+    assert len(whole_turns) < TURNS / 20, (
+        "whole are the first turn, the first one after the gateway's death, and key frames"
+    )
+
+
+def _kills(stack: Stack) -> list[Callable[[], None]]:
+    """Return functions that kill a process and start it again on the same data."""
+
+    def gateway() -> None:
+        stack.gateway.kill()
+        stack.gateway.start()
+        wait_healthy(stack.gateway.url)
+
+    def broker() -> None:
+        stack.broker.kill()
+        stack.broker.start()
+
+    def service(name: str) -> Callable[[], None]:
+        def restart() -> None:
+            stack.services[name].kill()
+            stack.services[name].start(ready=False)
+
+        return restart
+
+    return [service("collector"), gateway, broker, service("scorer")]

@@ -1,15 +1,26 @@
-"""The clients: requests, retries and exceptions."""
+"""The clients: requests, retries and exceptions.
+
+`blocking` runs coroutines for synchronous callers.
+
+Public names are frozen, and importing the client imports few modules.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import httpx2
 import pytest
 
+import headrace
 from headrace import ApiError, AsyncClient, Client, Unreachable
+from headrace.blocking import blocking
 from headrace.retries import Retries
 
 FAST = Retries(attempts=3, first_pause_s=0.001, pause_max_s=0.01)
@@ -217,3 +228,109 @@ async def test_feedback_names_a_value_that_is_a_word() -> None:
     async with AsyncClient("http://127.0.0.1:9") as other:
         with pytest.raises(TypeError, match=pattern):
             await other.session("run-7").feedback("good")  # type: ignore[arg-type]
+
+
+WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
+
+
+async def loop_thread_and_context() -> tuple[asyncio.AbstractEventLoop, str, str]:
+    await asyncio.sleep(0)
+    return asyncio.get_running_loop(), threading.current_thread().name, WHERE.get()
+
+
+def test_blocking_runs_all_coroutines_on_one_loop_in_the_callers_context() -> None:
+    token = WHERE.set("here")
+    try:
+        first, second = blocking(loop_thread_and_context()), blocking(loop_thread_and_context())
+    finally:
+        WHERE.reset(token)
+    assert first[0] is second[0]
+    assert first[2] == "here"
+    assert blocking(loop_thread_and_context())[2] == "nowhere"
+
+
+async def test_blocking_works_while_a_loop_is_running() -> None:
+    assert blocking(loop_thread_and_context())[0] is not asyncio.get_running_loop()
+
+
+def test_nested_blocking_does_not_deadlock() -> None:
+    async def nested() -> asyncio.AbstractEventLoop:
+        return blocking(loop_thread_and_context())[0]
+
+    async def in_a_thread() -> asyncio.AbstractEventLoop:
+        return (await asyncio.to_thread(lambda: blocking(loop_thread_and_context())))[0]
+
+    loop = blocking(loop_thread_and_context())[0]
+    assert blocking(nested()) is not loop
+    assert blocking(in_a_thread()) is loop
+
+
+def test_blocking_raises_the_error_of_the_coroutine() -> None:
+    async def fails() -> None:
+        raise ValueError("as it should")
+
+    with pytest.raises(ValueError, match="as it should"):
+        blocking(fails())
+
+
+EXPORTS = [
+    "ApiError",
+    "AsyncClient",
+    "AsyncSession",
+    "Client",
+    "HeadraceError",
+    "ModelManager",
+    "Session",
+    "Unreachable",
+]
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert sorted(headrace.__all__) == EXPORTS
+    for name in EXPORTS:
+        assert getattr(headrace, name).__name__ == name
+    assert dir(headrace) == EXPORTS
+
+
+def test_earlier_names_of_renamed_functions_and_classes_still_import() -> None:
+    from headrace_integrations import practice, shadow
+
+    assert practice.practise is practice.train_on_tasks
+    assert practice.asked is practice.call_agent
+    assert shadow.Door is shadow.TrajectorySink
+    assert shadow.HeadraceDoor is shadow.HeadraceSink
+    assert shadow.TrinityDoor is shadow.TrinitySink
+
+
+def test_one_error_tree() -> None:
+    assert issubclass(headrace.ApiError, headrace.HeadraceError)
+    assert issubclass(headrace.Unreachable, headrace.HeadraceError)
+
+
+HEAVY = {"aiokafka", "asyncio", "fsspec", "http", "httpx2", "numpy", "pydantic", "rich", "ssl", "typer"}
+"""Modules with long import times. A program imports them only where it uses them; a benchmark measures the
+seconds."""
+MODULES_MAX = 120
+"""Limit on modules of the standard library and of Headrace; about 75 today, which depends on the Python version."""
+
+
+def imported(statement: str) -> set[str]:
+    """Return the modules that a statement imports in a new interpreter."""
+    code = f"import sys; before = {{*sys.modules}}; {statement}; print(*{{*sys.modules}} - before)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
+
+
+@pytest.mark.parametrize("statement", ["import headrace", "from headrace import ApiError, Client, Session"])
+def test_importing_the_client_imports_little(statement: str) -> None:
+    names = imported(statement)
+    assert not HEAVY & names
+    assert len(names) < MODULES_MAX, sorted(names)
+
+
+def test_making_a_client_imports_no_event() -> None:
+    """An agent's program needs HTTP, but no module of the bus."""
+    names = imported("from headrace import Client; Client().session('s', task_id='t')")
+    assert "httpx2" in names
+    assert not {"pydantic", "aiokafka"} & names
+    assert not [name for name in names if name.startswith("headrace_schemas.events")]

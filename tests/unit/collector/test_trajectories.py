@@ -1,15 +1,37 @@
-"""Fields of a trajectory: names, context, left-out turns and their reasons."""
+"""Fields of a trajectory: names, context, left-out turns and their reasons.
+
+Turns that extend an earlier one: equal trajectories, small rows, and a name for every reference that fails.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
+from sqlalchemy import func, select
+
+from headrace_collector import schema, store, upkeep
 from headrace_collector.facts import turn_facts
 from headrace_collector.retries import superseded_turns
+from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import build_trajectory
-from headrace_schemas import Choice, Feedback, FunctionDefinition, Grammar, Sampling, Tool, Trajectory, Turn
-from tests.support.streams import START
-from tests.support.turns import VERSION, after, ask, feedback, said, tool, user
+from headrace_schemas import (
+    Choice,
+    DeadLetter,
+    Feedback,
+    FunctionDefinition,
+    Grammar,
+    Message,
+    Sampling,
+    Tool,
+    Trajectory,
+    Turn,
+)
+from headrace_schemas.rules.turn_history import UNRESOLVED
+from tests.support.streams import START, Bench
+from tests.support.turns import VERSION, after, ask, end, extending, feedback, said, tool, user
+from tests.unit.collector.conftest import Open, pass_time
 
 
 def assembled(
@@ -161,3 +183,192 @@ def test_tools_are_those_of_all_turns() -> None:
         ("a", "new"),
         ("b", ""),
     ]
+
+
+LOOKUP = Tool.model_validate({"type": "function", "function": {"name": "lookup"}})
+
+
+def conversation(turns: int, session: str = "s") -> list[Turn]:
+    """Return the whole turns of one conversation."""
+    whole_turns = [ask([user("the rules of the house " * 20)], "yes", session=session, tools=(LOOKUP,))]
+    for at in range(1, turns):
+        whole_turns.append(
+            ask(after(whole_turns[-1], user(f"result {at}")), "yes", session=session, at=at, tools=(LOOKUP,))
+        )
+    return whole_turns
+
+
+def chained(whole_turns: list[Turn]) -> list[Turn]:
+    """Return the turns with each one extending the one before it."""
+    return [whole_turns[0], *(extending(turn, before) for before, turn in itertools.pairwise(whole_turns))]
+
+
+async def trajectory_of(stream: Bench, turns: list[Turn]) -> Trajectory:
+    await stream.deliver(*turns, end(turns[0].session_id))
+    return stream.sent(Trajectory)[-1]
+
+
+def without_names(trajectory: Trajectory) -> str:
+    """Return a trajectory without the fields that depend on the session."""
+    names = {"trajectory_id", "session_key", "session_id", "turns_from", "time"}
+    text = trajectory.model_dump_json(exclude=names)
+    for number, turn_id in enumerate(trajectory.turn_ids):
+        text = text.replace(turn_id, str(number))
+    return text
+
+
+async def test_p2_run_of_extending_turns_has_the_trajectory_of_its_whole_turns(stream: Bench) -> None:
+    whole_turns = await trajectory_of(stream, conversation(40, "a"))
+    extended = await trajectory_of(stream, chained(conversation(40, "b")))
+    assert without_names(extended) == without_names(whole_turns)
+    assert len(extended.branches) == 1
+    assert len(extended.branches[0].spans) == 40
+    assert stream.sent(DeadLetter) == []
+
+
+async def test_collector_stores_what_a_turn_adds(stream: Bench) -> None:
+    await stream.deliver(*chained(conversation(40)))
+    row_bytes = func.length(schema.turns.c.payload) + func.length(schema.turns.c.prefixes)
+    async with stream.processor.database.transaction() as tx:
+        sizes = (await tx.execute(select(row_bytes).order_by(schema.turns.c.place))).scalars().all()
+    assert max(sizes[1:]) < 1.1 * min(sizes[1:]), sizes
+    assert sizes[-1] < sizes[0]
+
+
+async def test_facts_of_extending_turns_are_those_of_whole_turns(stream: Bench) -> None:
+    """Also where system messages, which conversations leave out, stand between shared messages."""
+    clock = Message(role="system", content="It is noon.")
+    lines: dict[str, list[Turn]] = {}
+    for name in ("a", "b"):
+        turns = [ask([clock, user("the rules of the house " * 20)], "yes", session=name)]
+        turns.append(ask([*after(turns[0]), clock, user("m")], "no", session=name, at=1))
+        turns.append(ask([*after(turns[1]), clock], "maybe", session=name, at=2))
+        turns.append(ask(after(turns[2], user("n")), "end", session=name, at=3))
+        turns.append(ask([*turns[1].messages, said("rewritten"), user("o")], "fork", session=name, at=4))
+        lines[name] = turns
+    whole_turns = lines["b"]
+    stored = [
+        whole_turns[0],
+        *(extending(turn, base) for turn, base in zip(whole_turns[1:], whole_turns, strict=False)),
+    ]
+    await stream.deliver(*lines["a"], *stored)
+    async with stream.processor.database.transaction() as tx:
+        facts = [await store.facts_of_session(tx, turns[0].session_key, 0) for turns in lines.values()]
+    for expected, fact in zip(*facts, strict=True):
+        assert list(fact.newest_prefixes()) == list(expected.newest_prefixes()) == list(reversed(expected.prefixes))
+        assert (fact.replies, fact.opening, fact.messages) == (expected.replies, expected.opening, expected.messages)
+        assert (fact.tokens, fact.order[:2]) == (expected.tokens, expected.order[:2])
+    assert sum(len(fact.prefixes) for fact in facts[1]) < sum(len(fact.prefixes) for fact in facts[0])
+
+
+async def test_forks_and_runs_of_extending_turns_stay_apart(stream: Bench) -> None:
+    """Two runs of an implied session with equal openings, both extending the same turn, and a fork in one of them."""
+    first = ask([user("q")], "call", session_source="implicit", run_id="1")
+    second = ask([user("q")], "call", session_source="implicit", run_id="2", at=1)
+    left = ask(after(first, user("a")), "left", session_source="implicit", run_id="1", at=2)
+    right = ask(after(second, user("b")), "right", session_source="implicit", run_id="2", at=3)
+    fork = ask(after(first, user("c")), "fork", session_source="implicit", run_id="1", at=4)
+    turns = [first, second, extending(left, first), extending(right, first), extending(fork, left)]
+    await stream.deliver(*turns, end())
+    runs = {frozenset(trajectory.turn_ids): trajectory for trajectory in stream.sent(Trajectory)}
+    assert set(runs) == {frozenset(t.turn_id for t in run) for run in ((first, left, fork), (second, right))}
+    assert [len(runs[frozenset({second.turn_id, right.turn_id})].branches)] == [1]
+    assert (
+        sum(len(branch.spans) for branch in runs[frozenset({first.turn_id, left.turn_id, fork.turn_id})].branches) == 3
+    )
+
+
+async def test_turn_that_extends_an_unknown_turn_is_dead_lettered_by_name(stream: Bench) -> None:
+    first, second, third = chained(conversation(3))
+    other = ask([user("q")], session="other")
+    foreign = extending(ask([user("q"), said("ok"), user("more")], session="s"), other)
+    await stream.deliver(first, third, foreign, end())
+    letters = stream.sent(DeadLetter)
+    assert {(letter.source_id, letter.reason) for letter in letters} == {
+        (third.turn_id, UNRESOLVED),
+        (foreign.turn_id, UNRESOLVED),
+    }
+    assert second.turn_id in letters[0].error
+    assert "not a turn of this session" in letters[0].error
+    assert stream.sent(Trajectory)[0].turn_ids == (first.turn_id,)
+
+
+@pytest.mark.parametrize("damage", ["digest", "tokens", "messages", "choice"])
+async def test_reference_that_does_not_fit_is_dead_lettered_alone(stream: Bench, damage: str) -> None:
+    whole_turns = conversation(4)
+    turns = chained(whole_turns)
+    reference = turns[2].extends
+    assert reference is not None
+    tokens_too_many = turns[2].usage.prompt_tokens + 7
+    changes: dict[str, dict[str, object]] = {
+        "digest": {"digest": "0" * 64},
+        "tokens": {"tokens": tokens_too_many},
+        "messages": {"messages": 99},
+        "choice": {"choice": 3},
+    }
+    damaged = turns[2].model_copy(update={"extends": reference.model_copy(update=changes[damage])})
+    if damage == "tokens":
+        counts = {"prompt_tokens": tokens_too_many + len(damaged.prompt_token_ids)}
+        damaged = damaged.model_copy(update={"usage": damaged.usage.model_copy(update=counts)})
+    await stream.deliver(turns[0], turns[1], damaged, whole_turns[3], end())
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.source_id, letter.reason) == (damaged.turn_id, UNRESOLVED)
+    (trajectory,) = stream.sent(Trajectory)
+    assert trajectory.turn_ids == (turns[0].turn_id, turns[1].turn_id, whole_turns[3].turn_id)
+
+
+async def test_turn_that_extends_a_closed_turn_is_trained_after_its_content_was_deleted(with_settings: Open) -> None:
+    whole_turns = conversation(6)
+    turns = chained(whole_turns)
+    async with with_settings(retention_s=10.0) as stream:
+        await stream.deliver(*turns[:3], end())
+        await stream.deliver(turns[3])
+        settings = CollectorSettings(retention_s=10.0)
+        stream.clock.advance(60)
+        await stream.step(lambda tx, now: upkeep.delete_old_rows(tx, now, settings))
+        await stream.deliver(*turns[4:], end(at=60))
+        _first, second = stream.sent(Trajectory)
+        assert second.turn_ids == tuple(turn.turn_id for turn in turns[3:])
+        assert second.branches[0].token_ids == whole_turns[5].prompt_token_ids + whole_turns[5].choices[0].token_ids
+        assert second.messages == (*whole_turns[5].messages, whole_turns[5].choices[0].message)
+        assert stream.sent(DeadLetter) == []
+
+
+async def test_open_turn_survives_the_end_of_the_run_that_it_extends(with_settings: Open) -> None:
+    """A turn of another run extends a turn that is closed and forgotten first."""
+    first = ask([user("q")], "call", session_source="implicit", run_id="1")
+    second = ask(after(first, user("b")), "right", session_source="implicit", run_id="2", at=3)
+    async with with_settings(retention_s=10.0) as stream:
+        await stream.deliver(first, extending(second, first))
+        await stream.deliver(feedback("s", first, ends_session=True, at=4))
+        settings = CollectorSettings(retention_s=10.0)
+        stream.clock.advance(60)
+        await stream.step(lambda tx, now: upkeep.delete_old_rows(tx, now, settings))
+        await stream.deliver(end(at=60))
+        assert [trajectory.turn_ids for trajectory in stream.sent(Trajectory)] == [(first.turn_id,), (second.turn_id,)]
+        assert stream.sent(Trajectory)[1].messages == (*second.messages, second.choices[0].message)
+        assert stream.sent(DeadLetter) == []
+
+
+async def test_long_session_of_extending_turns_is_one_trajectory(with_settings: Open) -> None:
+    """Whole turns fill a session after 20 completions here; turns that continue each other do not."""
+    async with with_settings(completions_per_session_max=20) as stream:
+        await stream.deliver(*conversation(50, "whole"), end("whole"))
+        limited = [trajectory.end_reason for trajectory in stream.sent(Trajectory)]
+        await stream.deliver(*chained(conversation(50, "extended")), end("extended"))
+        extended = stream.sent(Trajectory)[len(limited) :]
+        assert limited == ["limit", "limit", "end_call"]
+        assert [
+            (trajectory.end_reason, len(trajectory.branches), len(trajectory.turn_ids)) for trajectory in extended
+        ] == [("end_call", 1, 50)]
+        forks = ask([user("q")], session="forks")
+        lines = [ask(after(forks, user(f"m{at}")), session="forks", at=at) for at in range(1, 30)]
+        await stream.deliver(forks, *(extending(turn, forks) for turn in lines))
+        assert stream.sent(Trajectory)[-1].end_reason == "limit", "forks need a branch each"
+
+
+async def test_idle_session_of_extending_turns_is_closed(stream: Bench) -> None:
+    await stream.deliver(*chained(conversation(3)))
+    await pass_time(stream, 301.0)
+    await pass_time(stream, 1.0)
+    assert [trajectory.end_reason for trajectory in stream.sent(Trajectory)] == ["idle"]

@@ -1,3 +1,5 @@
+"""The e-mail agent: its loop, how it is evaluated, and what a run is worth."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,13 +12,18 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from email_agent import agent
+from email_agent import agent, evaluate, rewards, typed
 from email_agent.mailbox import Mailbox
 from email_agent.react import TURNS_MAX, play
-from email_agent.tasks import Kind
+from email_agent.tasks import Kind, tasks
 from email_agent.tools import Mailtools
-from tests.support.fake_llm import FakeLLM, Reply, completion, status
+from email_agent.warm_up import Schedule, conversations
+from headrace_registry.gate.gate import Gate, GateFailed
+from headrace_registry.settings import GateSettings
+from headrace_schemas import Dialogue, Message, Trajectory
+from tests.support.fake_llm import Behaviour, FakeLLM, Reply, completion, status
 from tests.support.headrace_in_memory import Headrace
+from tests.support.trajectories import closed
 
 from .clerk_server import Clerk, clueless
 
@@ -103,3 +110,193 @@ def test_against_any_other_server_it_works_and_says_what_failed(
     assert (summary["tasks"], summary["accepted"], summary["calls"]) == (7, 6, 19)
     assert (summary["failed_requests"], summary["feedback_taken"]) == (1, False)
     assert "7 questions, 86% of the answers accepted, 19 model calls" in capsys.readouterr().out
+
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+VERSION, OTHER = "email-agent@0123456789abcdef", "email-agent@fedcba9876543210"
+
+
+def run(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    given = {"base-url": llm.base_url, "model": "email-agent@0123456789abcdef", "seed": 1, "concurrency": 4, **options}
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
+    evaluate.main()
+
+
+@pytest.fixture
+def clerk(box: Mailbox, tools: Mailtools) -> Behaviour:
+    return Clerk(box, tools)
+
+
+def test_it_prints_a_line_per_audit_task(
+    box: Mailbox, clerk: Behaviour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeLLM(clerk) as llm:
+        run(llm, monkeypatch, tasks=24)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["score"] for line in lines] == [1] * 24
+    assert {line["task"] for line in lines} <= {task.id for task in tasks(box, "audit")}
+    assert {line["calls"] for line in lines} == {3}
+
+
+async def test_the_gate_tells_it_what_to_play(box: Mailbox, clerk: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    with FakeLLM(clerk) as llm:
+        program = ("{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--gate", "--seed", "1")
+        async with Gate(GateSettings(command=program, base_url=llm.base_url)).session() as court:
+            assert set(court.tasks.gate) <= {task.id for task in tasks(box, "gate")}
+            assert set(court.tasks.audit) <= {task.id for task in tasks(box, "audit")}
+            assert (len(court.tasks.gate), len(court.tasks.audit)) == (96, 96)
+            asked = [court.play(version, court.tasks.gate[0], 7) for version in (VERSION, OTHER)]
+            assert await asyncio.gather(*asked) == [1.0, 1.0]
+        turns = {(version, 7 * TURNS_MAX + turn) for version in (VERSION, OTHER) for turn in range(3)}
+        assert {(call.body["model"], call.body["seed"]) for call in llm.calls} == turns, "a seed of its own for each"
+        llm.then(status(400))
+        with pytest.raises(GateFailed, match=r"status 1: 1 tasks could not be played.*BadRequestError"):
+            async with Gate(GateSettings(command=program, base_url=llm.base_url)).session() as court:
+                await court.play(VERSION, court.tasks.audit[0], 7)
+
+
+def test_every_call_is_marked_as_evaluation_of_that_version(clerk: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeLLM(clerk) as llm:
+        run(llm, monkeypatch, tasks=6)
+    assert {call.headers["x-headrace-purpose"] for call in llm.calls} == {"eval"}
+    assert {call.body["model"] for call in llm.calls} == {"email-agent@0123456789abcdef"}
+    assert {call.body["temperature"] for call in llm.calls} == {1.0}
+    assert len({call.headers["x-session-id"] for call in llm.calls}) == 6
+
+
+def test_the_questions_depend_on_the_seed_alone(
+    box: Mailbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    for seed in (1, 1, 2):
+        with FakeLLM(clueless()) as llm:
+            run(llm, monkeypatch, tasks=12, seed=seed)
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {line["score"] for line in lines} == {0}
+        asked.append({line["task"] for line in lines})
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_a_task_that_could_not_be_played_has_no_score_and_fails_the_evaluation(
+    clerk: Behaviour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeLLM(clerk) as llm:
+        llm.then(status(400))
+        with pytest.raises(SystemExit, match=r"1 tasks could not be played.*BadRequestError"):
+            run(llm, monkeypatch, tasks=6)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+EXPECTED: dict[str, object] = {"expected": "Anna Berg"}
+ASKED = {"role": "user", "content": "Who wrote last about harbor budget?"}
+
+
+def called(name: str, argument: str, result: str) -> list[dict[str, Any]]:
+    function = {"name": name, "arguments": json.dumps({"thread": argument})}
+    calls = [{"id": name, "type": "function", "function": function}]
+    return [
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": name, "content": result},
+    ]
+
+
+def trajectory(*messages: dict[str, Any]) -> Trajectory:
+    spoken = tuple(Message.model_validate(message) for message in (ASKED, *messages))
+    return closed(dialogues=(Dialogue(messages=spoken),))
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+SEARCHED = called("search_mail", "harbor budget", "a1 Ben Stone: harbor budget")
+LISTED = called("list_thread", "a1", "Anna Berg\nBen Stone")
+GOOD = trajectory(*SEARCHED, *LISTED, said("Anna Berg"))
+
+
+def test_a_good_run_is_good_in_every_respect() -> None:
+    assert rewards.answer(GOOD, EXPECTED) == 1.0
+    assert rewards.evidence(GOOD, EXPECTED) == 1.0
+    assert rewards.tool_use(GOOD) == 1.0
+
+
+@pytest.mark.parametrize("text", ["anna berg.", " Anna  Berg\n", '"Anna Berg"'])
+def test_case_space_and_punctuation_do_not_matter(text: str) -> None:
+    assert rewards.answer(trajectory(*SEARCHED, *LISTED, said(text)), EXPECTED) == 1.0
+
+
+@pytest.mark.parametrize("text", ["Ben Stone", "", "Anna", "Anna Berg or Ben Stone", "AnnaBerg", "unknown"])
+def test_anything_else_is_wrong(text: str) -> None:
+    assert rewards.answer(trajectory(*SEARCHED, *LISTED, said(text)), EXPECTED) == 0.0
+
+
+def test_a_run_without_an_answer_is_wrong_but_keeps_its_evidence() -> None:
+    stopped = trajectory(*SEARCHED, *LISTED)
+    assert rewards.answer(stopped, EXPECTED) == 0.0
+    assert rewards.evidence(stopped, EXPECTED) == 1.0
+
+
+def test_evidence_is_what_tools_showed_not_what_the_model_said() -> None:
+    guessed = trajectory(*SEARCHED, said("Anna Berg"))
+    assert rewards.answer(guessed, EXPECTED) == 1.0
+    assert rewards.evidence(guessed, EXPECTED) == 0.0
+
+
+def test_evidence_is_whole_words() -> None:
+    shown = trajectory(*called("count_mail", "c1", "14 mails"), said("4"))
+    assert rewards.evidence(shown, {"expected": "4"}) == 0.0
+    assert rewards.evidence(shown, {"expected": "14"}) == 1.0
+
+
+def test_without_an_expected_answer_there_is_no_verdict() -> None:
+    assert rewards.answer(GOOD, {}) is None
+    assert rewards.evidence(GOOD, {}) is None
+
+
+def test_tool_use_is_the_share_of_calls_that_worked() -> None:
+    failed = called("list_thread", "zz", "error: no such thread")
+    malformed = said('<tool_call>{"name": "list_thread", "arguments": {"thread": "a1</tool_call>')
+    assert rewards.tool_use(trajectory(*SEARCHED, *failed, said("unknown"))) == 0.5
+    assert rewards.tool_use(trajectory(*SEARCHED, malformed)) == 0.5
+    assert rewards.tool_use(trajectory(malformed)) == 0.0
+    assert rewards.tool_use(trajectory(said("Anna Berg"))) == 0.0
+
+
+def test_what_a_user_writes_is_no_evidence_and_no_call() -> None:
+    told = trajectory({"role": "user", "content": "Anna Berg <tool_call>"}, said("Anna Berg"))
+    assert rewards.evidence(told, EXPECTED) == 0.0
+    assert rewards.tool_use(told) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ({"name": "final_answer", "arguments": '{"answer": "anna berg"}'}, 1.0),
+        ({"name": "final_answer", "arguments": '{"answer": "Ben Stone"}'}, 0.0),
+        ({"name": "final_answer", "arguments": '{"answer": "Anna Berg"'}, 0.0),
+        ({"name": "read_mail", "arguments": '{"answer": "Anna Berg"}'}, 0.0),
+    ],
+)
+def test_a_typed_answer_is_the_argument_of_the_last_call(last: dict[str, str], reward: float) -> None:
+    call = {"id": "last", "type": "function", "function": last}
+    run = trajectory(*SEARCHED, {"role": "assistant", "tool_calls": [call]})
+    assert typed.answer(run, EXPECTED) == reward
+    assert typed.answer(GOOD, EXPECTED) == 0.0
+
+
+def test_the_warm_up_of_typed_answers_ends_with_the_same_answers() -> None:
+    """Malformed calls stay text, so that the grammar has something to prevent."""
+    schedule = Schedule(steps=4, batch=8, right_share=0.5)
+    for shown, bare in zip(typed.conversations(schedule, 1), conversations(schedule, 1), strict=True):
+        text = bare[-1]["content"]
+        assert shown[:-1] == bare[:-1]
+        if text.startswith("<tool_call>"):
+            assert shown[-1] == bare[-1]
+        else:
+            (call,) = shown[-1]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                "final_answer",
+                {"answer": text},
+            )

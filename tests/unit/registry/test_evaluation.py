@@ -1,20 +1,31 @@
-"""Trials and audits: the draws, the order of scores, and the limit of concurrent plays."""
+"""Trials and audits: the draws, the order of scores, and the limit of concurrent plays.
+
+The audit filter: its output and its refusals.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
 
 import pytest
 
+from headrace_registry.gate import evaluation
 from headrace_registry.gate.evaluation import AuditLimiter, draw_tasks, run_audit, run_trial, summarize_audit
 from headrace_registry.gate.gate import GateFailed
 from headrace_registry.gate.trial import Trial
-from headrace_registry.settings import GateSettings
+from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_runtime.errors import SettingError
+from headrace_runtime.process.programs import Lines
+from headrace_runtime.settings.sections import Common
 from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.programs.replay import Measure, Measured
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)
@@ -160,3 +171,30 @@ async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays_or_half(hurrie
     assert audit.plays == len(audits.requests) == plays
     assert sorted(seed for _, _, seed in audits.requests) == list(range(plays)), "each play counts once"
     assert audits.most == max(beside[ended:]) == 16
+
+
+PROGRAM = """
+import json, sys
+print(json.dumps({"gate": ["g"], "audit": ["a", "b", "c"]}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print(json.dumps(asked | {"score": asked["seed"] / 10}), flush=True)
+"""
+VERSION = "m@000000000000"
+
+
+async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
+    output = BytesIO()
+    monkeypatch.setattr(evaluation, "Lines", lambda: Lines(BytesIO(request), output))
+    settings = RegistrySettings.model_validate({"gate": {"command": [sys.executable, "-c", PROGRAM]}})
+    await evaluation.play_audits(Common(data_dir=tmp_path), settings)
+    word, _, value = output.getvalue().partition(b" ")
+    assert word == b"measured"
+    scores = (("a", 0.0), ("b", 0.1), ("c", 0.2), ("a", 0.3), ("b", 0.4))
+    assert Measured.model_validate_json(value) == Measured(version=VERSION, scores=scores)
+
+
+async def test_audit_filter_requires_a_gate_program(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no program plays held-out tasks"):
+        await evaluation.play_audits(Common(data_dir=tmp_path), RegistrySettings())

@@ -1,4 +1,7 @@
-"""The pages that every service has, on a real socket."""
+"""The pages that every service has, on a real socket.
+
+A memory that tenants share stays within its bound, and a tenant that fills it forgets its own entries alone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote_from_bytes
@@ -24,8 +28,10 @@ from headrace_runtime import metrics
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.http import protocol, web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values.ids import decode_name
 from tests.support.full_disk import full_error
+from tests.support.seeds import draw_seed
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
@@ -319,3 +325,53 @@ async def test_a_path_or_a_query_with_nul_is_refused_by_name(path: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
         assert answer.json()["error"]["param"] == ("query" if "?" in path else "path")
         assert (await client.get(f"http://127.0.0.1:{port}/a%2500b")).status_code == 404
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_a_memory_is_as_its_description(case: int) -> None:
+    """Each call is compared with a plain list of all entries."""
+    rng = random.Random(draw_seed())
+    size_max = rng.choice((1, 5, 20))
+    memory: TenantMemory[int, int] = TenantMemory(size_max)
+    expected: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
+    for value in range(300):
+        tenant, key = rng.choice("aab"), rng.randrange(8)
+        match rng.choice(("get", "set", "set", "pop")):
+            case "get":
+                entry = expected.get((tenant, key))
+                assert memory.get(tenant, key) == (entry[0] if entry else None)
+                if entry is not None:
+                    expected.move_to_end((tenant, key))
+            case "set":
+                size = rng.randrange(1, 8)
+                expected.pop((tenant, key), None)
+                if size <= size_max:
+                    expected[tenant, key] = value, size
+                forgotten = _forget(expected, size_max)
+                assert memory.set(tenant, key, value, size) == (forgotten if size <= size_max else [value])
+            case "pop":
+                entry = expected.pop((tenant, key), None)
+                assert memory.pop(tenant, key) == (entry[0] if entry else None)
+        assert len(memory) == len(expected)
+        assert memory.size == sum(size for _, size in expected.values())
+    assert all(memory.get(tenant, key) == value for (tenant, key), (value, _) in expected.items())
+
+
+def _forget(entries: OrderedDict[tuple[str, int], tuple[int, int]], size_max: int) -> list[int]:
+    """Remove the oldest entries of the larger tenant until the rest fits, and return their values."""
+    forgotten = []
+    while sum(size for _, size in entries.values()) > size_max:
+        sizes = {name: sum(size for (tenant, _), (_, size) in entries.items() if tenant == name) for name in "ab"}
+        largest = max(sizes, key=lambda name: (sizes[name], name))
+        forgotten.append(entries.pop(next(entry for entry in entries if entry[0] == largest))[0])
+    return forgotten
+
+
+def test_a_greedy_tenant_forgets_its_own_entries() -> None:
+    memory: TenantMemory[int, str] = TenantMemory(100)
+    for number in range(40):
+        memory.set("modest", number, "kept")
+    for number in range(1000):
+        memory.set("greedy", number, "passing")
+    assert [memory.get("modest", number) for number in range(40)] == ["kept"] * 40
+    assert len(memory) == 100

@@ -1,7 +1,11 @@
-"""Stored trajectories and feedback are read by session, turn and tenant, never across tenants."""
+"""Stored trajectories and feedback are read by session, turn and tenant, never across tenants.
+
+The migrations preserve rows that were stored before them.
+"""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -9,12 +13,18 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from alembic import command
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage import migrations
+from headrace_runtime.storage.database import Database
 from headrace_schemas import Feedback, Trajectory, Turn
-from headrace_scorer import schema, store
+from headrace_scorer import ledger, schema, store
+from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from tests.support.streams import START, Service, bench
 from tests.support.trajectories import closed
@@ -174,3 +184,33 @@ async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnectio
     library.keep(template.model_copy(update={"trajectory_id": stored.trajectory_id}))
     assert await get("1") is not None, "it is here already"
     assert (await library.get(tx, ["1", stored.trajectory_id, "nobody"])).keys() == {"1", stored.trajectory_id}
+
+
+async def test_the_ledger_of_before_has_its_rewards(
+    data_dir: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = Common.model_validate({"data_dir": data_dir, "database": {"url": database_url}})
+    database = Database.open(f"t{uuid.uuid4().hex[:12]}", common)
+    real = command.upgrade
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(command, "upgrade", lambda config, _: real(config, "0004"))
+            await migrations.upgrade(database, "headrace_scorer")
+        columns = "trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms"
+        async with database.transaction() as tx:
+            for turn, revision, value in (("", 0, 0.25), ("", 1, 0.5), ("a", 0, 1.0)):
+                parameters = {"turn": turn, "revision": revision, "value": value}
+                values = " VALUES ('t', 'default', :turn, 'feedback', :revision, 'scored', :value, 1, 1)"
+                await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), parameters)
+        await migrations.upgrade(database, "headrace_scorer")
+        async with database.transaction() as tx:
+            entries = (await ledger.read(tx, {"t": "default"}))["t"]
+            assert await tx.scalar(text("SELECT count(*) FROM ledger")) == 3
+        current_values = {(reward.source, reward.turn_id, reward.choice): reward.value for reward in entries.current()}
+        assert current_values == {("feedback", None, None): 0.5, ("feedback", "a", None): 1.0}
+        assert entries.next_revision(EntryKey.reward("feedback")) == 2
+    finally:
+        if database.schema:
+            async with database.transaction() as tx:
+                await tx.execute(text(f'DROP SCHEMA "{database.schema}" CASCADE'))
+        await database.close()

@@ -1,4 +1,7 @@
-"""Engine cores that come, go, fail and die, over the stand-in that the contract holds (`tests/contract/engine`)."""
+"""Engine cores that come, go, fail and die, over the stand-in that the contract holds (`tests/contract/engine`).
+
+A stopped engine core of vLLM ends without a reported failure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +19,7 @@ from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.engines import ENGINES
 from headrace_inference.errors import EngineFailed, NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.vllm_engine import library, settings
+from headrace_inference.vllm_engine.core import LLM, Core, StartedCore
 from headrace_inference.vllm_engine.engine import VllmEngine
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.errors import SettingError
@@ -290,3 +294,28 @@ def test_neither_its_announcement_nor_its_modules_import_the_package(tmp_path: P
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert process.stdout.split("\n")[:2] == ["[]", "[]"], process.stderr
     assert find_spec("headrace_inference.vllm_engine") is not None
+
+
+class Listening:
+    """Stand-in for `vllm.v1.engine.async_llm.AsyncLLM`, whose task reports when the core's process has ended."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.said: list[str] = []
+        self.output_handler = asyncio.create_task(self._handle())
+
+    async def _handle(self) -> None:
+        await asyncio.to_thread(self.gone.wait)
+        self.said.append("output_handler failed")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.gone.set()
+
+
+async def test_a_core_that_is_told_to_end_does_not_report_a_failure() -> None:
+    llm = Listening()
+    await asyncio.sleep(0.01)
+    await Core("tiny@1", StartedCore(cast(LLM, llm), 10, 10)).stop()
+    await asyncio.wait([llm.output_handler])
+    assert llm.gone.is_set()
+    assert llm.said == []

@@ -1,0 +1,254 @@
+"""The agent of a demo ends with the demo, however the demo ends.
+
+Untrained models of a demo are pinned and served before the agent begins.
+
+Error messages of a demo that waits in vain.
+
+Options of `headrace demo` and the arguments of the demo that they set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace_cli.commands import demo as command
+from headrace_cli.demo import performance, recipe, runner
+from headrace_cli.demo.performance import Options, Performance, StackAddress
+from headrace_cli.demo.report import Report
+from headrace_cli.demo.watch import Watch
+from headrace_operations.catalog import importing
+from headrace_operations.errors import StartFailed
+from headrace_operations.supervisor.state import Lock
+from tests.support.processes import alive, wait_until
+
+FOR_EVER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+DEMO = """
+import asyncio, sys
+from headrace_cli.demo import performance
+async def main():
+    async with performance.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
+        print(process.pid, flush=True)
+        await process.wait()
+asyncio.run(main())
+"""
+
+
+async def test_the_agent_is_terminated_when_the_demo_ends() -> None:
+    async with performance.running_agent(FOR_EVER, {}) as process:
+        assert alive(process.pid)
+    assert process.returncode == -15
+
+
+async def test_it_ends_with_a_demo_that_is_cancelled() -> None:
+    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def demo() -> None:
+        async with performance.running_agent(FOR_EVER, {}) as process:
+            started.set_result(process.pid)
+            await process.wait()
+
+    task = asyncio.create_task(demo())
+    pid = await asyncio.wait_for(started, 20)
+    task.cancel()
+    await asyncio.wait([task])
+    assert not alive(pid)
+
+
+def test_it_ends_with_a_demo_that_is_killed() -> None:
+    demo = subprocess.Popen([sys.executable, "-c", DEMO], stdout=subprocess.PIPE, text=True)
+    assert demo.stdout is not None
+    pid = int(demo.stdout.readline())
+    assert alive(pid)
+    demo.kill()
+    demo.communicate()
+    wait_until(lambda: not alive(pid), 10, "the agent's end")
+
+
+VERSION = "villager@0123456789abcdef"
+
+
+class Registry:
+    """A registry whose replicas load a version after a number of seconds, or never."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, loads: int | None) -> None:
+        self.calls: list[object] = []
+        self._loads = loads
+        self._clock = 0.0
+        patch.setattr(runner, "ModelRegistry", lambda _url, who: self)
+        patch.setattr(importing, "store_folder", self._stored)
+        patch.setattr(importing, "register", self._register)
+        patch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.calls.append("closed")
+
+    def model(self, _name: str) -> SimpleNamespace:
+        loaded = self._loads is not None and self._clock >= self._loads
+        return SimpleNamespace(champion=VERSION if loaded else None)
+
+    def pin(self, name: str, version: str, *, reason: str) -> None:
+        self.calls.append(("pin", name, version, self.model(name).champion, bool(reason)))
+
+    async def _stored(self, folder: Path, name: str, base: object, environ: dict[str, str]) -> SimpleNamespace:
+        self.calls.append(("stored", folder, name, base, environ))
+        return SimpleNamespace(version=VERSION)
+
+    def _register(self, _api: object, _manifest: object, *, label: str, serve: bool, why: str) -> None:
+        self.calls.append(("register", label, serve, bool(why)))
+
+    def _sleep(self, _seconds: float) -> None:
+        self._clock += 1.0
+
+
+async def test_it_is_registered_served_and_pinned_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, loads=5)
+    assert await runner.register_opponents("url", "villager", Path("/base"), "v1.0", {"A": "b"}) == VERSION
+    assert registry.calls == [
+        ("stored", Path("/base"), "villager", None, {"A": "b"}),
+        ("register", "v1.0", True, True),
+        ("pin", "villager", VERSION, VERSION, True),
+        "closed",
+    ]
+
+
+async def test_one_that_never_serves_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, loads=None)
+    with pytest.raises(StartFailed, match=f"{VERSION} does not serve after 120 s"):
+        await runner.register_opponents("url", "villager", Path("/base"), "v1.0", {})
+    assert registry.calls[-1] == "closed"
+    assert "pin" not in [call[0] for call in registry.calls]  # type: ignore[index]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Performance:
+    for name in ("_FIRST_VERSION_S_MAX", "_LAST_AUDIT_S_MAX"):
+        monkeypatch.setattr(performance, name, 0.02)
+    nothing: Any = SimpleNamespace()
+    return Performance(
+        nothing, nothing, StackAddress("127.0.0.1:1", "http://127.0.0.1:1"), nothing, Watch("127.0.0.1:1", "m")
+    )
+
+
+async def test_no_first_version_is_a_sentence(played: Performance) -> None:
+    with pytest.raises(StartFailed, match=r"no version took over and was measured within 0\.02 s; .*`headrace logs`"):
+        await played._wait_first_version(lambda: True)
+
+
+async def test_a_last_version_that_is_not_measured_is_named(played: Performance) -> None:
+    played.watch.champions.append("m@1")
+    with pytest.raises(StartFailed, match=r"m@1 was not measured within 0\.02 s"):
+        await played._wait_last_audit()
+
+
+FOLDER = Path(__file__).parents[3] / "examples" / "email_agent"
+
+
+@pytest.mark.parametrize("wanted_s", [None, 7.0])
+@pytest.mark.parametrize("short", [True, False])
+def test_how_long_the_agent_works(monkeypatch: pytest.MonkeyPatch, short: bool, wanted_s: float | None) -> None:
+    seen: list[Any] = []
+
+    def play(_recipe: object, options: Any, **_how: object) -> bool:
+        seen.append(options.goal)
+        return True
+
+    monkeypatch.setattr(command, "_play_one_seed", play)
+    command.demo(FOLDER, short=short, traffic_s=wanted_s)
+    demo_recipe = recipe.read(FOLDER)
+    stop_condition = demo_recipe.short if short else demo_recipe.goal
+    assert seen == [stop_condition.model_copy(update={"traffic_s_max": wanted_s or stop_condition.traffic_s_max})]
+
+
+def test_data_of_an_earlier_demo_is_removed_unless_it_still_runs(tmp_path: Path) -> None:
+    data_dir = tmp_path / "demo"
+    lock = Lock(data_dir)
+    lock.take()
+    (data_dir / "scorer.db").touch()
+    with pytest.raises(UsageError, match="Headrace is up already"):
+        command._emptied(data_dir)
+    assert (data_dir / "scorer.db").exists()
+    lock.release()
+    assert command._emptied(data_dir) == data_dir
+    assert not data_dir.exists()
+
+
+def test_keep_running_is_refused_with_several_seeds() -> None:
+    with pytest.raises(UsageError, match="--keep-running: has no effect with --seeds"):
+        command.demo(FOLDER, seeds=2, keep_running=True)
+
+
+def test_end_names_three_commands_with_the_path_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/opt/my env/bin/headrace", "demo"])
+    demo_recipe = recipe.read(FOLDER)
+    command._print_next(demo_recipe, Options(0, demo_recipe.goal, tmp_path, tmp_path, tmp_path, {}))
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(commands) == 3
+    assert all("'/opt/my env/bin/headrace' " in line for line in commands)
+    assert commands[0].startswith(f"  PYTHONPATH={FOLDER.parent} ")
+
+
+def test_without_the_demo_distribution_the_checkout_is_used_or_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(FOLDER.parents[1])
+    assert (recipe.default_folder() / "demo.toml").is_file()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"pip install 'headrace\[local\]'"):
+        recipe.default_folder()
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.0])
+def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, gain: float
+) -> None:
+    demo_recipe, running = recipe.read(FOLDER), []
+
+    class Services:
+        plan = SimpleNamespace(bus="127.0.0.1:1")
+
+        def __init__(self, *_: object, **_options: object) -> None: ...
+
+        def start(self) -> None:
+            running.append(True)
+
+        def wait_up(self) -> None: ...
+
+        def url(self, _name: str) -> str:
+            return "http://127.0.0.1:2"
+
+        def stop(self) -> None:
+            running.clear()
+
+    async def perform(*_: object) -> Report:
+        return Report(
+            before=0.4, after=0.4 + gain, versions=(), turns_captured=1, turns_trained=1, turns_waiting=0,
+            turns_dropped={}, failed_requests=0, requests=1, swaps=9, wall_s=1.0, traffic_s=1.0, seed=0,
+        )  # fmt: skip
+
+    async def interrupted() -> None:
+        assert running
+        assert "held-out success" in capsys.readouterr().out
+
+    monkeypatch.setattr(runner, "Supervisor", Services)
+    monkeypatch.setattr(runner, "_build_base", lambda *_: "base")
+    monkeypatch.setattr(runner, "perform", perform)
+    monkeypatch.setattr(command, "_interrupted", interrupted)
+    options = Options(0, demo_recipe.goal, tmp_path / "data", tmp_path / "cache", tmp_path, {})
+    path = tmp_path / "demo.json"
+    assert command._play_one_seed(demo_recipe, options, keep_running=True, path=path) == (gain > 0)
+    assert not running
+    assert path.is_file()
+    assert f"logs trainer --data-dir {tmp_path / 'data'}" in capsys.readouterr().out
