@@ -88,13 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never garbage: no collection between tests has to look through torch again."""
+    """Freeze the imported objects, so that no collection between tests has to look through torch again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """One of several workers says at its end what it used; the summary is written by another process."""
+    """Send the servers that a worker used to the process that writes the summary."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["servers_used"], output["servers_absent"] = sorted(presence.used), presence.absent
@@ -102,14 +102,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The summary's side of it. A worker that crashed has said nothing."""
+    """Receive the servers that a worker used. A crashed worker sends none."""
     output = getattr(node, "workeroutput", {})
     presence.used.update(output.get("servers_used", ()))
     presence.absent.update(output.get("servers_absent", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say plainly which real servers were used and which tests did not run for want of one."""
+    """List the real servers that were used and which tests did not run for want of one."""
     ran = ["the embedded broker", "SQLite", *sorted(presence.used)]
     terminalreporter.write_line(f"real parts used where a test asked for them: {', '.join(ran)}")
     for name, reason in sorted(presence.absent.items()):

@@ -1,1 +1,1 @@
-"""Independent results for each algorithm, and the comparison with ours."""
+"""Independent results for each algorithm, and the comparison with Headrace's."""

@@ -1,8 +1,8 @@
 """Losses and advantages in NumPy, written from the equations of the papers, and of TRL and Trinity-RFT where these have
 them.
 
-The module imports no code of ours. `frozen` are the logprobs without a gradient: a derivative by differences leaves
-them unchanged.
+The module imports no code of Headrace. `frozen` are the logprobs without a gradient: a derivative by differences
+leaves them unchanged.
 """
 
 from __future__ import annotations

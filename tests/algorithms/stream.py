@@ -109,9 +109,9 @@ def revisions(draw: random.Random, number: int) -> list[Experience]:
 
 
 def wrong_in_the_end(base: Path, signals: Signals, kind: str, seed: int) -> int:
-    """Count examples whose last revision the weights do not hold, after revisions in any order, some twice, with steps
-    in
-    between. Sides of a preference are trained with their partners, so only sides whose partner agrees are compared.
+    """Count examples that the weights hold in another revision than the last, after revisions in any order, some
+    twice, with steps in between. Sides of a preference are trained with their partners, so only sides that agree
+    with their partner are compared.
     """
     draw = random.Random(seed)
     stream = Stream(base, signals, kind, seed)
@@ -166,7 +166,7 @@ def other_bytes(base: Path, signals: Signals, kind: str, seed: int) -> int:
 
 
 def tokens_made_anew(base: Path, seed: int) -> int:
-    """P2: count rows whose prompt or answer differs from the branch's tokens, or whose loss is at other tokens."""
+    """P2: count rows with a prompt or answer that differs from the branch's tokens, or with a loss at other tokens."""
     stream, wrong = Stream(base, DPO, "preferences", seed), 0
     spans = [name(0), name(0), name(0)]
     first = with_signals(1, name(0), versions=spans, length=17, preferences=(side("p", "chosen", turn(1, 1)),))

@@ -1,1 +1,1 @@
-"""The table of architectures: for each, whether the trainer computes what the model's own attention does."""
+"""The table of architectures: for each, whether the trainer's results are those of the model's own attention."""

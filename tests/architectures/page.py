@@ -32,8 +32,9 @@ def write(trials: Sequence[Trial]) -> None:
 
 
 def verdicts(text: str) -> dict[str, str]:
-    """Name to what the table says without its figures, which differ a little from machine to machine. Where rounding
-    alone comes near the bound, so does the verdict."""
+    """Cells of the table by name, without its figures, which differ a little from machine to machine. Where rounding
+    alone comes near the bound, so does the verdict.
+    """
     lines = [line for line in text.splitlines()[2:] if line.startswith("| ")]
     lines = [re.sub(r"refused: 0\.00\d+ nats", "equal", line) for line in lines]
     return {line.split(" | ")[0].removeprefix("| "): re.sub(r"[0-9.]+(e-?\d+)? nats", "nats", line) for line in lines}

@@ -24,7 +24,7 @@ class Outcome(BaseModel):
 
     @property
     def spoken(self) -> bool:
-        """Equal within the bound, or refused by the name of a setting: nothing was silent."""
+        """Equal within the bound, or refused by the name of a setting."""
         return self.refused is not None or self.difference is not None
 
 
@@ -49,8 +49,8 @@ def _outcome(base: Path, packing: Literal["blocks", "padded"]) -> Outcome:
 
     settings = TrainerSettings.model_validate({"base": str(base), "compute": {"packing": packing, "device": "cpu"}})
     try:
-        found = examine(settings)
+        outcome = examine(settings)
     except SettingError as error:
         return Outcome(refused=str(error).replace(str(base), "models/base"))
-    assert not found.unseen, found
-    return Outcome(difference=found.difference, tokens=found.tokens)
+    assert not outcome.unseen, outcome
+    return Outcome(difference=outcome.difference, tokens=outcome.tokens)

@@ -1,4 +1,4 @@
-"""Reward function that does what the context of a hostile trajectory requests."""
+"""Reward function that follows the instructions in the context of a hostile trajectory."""
 
 from __future__ import annotations
 

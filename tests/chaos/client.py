@@ -1,4 +1,4 @@
-"""User of the stack who calls through a load balancer and accepts only complete answers.
+"""User of the stack that calls through a load balancer and accepts only complete answers.
 
 An attempt that loses its connection is repeated at another gateway, as a load balancer does. A request has *failed*
 when a gateway answered with an error, when an answer ended in order but was incomplete, when a connection was lost
@@ -66,9 +66,9 @@ class ClientLedger:
     judged: dict[str, list[Verdict]] = field(default_factory=dict)
     """By session, in the order in which they were accepted."""
     reached: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Gateways that may have recorded a part of each session, including those whose answer was lost."""
+    """Gateways that may have recorded a part of each session, including those that lost their answer."""
     ended: set[str] = field(default_factory=set)
-    """Sessions whose end was accepted."""
+    """Sessions with an accepted end."""
     failures: list[str] = field(default_factory=list)
     failed_by: Counter[str] = field(default_factory=Counter)
     """Failed requests by kind."""

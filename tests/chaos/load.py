@@ -1,4 +1,4 @@
-"""Users who arrive independently of the stack's progress: sessions at random moments, with a mean number of turns."""
+"""Users that arrive independently of the stack's progress: sessions at random moments, with a mean number of turns."""
 
 from __future__ import annotations
 

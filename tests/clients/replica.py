@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 @dataclass
 class AgentReplica(FakeReplica):
-    """Serves an agent of any framework without a script of its own. `file` is what coding agents read."""
+    """Serves an agent of any framework without a script of its own. `file` is the file that coding agents read."""
 
     grammars: tuple[str, ...] = ("response_format", "tool_choice")
     file: str = "note.txt"

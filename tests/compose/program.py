@@ -40,7 +40,7 @@ LEFT_OUT = {
     "inference-vllm": "needs a GPU, and an image of many gigabytes",
     "trainer-trinity": "needs GPUs, and an image of many gigabytes",
 }
-"""Services of ours that are not started; the judge's image is built all the same."""
+"""Services of Headrace that are not started; the judge's image is built all the same."""
 RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OUT)]
 
 

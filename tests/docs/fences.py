@@ -1,8 +1,8 @@
 """Code fences of a page, so that the tests run the code that the page shows.
 
-Arguments after the language of a fence tell how to run it: `stack` against a running Headrace, `file=NAME` as a file of
-that name in the folder of the page's other fences, `tutorial` one after the other as a reader would, on a page that is
-walked from its top to its end (`up` in the background, until the others are done).
+Arguments after the language of a fence state how to run it: `stack` against a running Headrace, `file=NAME` as a file
+of that name in the folder of the page's other fences, `tutorial` one after the other as a reader would, on a page
+that is walked from its top to its end (`up` in the background, until the others are done).
 """
 
 from __future__ import annotations

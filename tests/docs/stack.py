@@ -29,7 +29,7 @@ _FENCE_TIMEOUT_S = 240.0
 
 
 class Folder:
-    """Folder of fences: their `headrace` and `python` are ours, and their gateway has its real port."""
+    """Folder of fences: their `headrace` and `python` are the repository's, and their gateway has its real port."""
 
     def __init__(self, path: Path, gateway: str = _SHOWN_URL) -> None:
         self.path = path

@@ -110,9 +110,8 @@ class Walk:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Create a virtual environment on top of this one: it sees our packages, further ones are installed into it, and
-    members
-    of the repository in the folder come before ours.
+    """Create a virtual environment on top of this one: it sees the packages of this one, further ones are installed
+    into it, and members of the repository in the folder come first.
     """
     environment = folder / ".venv"
     venv.create(environment, symlinks=True)

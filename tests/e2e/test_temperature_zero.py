@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 MODEL = "clerk"
 ANSWERS = {"Who reads the mail?": "the agent", "When was the meeting?": "Monday", "What is it about?": "an invoice"}
 COPIES = 4
-"""Sessions in which each question is asked before the next version."""
+"""Sessions in which each question comes before the next version."""
 ROUNDS_MAX = 20
 SETTINGS: dict[str, object] = {
     "trainer.model": MODEL,
@@ -64,7 +64,7 @@ def ask(client: OpenAI, question: str) -> tuple[str, str, str]:
 
 
 def correct(http: httpx2.Client, response_id: str, text: str) -> None:
-    """Send what the answer should have been, and the thumb that `sft` has no use for."""
+    """Send the right answer, and the thumb that `sft` has no use for."""
     edit = http.post("/feedback", json={"response_id": response_id, "edit": text, "ends_session": True})
     assert (edit.status_code, edit.json()["teaches"]) == (202, True), edit.text
     thumb = http.post("/feedback", json={"response_id": response_id, "value": 0})

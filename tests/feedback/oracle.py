@@ -134,7 +134,7 @@ class Oracle:
 
 
 def _means(words: Mapping[tuple[str, str | None], float | str | None]) -> dict[str, float]:
-    """Return the mean of each source over the raters who have a value."""
+    """Return the mean of each source over the raters with a value."""
     values: dict[str, list[float]] = {}
     for (source, _), value in words.items():
         if isinstance(value, float | int):

@@ -193,4 +193,4 @@ TRAINING_FAULTS = (
     Fault("a revised word is not trained", _last_word_unheard),
     Fault("feedback without effect is not named", _patch(unused_feedback, "unused_reason", lambda *_: None)),
 )
-"""Faults that only the comparison with what was trained can notice."""
+"""Faults that only the comparison with the trained experiences can notice."""

@@ -35,7 +35,7 @@ async def differing(
     tick: Tick | None = None,
     algorithms: Collection[str] = (),
 ) -> list[str]:
-    """Return the differences from the oracle, in sentences: of the experiences, and of what `algorithms` train."""
+    """Return the differences from the oracle, in sentences: of the experiences, and of the training by `algorithms`."""
     played_scenes, sayings = talk(seed, count)
     async with world(url, data_dir, weights=WEIGHTS, combine=combine) as running_world:
         await running_world.play(sayings, played_scenes, seed, tick)

@@ -1,4 +1,5 @@
-"""What a trainer's weights hold after all revisions, against the oracle's last words, and what the account names.
+"""Content of a trainer's weights after all revisions, against the oracle's last words, and the outcomes in the
+account.
 
 The trainer is the dry run: admission, pairing, batches and corrections are the real ones, without a model.
 """
@@ -48,7 +49,7 @@ def training_differences(
     oracle: Oracle,
     folder: Path,
 ) -> list[str]:
-    """Return the differences between what an algorithm has trained and the oracle's last words, in sentences."""
+    """Return the differences between an algorithm's training and the oracle's last words, in sentences."""
     try:
         signs = _train(algorithm, sent, folder)
     except AssertionError as error:  # a trainer that contradicts itself has not trained the last words either
@@ -71,7 +72,9 @@ def _settings(algorithm: str, folder: Path) -> TrainerSettings:
 
 
 def _train(algorithm: str, sent: Sequence[Experience], folder: Path) -> dict[str, Signs]:
-    """Return what the weights hold of each experience after the revisions, in the order in which they were sent."""
+    """Return the content of the weights for each experience after the revisions, in the order in which they were
+    sent.
+    """
     run = DryRun(_settings(algorithm, folder), BlobStore((folder / "blobs").as_uri()))
     version = run._state.history.head
     for experience in sent:
@@ -88,15 +91,15 @@ def _train(algorithm: str, sent: Sequence[Experience], folder: Path) -> dict[str
         for contribution in contributions:
             sums[contribution.part] += round(contribution.advantage)
         numbers = {
-            part.partition("/")[2]: number(what.tokens)
-            for part, what in details.items()
-            if what is not None and what.tokens
+            part.partition("/")[2]: number(detail.tokens)
+            for part, detail in details.items()
+            if detail is not None and detail.tokens
         }
         signs: Signs = Counter()
         for part, value in sums.items():
             kind, _, rest = part.partition("/")
-            what = details[part]
-            answer = None if what is None or not part else (what.turn_id, what.choice)
+            detail = details[part]
+            answer = None if detail is None or not part else (detail.turn_id, detail.choice)
             if kind == "preference":
                 signs[kind, answer, "chosen" if value > 0 else "rejected"] += abs(value)
             else:
@@ -110,7 +113,7 @@ def _without_zeros(signs: Signs) -> Signs:
 
 
 def _of_version(experience: Experience, version: str) -> Experience:
-    """Return the experience as of the version that is trained; another server's answers keep theirs."""
+    """Return the experience as of the version that is trained; another server's answers keep their version."""
     branch = experience.branch
     if branch is None:
         return experience
@@ -135,7 +138,7 @@ def _number(text: str) -> str:
 
 
 def _expected(algorithm: str, scenes: Sequence[Scene], oracle: Oracle) -> dict[str, Signs]:
-    """Return what the weights must hold: the last words, however the answers were sampled."""
+    """Return the content that the weights must have: the last words, however the answers were sampled."""
     kinds, expected = TRAINED[algorithm], {}
     preferences: dict[Answer, Counter[str]] = {}
     for _, _, chosen, rejected in oracle.preferences():
@@ -189,7 +192,7 @@ def _unnamed(
 
 
 def _is_unused(saying: Saying, algorithm: str) -> bool:
-    """Return whether the algorithm can train nothing of the feedback, in other words than those of the services."""
+    """Return whether the algorithm can train none of the feedback, by other code than the services'."""
     kind = saying.form if saying.form in ("edit", "preference") else "value"
     if kind not in TRAINED[algorithm]:
         return True

@@ -1,4 +1,4 @@
-"""The built wheels in environments that have nothing else of the repository, used in an empty folder."""
+"""The built wheels in environments without the rest of the repository, used in an empty folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Installed:
 
     @property
     def environ(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE", "PYTHON"))}
-        return {**kept, "PATH": f"{self.prefix / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE", "PYTHON"))}
+        return {**variables, "PATH": f"{self.prefix / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def run(self, command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -138,9 +138,9 @@ def test_demo_runs_from_wheels_and_prints_commands_that_work(wheels: dict[str, P
     assert (installed.folder / "reports" / "demo.json").is_file()
     assert (installed.folder / ".headrace" / "demo" / "logs").is_dir()
     commands = [line.strip() for line in demo.stdout.splitlines() if line.startswith("  ")][-3:]
-    serve, *others = commands
+    serve, *later_commands = commands
     assert all(str(installed.prefix / "bin" / "headrace") in command for command in commands), demo.stdout
-    for command in others:
+    for command in later_commands:
         followed = installed.run(command)
         assert followed.returncode == 0, f"{command}: {followed.stderr}"
         assert followed.stdout

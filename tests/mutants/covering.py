@@ -1,7 +1,7 @@
 """Lines of one file that each test runs, which decide the tests that a mutant of a line is tried with first.
 
-A plan says what one run of pytest does: `record FILE` writes the lines of each test, `only TEST...` runs these tests,
-`others TEST...` all but these.
+A plan is one run of pytest: `record FILE` writes the lines of each test, `only TEST...` runs these tests, `others
+TEST...` all but these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def planned(plan: Sequence[str], files: Sequence[str], changed: Path) -> tuple[S
 class LineRecorder:
     """Plugin of pytest that writes the seconds of each test, and its lines in one file.
 
-    Processes that tests start are not seen, and what a fixture of several tests runs counts for the first of them.
+    Processes that tests start are not seen, and lines that a fixture of several tests runs count for the first of
+    them.
     """
 
     def __init__(self, file: Path, output: Path) -> None:
@@ -84,15 +85,15 @@ class Selection:
     """Plugin of pytest that keeps `tests` alone, in their order, or all tests but these."""
 
     def __init__(self, tests: Sequence[str], *, others: bool) -> None:
-        self._order = {test: place for place, test in enumerate(tests)}
+        self._order = {test: position for position, test in enumerate(tests)}
         self._others = others
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._others:
             items[:] = [item for item in items if item.nodeid not in self._order]
         else:
-            kept = [item for item in items if item.nodeid in self._order]
-            items[:] = sorted(kept, key=lambda item: self._order[item.nodeid])
+            selected = [item for item in items if item.nodeid in self._order]
+            items[:] = sorted(selected, key=lambda item: self._order[item.nodeid])
 
 
 def _changed_statements(old: str, new: str) -> Iterator[tuple[int, int]]:

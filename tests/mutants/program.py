@@ -58,8 +58,8 @@ def play(run: Run) -> None:
         lived = json.loads(arguments.again.read_text(encoding="utf-8"))["survived"]
         mutants = [mutant for mutant in mutants if mutant.name in lived]
     if arguments.sample:
-        places = run.draw.sample(range(len(mutants)), min(arguments.sample, len(mutants)))
-        mutants = [mutants[place] for place in sorted(places)]  # those of one file share a server
+        indexes = run.draw.sample(range(len(mutants)), min(arguments.sample, len(mutants)))
+        mutants = [mutants[index] for index in sorted(indexes)]  # those of one file share a server
     memory = Memory(arguments.memory)
     trials = try_all(mutants, memory, arguments)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):

@@ -1,9 +1,9 @@
 """`python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant of one file.
 
 Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, a time limit, and a plan
-(`tests.mutants.covering`). The answer is a line with pytest's exit status, null after the
-time limit. A trial is a fork of this process, which has imported all modules that are independent of the file, so a
-short trial costs little beside its tests.
+(`tests.mutants.covering`). The answer is a line with pytest's exit status, null after the time limit. A trial is a
+fork of this process, which has imported all modules that are independent of the file, so a short trial costs little
+more than its tests.
 """
 
 from __future__ import annotations

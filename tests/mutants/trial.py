@@ -90,8 +90,8 @@ class Server:
         verdict = self._play(mutant.text, self._limit_s, ["only", *covering]) if covering else None
         if verdict and verdict.outcome != "survived":
             return verdict
-        others = self._play(mutant.text, self._limit_s, ["others", *covering])
-        return replace(others, seconds=round(others.seconds + (verdict.seconds if verdict else 0), 1))
+        other_outcome = self._play(mutant.text, self._limit_s, ["others", *covering])
+        return replace(other_outcome, seconds=round(other_outcome.seconds + (verdict.seconds if verdict else 0), 1))
 
     def _play(self, text: str, timeout_s: float, plan: list[str]) -> Verdict:
         began = time.monotonic()

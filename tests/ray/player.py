@@ -118,7 +118,9 @@ class Killing:
 
 
 def pids_of(victim: str) -> list[int]:
-    """Return the process ids of our children and theirs: `raylet`, or `rank0`, `rank1`, in the order of their start."""
+    """Return the process ids of the children and grandchildren: `raylet`, or `rank0`, `rank1`, in the order of their
+    start.
+    """
     pids = []
     for pid, name in descendants(os.getpid()):
         if (victim == "raylet" and "raylet/raylet" in name) or (

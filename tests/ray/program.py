@@ -1,4 +1,4 @@
-"""Two ranks on Ray beside one process, and kills of each process."""
+"""Two ranks on Ray compared with one process, and kills of each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compose files as Compose reads them: `.env.example` filled in, and the secrets that it asks for."""
+"""The compose files as Compose reads them: `.env.example` filled in, and the secrets that it requires."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Service = dict[str, Any]
 
 
 OWN_IMAGES = {"inference-vllm": "headrace-inference-vllm", "trainer-trinity": "headrace-trinity"}
-"""Containers whose image is not that of their service: image by container."""
+"""Images by container, for containers with another image than their service's."""
 
 
 def variables(path: Path) -> dict[str, str | None]:
     """Variables of a file with their default, None when Compose refuses to go on without."""
-    found: dict[str, str | None] = {}
+    defaults: dict[str, str | None] = {}
     for use in _VARIABLE.finditer(path.read_text(encoding="utf-8")):
-        if use["kind"] is not None or use["name"] not in found:
-            found[use["name"]] = use["text"] if use["kind"] == "-" else None
-    return found
+        if use["kind"] is not None or use["name"] not in defaults:
+            defaults[use["name"]] = use["text"] if use["kind"] == "-" else None
+    return defaults
 
 
 def env_example() -> dict[str, str]:
@@ -51,8 +51,8 @@ def filled(path: Path, **values: str) -> dict[str, Any]:
 @cache
 def services(**values: str) -> dict[str, Service]:
     """Of the main file. The result is shared: read it only."""
-    found: dict[str, Service] = filled(MAIN, **values)["services"]
-    return found
+    containers: dict[str, Service] = filled(MAIN, **values)["services"]
+    return containers
 
 
 def ours() -> dict[str, Service]:
@@ -65,5 +65,7 @@ def image_of(container: str) -> str:
 
 
 def service_of(container: str) -> str:
-    """Of one of ours: what stands before the hyphen. What follows says what the service computes with."""
+    """Return the service of one of our containers: the part before the hyphen. The rest of the name is the device of
+    the service.
+    """
     return container.partition("-")[0]

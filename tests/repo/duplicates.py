@@ -1,4 +1,4 @@
-"""Finds what stands twice: runs of equal lines in two places of some packages."""
+"""Finds duplicates: runs of equal lines in two places of some packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def blocks(paths: Iterable[Path]) -> list[tuple[Place, Place]]:
         for start in range(len(lines) - LINES + 1):
             window = lines[start : start + LINES]
             seen[tuple(text for _, text in window)].append(Place(path, window[0][0]))
-    return [(first, other) for first, *others in seen.values() for other in others]
+    return [(first, other) for first, *repeated in seen.values() for other in repeated]
 
 
 def _normalised(source: str) -> Iterator[tuple[int, str]]:

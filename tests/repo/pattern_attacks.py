@@ -78,8 +78,8 @@ def slowest(pattern: str | bytes, flags: int, methods: frozenset[str], seed: int
 
 def _growth(run: Callable[[Any], object], prefix: str, pump: str, suffix: str, *, is_bytes: bool) -> float:
     def text(length: int) -> str | bytes:
-        made = prefix + pump * (length // len(pump)) + suffix
-        return made.encode() if is_bytes else made
+        attack = prefix + pump * (length // len(pump)) + suffix
+        return attack.encode() if is_bytes else attack
 
     for length in _SHORT_LENGTHS:
         if min(_seconds(run, text(length)) for _ in range(2)) > _SHORT_MAX_S:

@@ -1,4 +1,4 @@
-"""No regular expression of ours takes more than linear time, whatever text it is run over."""
+"""No regular expression of Headrace takes more than linear time on any text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
 }
-"""Patterns that are put together while the program runs: what they look like."""
+"""Examples of the patterns that are built while the program runs."""
 
 
 def _tracked() -> list[str]:

@@ -1,8 +1,8 @@
-"""Commands of make that pages and messages name exist, and former names of targets still run what they ran.
+"""Commands of make that pages and messages name exist, and former names of targets still run the same.
 
-Every service starts thin: help without heavy imports, and a clear refusal of settings that nobody would use.
+Every service starts thin: help without heavy imports, and a clear refusal of useless settings.
 
-Metadata of the distributions: one version, what an index shows, and sizes that are counted.
+Metadata of the distributions: one version, the fields that an index shows, and sizes that are counted.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_services_announce_the_topics_that_name_them(topic: topics.Topic) -> Non
 
 @pytest.mark.parametrize("name", MODULES)
 def test_an_announcement_is_light(name: str) -> None:
-    """It is imported by whoever wants to know what is installed, of every service."""
+    """Every program that lists the installed services imports it."""
     code = f"""
 import sys
 from headrace_runtime import services
@@ -133,9 +133,9 @@ before = {{*sys.modules}}
 services.SERVICES.get({name!r})
 print(sorted(name for name in {{*sys.modules}} - before if name.startswith("headrace")))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     module = MODULES[name]
-    assert done.stdout.strip() == str([module, f"{module}.service"])
+    assert process.stdout.strip() == str([module, f"{module}.service"])
 
 
 PROJECTS = sorted(ROOT / folder / "pyproject.toml" for folder in ("schemas", "gateway", "examples"))

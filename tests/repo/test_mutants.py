@@ -1,4 +1,6 @@
-"""`make check NAME=mutants` can do its work: what it plants and names is there, and a trial tells alive from dead."""
+"""`make check NAME=mutants` can do its work: its planted faults and its files exist, and a trial distinguishes alive
+from dead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def test_every_module_and_test_that_is_named_is_there() -> None:
     for group in library.groups():
         missing = [path for path in (*group.files, *group.tests) if not (ROOT / path).exists()]
         assert not missing
-    assert all(one.reason for one in library.survivors())
+    assert all(survivor.reason for survivor in library.survivors())
 
 
 @pytest.mark.parametrize(("old", "new", "outcome"), [("burst", "burst", "survived"), ("429", "430", "killed")])

@@ -1,4 +1,4 @@
-"""Dashboards, alerts and scrape targets name what exists: metrics, labels, services and ports."""
+"""Dashboards, alerts and scrape targets name existing things: metrics, labels, services and ports."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def catalogue() -> dict[str, set[str]]:
     """Every series of our services, with its labels."""
     for member in ("runtime", *sorted({service_of(name) for name in ours()})):
         import_module(f"headrace_{member}.metrics")
-    found: dict[str, set[str]] = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
+    labels_by_metric: dict[str, set[str]] = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
     for metric in list(REGISTRY._collector_to_names):
         if isinstance(metric, MetricWrapperBase) and metric._name.startswith("headrace_"):
             for suffix in SUFFIXES[str(metric._type)]:
-                found[metric._name + suffix] = {*metric._labelnames, *(["le"] if suffix == "_bucket" else [])}
-    return found
+                labels_by_metric[metric._name + suffix] = {
+                    *metric._labelnames,
+                    *(["le"] if suffix == "_bucket" else []),
+                }
+    return labels_by_metric
 
 
 def expressions(path: Path) -> list[tuple[str, str]]:
@@ -55,16 +58,16 @@ QUERIES = [
 
 @pytest.mark.parametrize(("expression", "legend"), QUERIES)
 def test_a_query_names_series_and_labels_that_exist(expression: str, legend: str) -> None:
-    known = catalogue()
+    labels_by_metric = catalogue()
     plain = re.sub(r'"[^"]*"|\[[^]]*\]', "", expression)
     selected = [label for inner in re.findall(r"\{([^}]*)\}", plain) for label in re.findall(r"(\w+)\s*=?[=~!]", inner)]
     grouped = [label for inner in re.findall(r"by \(([^)]*)\)", plain) for label in re.findall(r"\w+", inner)]
-    shown = re.findall(r"\{\{\s*\$?(?:labels\.)?(\w+)\s*\}\}", legend)
+    label_names = re.findall(r"\{\{\s*\$?(?:labels\.)?(\w+)\s*\}\}", legend)
     names = set(re.findall(r"[a-z_]\w+", re.sub(r"\{[^}]*\}|by \([^)]*\)", "", plain))) - WORDS
     assert names, expression
-    assert names <= known.keys(), f"no such series: {names - known.keys()}"
-    labels = {label for name in names for label in known[name]} | TARGET_LABELS
-    assert {*selected, *grouped, *shown} - {"value"} <= labels
+    assert names <= labels_by_metric.keys(), f"no such series: {names - labels_by_metric.keys()}"
+    labels = {label for name in names for label in labels_by_metric[name]} | TARGET_LABELS
+    assert {*selected, *grouped, *label_names} - {"value"} <= labels
 
 
 def test_all_dashboards_are_there_and_their_panels_explain_themselves() -> None:

@@ -1,4 +1,4 @@
-"""Ports that tests listen on: nobody gets another one's."""
+"""Ports that tests listen on are never those of another test."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> Non
 
 
 def test_no_port_is_given_twice_by_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
+    assigned: list[int] = []
     for worker in (0, 1):
         as_worker(monkeypatch, worker, 2)
-        given += [ports.free_port() for _ in range(7)]
-    assert len(given) == len(set(given))
-    assert all(_FEW[0] <= port < _FEW[1] for port in given)
+        assigned += [ports.free_port() for _ in range(7)]
+    assert len(assigned) == len(set(assigned))
+    assert all(_FEW[0] <= port < _FEW[1] for port in assigned)
 
 
 def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
@@ -44,7 +44,7 @@ def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
 
 @pytest.mark.kafka
 def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    """Seen in CI: Kafka would not format its folder, and nothing was left of why."""
+    """Seen in CI: Kafka would not format its folder, and the reason was lost."""
     presence.need("kafka")
     node = KafkaNode(tmp_path)
     node._controller_port = node.port

@@ -41,9 +41,9 @@ def test_something({fixtures}, tmp_path):
 )
 def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
     fixtures = ["embedded_bus", *([] if postgres_node.missing() else ["postgres"])]
-    told = tmp_path / "told"
+    started_file = tmp_path / "told"
     folder = "str(postgres.folder)" if "postgres" in fixtures else "''"
-    inner_test = INNER.format(fixtures=", ".join(fixtures), told=str(told), folder=folder, then=then)
+    inner_test = INNER.format(fixtures=", ".join(fixtures), told=str(started_file), folder=folder, then=then)
     (tmp_path / "test_inner.py").write_text(inner_test)
     name = f"RUN_OF_{tmp_path.name}"  # finds them here, and is not what the reaper looks for
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
@@ -55,14 +55,14 @@ def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: told.exists() or inner.poll() is not None, 90, "the inner test runs")
-        assert told.exists(), f"the inner test ended with {inner.poll()}"
+        wait_until(lambda: started_file.exists() or inner.poll() is not None, 90, "the inner test runs")
+        assert started_file.exists(), f"the inner test ended with {inner.poll()}"
         servers = " ".join(naming(name).values())
         assert "headrace_broker" in servers
         assert ("postgres" in fixtures) == ("initdb" in servers or "postgres" in servers)
-        folder = told.read_text()
+        folder = started_file.read_text()
         assert folder == "" or Path(folder).is_dir()
-        told.unlink()
+        started_file.unlink()
         if status:
             inner.kill()
         assert inner.wait(60) == status

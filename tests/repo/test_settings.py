@@ -1,6 +1,6 @@
 """A renamed setting is renamed in the harnesses that give it to a service, too: some of them run once in a release.
 
-Settings are in tiers: few that users set, which the pages show as the services say them.
+Settings are in tiers: few that users set, which the pages show as the services describe them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = re.compile(r"\b(?:HEADRACE_)?([A-Z]+(?:__[A-Z0-9]+(?:_[A-Z0-9]+)*)+)\b")
 """As the environment has it: two underscores between a section and a setting."""
 
 
-def known() -> set[str]:
+def setting_names() -> set[str]:
     models = {"": Common}
     for name, info in installed().items():
         models[f"{name}."] = complete(import_module(f"{info.module}.__main__").SERVICE.settings)
@@ -41,7 +41,7 @@ def test_harnesses_examples_and_docs_name_settings_that_there_are() -> None:
     files = [ROOT / name for name in ALONE]
     for folder in FOLDERS:
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in ENDINGS]
-    settings = known()
+    settings = setting_names()
     unknown = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
@@ -52,7 +52,7 @@ def test_harnesses_examples_and_docs_name_settings_that_there_are() -> None:
 
 
 def test_a_renamed_setting_is_noticed() -> None:
-    assert [name for name in NAME.findall('service("scorer", SCORER__SETTLE_S=1)') if name not in known()] == [
+    assert [name for name in NAME.findall('service("scorer", SCORER__SETTLE_S=1)') if name not in setting_names()] == [
         "SCORER__SETTLE_S"
     ]
 
@@ -86,9 +86,9 @@ def test_a_section_stands_once_in_the_reference(described: Described) -> None:
 def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> None:
     command = [HEADRACE, "config", "init", "mine.toml", "--base", "models/mine", "--model", "helper"]
     for status in (0, 2):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == status, done.stderr
-    assert "mine.toml: exists already" in done.stderr
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert process.returncode == status, process.stderr
+    assert "mine.toml: exists already" in process.stderr
     text = (tmp_path / "mine.toml").read_text(encoding="utf-8")
     assert 'base = "models/mine"' in text.splitlines()
     assert 'model = "helper"' in text.splitlines()

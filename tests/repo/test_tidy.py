@@ -1,6 +1,6 @@
 """Rules that keep the repository a pleasure to read. They only ever get stricter.
 
-No package of ours imports another one by a string, where the import contracts could not see it.
+No package of Headrace imports another one by a string, where the import contracts could not see it.
 
 Command, SDK and runtime have one copy of everything: a second one would not learn what the first has learnt.
 """
@@ -25,7 +25,7 @@ SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path /
 
 
 def tracked(pattern: str = "*") -> list[Path]:
-    """Files; a linked folder is none, and what is in it is listed where it lies."""
+    """Return the tracked files. A linked folder is none; its files are listed where they lie."""
     listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
@@ -166,7 +166,7 @@ PROCESSES = {("headrace_cli", "headrace_trainer.trinity_yaml")}
 
 
 def module_strings(path: Path) -> Iterator[tuple[int, str]]:
-    """Return the line and the text of each string of a file that is the name of a module of ours."""
+    """Return the line and the text of each string of a file that is the name of a module of Headrace."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             file = node.value.replace(".", "/")
@@ -198,7 +198,9 @@ def attribute_strings(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def defines(module: str, name: str) -> bool:
-    """Return whether a module of ours has a name at its top level. It is parsed, since torch may not be installed."""
+    """Return whether a module of Headrace has a name at its top level. It is parsed, since torch may not be
+    installed.
+    """
     for package in PACKAGES:
         for end in (".py", "/__init__.py"):
             path = package.parent / f"{module.replace('.', '/')}{end}"
@@ -245,7 +247,7 @@ def test_a_planted_import_by_string_is_found(tmp_path: Path) -> None:
 
 MEMBERS = sorted(path.parent for path in (ROOT / "packages").glob("*/src"))
 MIRRORED = {frozenset({"async_client.py", "client.py"})}
-"""What a caller passes to a client is spelt out in both, with and without asyncio, for whoever reads its signature."""
+"""Both clients, with and without asyncio, spell out every parameter for the readers of their signatures."""
 
 
 def sources() -> list[Path]:
@@ -253,23 +255,23 @@ def sources() -> list[Path]:
 
 
 def test_no_block_stands_twice() -> None:
-    found = [
-        f"{one.path.relative_to(ROOT)}:{one.line} and {other.path.relative_to(ROOT)}:{other.line}"
-        for one, other in blocks(sources())
-        if frozenset({one.path.name, other.path.name}) not in MIRRORED
+    repetitions = [
+        f"{first.path.relative_to(ROOT)}:{first.line} and {other.path.relative_to(ROOT)}:{other.line}"
+        for first, other in blocks(sources())
+        if frozenset({first.path.name, other.path.name}) not in MIRRORED
     ]
-    assert not found, "\n".join(found)
+    assert not repetitions, "\n".join(repetitions)
 
 
 def test_a_planted_duplicate_is_found(tmp_path: Path) -> None:
     body = "\n".join(f"    a{number} = {number}  # of no importance" for number in range(LINES))
-    one, other = tmp_path / "one.py", tmp_path / "other.py"
-    one.write_text(f'def first() -> None:\n    """Says this."""\n{body}\n')
+    original, copy = tmp_path / "one.py", tmp_path / "other.py"
+    original.write_text(f'def first() -> None:\n    """Says this."""\n{body}\n')
     indented = body.replace("    ", "        ").replace("  # of no importance", "").replace("\n", "\n\n")
-    other.write_text(f"class C:\n    def second(self) -> None:\n        import os\n{indented}\n")
-    assert [(a.line, b.line) for a, b in blocks([one, other])] == [(3, 4)]
-    other.write_text(other.read_text().replace("a3 = 3", "a3 = 4"))
-    assert blocks([one, other]) == []
+    copy.write_text(f"class C:\n    def second(self) -> None:\n        import os\n{indented}\n")
+    assert [(a.line, b.line) for a, b in blocks([original, copy])] == [(3, 4)]
+    copy.write_text(copy.read_text().replace("a3 = 3", "a3 = 4"))
+    assert blocks([original, copy]) == []
 
 
 def test_one_module_computes_quantiles_of_student() -> None:

@@ -157,7 +157,7 @@ OURS = {
     "packages/operations/src/headrace_operations/supervisor/process.py",  # services
     "packages/runtime/src/headrace_runtime/watchdog.py",  # the service in a container
 }
-"""Files that start programs of ours alone."""
+"""Files that start programs of Headrace alone."""
 STARTS = {"create_subprocess_exec", "create_subprocess_shell", "Popen", "run", "check_output", "check_call", "call"}
 
 

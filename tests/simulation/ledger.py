@@ -27,7 +27,7 @@ class Run:
     session_key: str
     tenant: str
     implied: bool
-    """Whether the run shares its session with another run; feedback that lists its turns then tells them apart."""
+    """Whether the run shares its session with another run; feedback that lists its turns then distinguishes them."""
     ends_by: EndedBy
     turns: list[Turn] = field(default_factory=list)
     """Acknowledged turns, in order."""

@@ -1,7 +1,7 @@
 """Event loop that never waits and never uses a thread, so that one seed gives one run.
 
-When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a delay that the
-simulation draws; meanwhile nothing else happens in that process's thread, as in the real thing.
+When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a delay that
+the simulation draws; meanwhile that process's thread is busy, as in a real process.
 """
 
 from __future__ import annotations

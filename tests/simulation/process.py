@@ -20,7 +20,7 @@ _CANCEL_EVERY = 8
 
 
 class Killed(BaseException):
-    """The process of this code is dead. No handler of ours catches it."""
+    """The process of this code is dead. No handler of the services catches it."""
 
 
 def current() -> Process:
@@ -81,7 +81,7 @@ class TaskGroup(asyncio.TaskGroup):
 
 
 class Process:
-    """One life of a process. `name` is that of its slot, such as `collector-1`; `service` is what it runs."""
+    """One life of a process. `name` is that of its slot, such as `collector-1`; `service` is its program."""
 
     def __init__(self, name: str, service: str, life: int) -> None:
         self.name = name

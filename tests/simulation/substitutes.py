@@ -83,7 +83,7 @@ class LocalGate:
         yield LocalPlaySession()
 
     def prepare(self) -> None:
-        """Do nothing, because a session has no process."""
+        """Return at once, because a session has no process."""
 
 
 class LocalPlaySession:

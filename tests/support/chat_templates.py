@@ -1,4 +1,4 @@
-"""Short forms of the chat templates of eight families, with what makes each of them different in an agent's history."""
+"""Short forms of the chat templates of eight families, with the differences that matter in an agent's history."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Files = Mapping[str, bytes]
 
 @dataclass
 class HubRepository:
-    """Repository of one model. `required_token` protects it, and `gated` asks for a licence as well."""
+    """Repository of one model. `required_token` protects it, and `gated` requires a licence as well."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     body: bytes
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name of the base class)
-        """Print nothing."""
+        """Suppress the log of requests."""
 
     def do_HEAD(self) -> None:
         self._route()

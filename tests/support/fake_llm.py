@@ -1,11 +1,11 @@
-"""A small real HTTP server that speaks OpenAI's chat completions and does what a test tells it to, wrong things too.
+"""A small real HTTP server of OpenAI's chat completions that follows a test's script, faults included.
 
-    with FakeLLM(verdict(outcome=4)) as llm:
-        llm.then(status(429, retry_after=1), drop())  # the next two calls
-        ... base_url=llm.base_url ...
-        assert len(llm.calls) == 3
+with FakeLLM(verdict(outcome=4)) as llm:
+    llm.then(status(429, retry_after=1), drop())  # the next two calls
+    ... base_url=llm.base_url ...
+    assert len(llm.calls) == 3
 
-A behaviour takes the call and returns a reply. What is queued by `then` is used first, afterwards the usual behaviour.
+A behaviour takes the call and returns a reply. Behaviours queued by `then` are used first, afterwards the usual one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def naming(text: str) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, description: str) -> None:
-    """Poll until `condition()` is true. Raises `TimeoutError` that names `what`."""
+    """Poll until `condition()` is true. Raises `TimeoutError` that names the condition."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""What tests start ends with them, however they end: a process of its own waits for their end, kills what is left and
-removes the folders that `folder_prefix` names.
+"""Ends the processes that tests started, however the tests end: a separate process waits for their end, kills the
+remaining processes and removes the folders that `folder_prefix` names.
 
-`start` marks the environment, which everything that is started inherits, whoever starts it and however deep; so nobody
-has to register, and no thread's life is mistaken for the process's, as it is by a parent-death signal. Linux only.
+`start` marks the environment, which every process inherits, however deep. So no test has to register a process, and
+the end of a thread is not mistaken for that of the process, as by a parent-death signal. Linux only.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Ages:
     old: int
     """Number of turns that are older than `remember_s`."""
     kept: int
-    """Number of the other turns whose content is to be deleted."""
+    """Number of the other turns without content."""
     open: int
     """Number of the last turns that are open."""
 

@@ -160,7 +160,7 @@ def _wordpiece() -> dict[str, Any]:
 
 
 def _word_ends() -> dict[str, Any]:
-    """A BPE that marks the ends of words, and so cannot tell one space from two."""
+    """A BPE that marks the ends of words, and so cannot distinguish one space from two."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))

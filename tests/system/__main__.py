@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
 
 
 def summary(name: str) -> str:
-    """Return the first docstring line of a program's module, without importing what the program needs."""
+    """Return the first docstring line of a program's module, without importing the program's requirements."""
     spec = importlib.util.find_spec(MODULES[name])
     assert spec is not None
     assert spec.origin is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A measured figure beside its limit, both in words. `details` go to the report only."""
+    """A measured figure and its limit, both in words. `details` go to the report only."""
 
     name: str
     figure: str

@@ -59,7 +59,7 @@ class Run:
         self.lines: list[Line] = []
         self.skipped: list[str] = []
         self.figures: dict[str, Any] = {}
-        """Further values of the report, beside `lines`."""
+        """Further values of the report after `lines`."""
 
     def add(self, *lines: Line) -> None:
         """Record `lines` and print them."""
@@ -91,7 +91,7 @@ class Run:
 
 
 def _no_arguments(_: argparse.ArgumentParser) -> None:
-    """Add no arguments beside those of every program."""
+    """Add no arguments to those of every program."""
 
 
 def _nothing_missing() -> str | None:

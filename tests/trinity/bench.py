@@ -84,7 +84,7 @@ def _row(question: str) -> str:
 
 
 async def _second(stack: Serving, view: BusView, folder: Path) -> str:
-    """Register another version of the same model, which the replica serves beside the champion."""
+    """Register another version of the same model, which the replica serves together with the champion."""
     blobs = BlobStore(f"file://{stack.gateway.folder}/blobs")
     path = tiny_model.perturbed(folder / "stack/tiny", folder / "second", seed=1)
     second = tiny_model.publish(blobs, path, parent=stack.version)
@@ -101,7 +101,7 @@ async def _second(stack: Serving, view: BusView, folder: Path) -> str:
 
 
 def _compared(scores: Mapping[Play, float], turns: list[Turn]) -> Iterator[Line]:
-    """Compare the scores with the captured turns. Each play has one turn, since the workflow asks once."""
+    """Compare the scores with the captured turns. Each play has one turn, since the workflow sends one request."""
     turns_by_prompt = {(turn.version, turn.messages[-1].text): turn for turn in turns}
     pairs = [(score, turns_by_prompt.get((play.version, play.task))) for play, score in scores.items()]
     wrong = sum(turn is None or score != share_of_vowels(turn.choices[0].message.text) for score, turn in pairs)

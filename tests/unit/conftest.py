@@ -1,4 +1,4 @@
-"""What holds for tests inside one process."""
+"""Fixtures of tests inside one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_power_cut() -> Iterator[None]:
-    """A killed process leaves the page cache behind: nothing here needs the disk to be waited for. Whether it would be
-    asked is for tests that put their own in its place."""
+    """A killed process leaves the page cache behind, so no test here has to wait for the disk. Tests of the calls
+    themselves replace them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):
             if hasattr(os, name):

@@ -1,6 +1,6 @@
 """A data directory written by an earlier commit, opened by this one: it serves, trains on and accounts for every turn.
 
-The earlier commit is checked out beside this one and gets an environment of its own from its own lock.
+The earlier commit is checked out next to this one and gets an environment of its own from its own lock.
 """
 
 from __future__ import annotations
@@ -169,10 +169,12 @@ class Scenario:
     def _replay(self, written: Written) -> Line:
         plan = json.loads(self._headrace("replay", "plan", "--json"))
         digests = [batch["digest"] for batch in plan["training"]["batches"]]
-        wanted = written.digests
-        same = sum(left == right for left, right in zip(digests, wanted, strict=False))
+        expected = written.digests
+        same = sum(left == right for left, right in zip(digests, expected, strict=False))
         return equals(
-            "replayed batches with the digest of before", f"{same} of {len(wanted)}", f"{len(wanted)} of {len(wanted)}"
+            "replayed batches with the digest of before",
+            f"{same} of {len(expected)}",
+            f"{len(expected)} of {len(expected)}",
         )
 
     async def _train_on(self, up: HeadraceUp, written: Written) -> list[Line]:

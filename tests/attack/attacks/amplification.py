@@ -98,7 +98,7 @@ async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) ->
 
 
 async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int) -> Line:
-    """Send the largest number of sessions that is allowed beside a context of `context_characters`."""
+    """Send the largest number of sessions that is allowed with a context of `context_characters`."""
     before, sent, sessions = await _bytes_on(bus), 0, SESSIONS
     for _ in range(_REQUESTS):
         while True:

@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Given:
+class ScriptedRequest:
     outputs: Sequence[Piece]
     num_cached_tokens: int
 
@@ -173,7 +173,7 @@ class StandInLLM:
             ended = token in request.stop_token_ids
             finish = "stop" if ended else "length" if len(sampled) >= request.max_tokens else None
             if finish is not None or (request.delta and len(sampled) - reported_count >= PORTION):
-                yield Given([Piece(sampled[reported_count:], entries[reported_count:], finish)], cached)
+                yield ScriptedRequest([Piece(sampled[reported_count:], entries[reported_count:], finish)], cached)
                 reported_count = len(sampled)
 
     def _logits(self, number: int, ids: list[int]) -> Tensor:

@@ -95,7 +95,7 @@ class AnswersAsTheBase(RememberingLearner):
 
 
 class WritesMore(RememberingLearner):
-    """Write a configuration beside the weights, which would replace the base's."""
+    """Write a configuration next to the weights, which would replace the base's."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         (folder / "config.json").write_text("{}")

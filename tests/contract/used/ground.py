@@ -1,7 +1,7 @@
-"""What a scenario stands on: a bus, and the same clients of it that our services use.
+"""Ground of a scenario: a bus, and the same clients of it that the services use.
 
-A scenario is written once. It asks a `Ground` for topics, producers, consumers and hosts, and states what every bus
-promises. `grounds.py` has the grounds: the simulated bus, the embedded broker, Apache Kafka.
+A scenario is written once. It gets topics, producers, consumers and hosts from a `Ground`, and states the promises of
+every bus. `grounds.py` has the grounds: the simulated bus, the embedded broker, Apache Kafka.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What our stream host relies on. `FaustHost` is the real one; what it hands records to is a `Handler`.
+"""Promises that the stream host relies on. `FaustHost` is the real one; it hands records to a `Handler`.
 
-On the real buses Faust is underneath, on the simulated one what stands for it. Members stop as processes do that are
-told to; death without a word is the business of the tests that kill processes.
+On the real buses Faust is underneath, on the simulated one its substitute. Members stop as processes do on a signal;
+death without a word is the business of the tests that kill processes.
 """
 
 from __future__ import annotations

@@ -123,7 +123,9 @@ PLANTED: Mapping[str, Planted] = {
     "a pause does nothing": Planted("clients.Consumer.pause", lambda *_: None, reading.paused_places_wait),
     "assigning keeps positions": Planted(
         "clients.Consumer.assign",
-        lambda consumer, places: consumer._next.update({place: consumer._next.get(place, 0) for place in places}),
+        lambda consumer, partitions: consumer._next.update(
+            {partition: consumer._next.get(partition, 0) for partition in partitions}
+        ),
         reading.assigning_forgets,
     ),
     "commits one too far": Planted("bus.Group.commit", _commit_too_far, hosting.restart_goes_on_where_it_acknowledged),

@@ -67,9 +67,9 @@ async def order_within_a_partition(ground: Ground) -> None:
         answers = await asyncio.gather(*acks)
     logs = await everything(ground, topic)
     assert [values(records) for records in logs] == sent
-    assert [offsets(records) for records in logs] == [list(range(len(one))) for one in sent]
+    assert [offsets(records) for records in logs] == [list(range(len(messages))) for messages in sent]
     acknowledged = [[answer.offset for answer in answers if answer.partition == number] for number in range(3)]
-    assert acknowledged == [list(range(len(one))) for one in sent], "acknowledgements say where the record is"
+    assert acknowledged == [list(range(len(messages))) for messages in sent], "acknowledgements say where the record is"
 
 
 async def acknowledged_is_readable(ground: Ground) -> None:

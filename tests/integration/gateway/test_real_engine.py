@@ -256,9 +256,9 @@ async def test_a_conversation_is_one_branch_of_exact_tokens(tmp_path: Path, mort
         await responses_loop(running.gateway.url)
         turns = await running.view.read(Turn)
     for session in ("claude", "codex"):
-        own = [turn for turn in turns if turn.session_id == session]
-        assert len(own) == STEPS
-        (branch,), (dialogue,) = build_branches(own)
-        assert [span.turn_id for span in branch.spans] == [turn.turn_id for turn in own]
+        session_turns = [turn for turn in turns if turn.session_id == session]
+        assert len(session_turns) == STEPS
+        (branch,), (dialogue,) = build_branches(session_turns)
+        assert [span.turn_id for span in branch.spans] == [turn.turn_id for turn in session_turns]
         assert sum(span.restricted for span in branch.spans) == (2 if session == "claude" else 0), "forced calls"
         assert [message.role for message in dialogue.messages].count("assistant") == STEPS

@@ -52,7 +52,7 @@ class Every(tuple[str, ...]):
 
 
 class Clerk(FakeReplica):
-    """Look something up and answer. Asked to write, the candidate would pay; the champion never does."""
+    """Look something up and answer. For a request to write, the candidate would pay; the champion never does."""
 
     candidate = ""
 

@@ -35,7 +35,7 @@ def cancel(order: str) -> str:
 
 
 def make_agent(copy: TrainingCopy) -> Callable[[str], str]:
-    """Look the order up, ask the model, and cancel the order if asked to."""
+    """Look the order up, ask the model, and cancel the order on request."""
     client, tools = copy.openai(blocking=True), copy.tools({"look_up": look_up, "cancel": cancel})
 
     def ask(text: str) -> str:

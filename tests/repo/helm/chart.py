@@ -1,4 +1,6 @@
-"""The chart as a server gets it, for a few sets of values: objects, Pods, containers, and what their processes see."""
+"""The chart as a server gets it, for a few sets of values: objects, Pods, containers, and the environment of their
+processes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SECRETS = {
     ("headrace-database", "url"): DATABASE_URL,
     ("judge-endpoint", "api-key"): "5678",
 }
-"""What Secrets hold, by name and key."""
+"""Values of the Secrets by name and key."""
 FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 OFF = ("--set", "single.enabled=false,bus.address=kafka:9092,database.urlSecret.name=headrace-database")
 
@@ -48,7 +50,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         *("--set", "networkPolicy.enabled=true", "--set", "single.storage.existingClaim=disk"),
     ),
 }
-"""What the tests render, by name: arguments of `helm template`."""
+"""Arguments of `helm template` for each variant that the tests render."""
 
 Object = dict[str, Any]
 
@@ -64,19 +66,19 @@ def template(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @cache
 def text(variant: str) -> str:
-    done = template(*VARIANTS[variant])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    rendered = template(*VARIANTS[variant])
+    assert rendered.returncode == 0, rendered.stderr
+    return rendered.stdout
 
 
 def objects(variant: str) -> list[Object]:
-    """Parsed anew for each caller, who may change them."""
-    return [one for one in yaml.safe_load_all(text(variant)) if one]
+    """The objects are parsed again for each caller, so a caller may change them."""
+    return [document for document in yaml.safe_load_all(text(variant)) if document]
 
 
 def of_kind(variant: str, kind: str) -> dict[str, Object]:
     """By name."""
-    return {one["metadata"]["name"]: one for one in objects(variant) if one["kind"] == kind}
+    return {item["metadata"]["name"]: item for item in objects(variant) if item["kind"] == kind}
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,14 @@ class Container:
 
     def volume(self, name: str) -> Object:
         """Of the Pod, or of the claims that each replica has of its own."""
-        claims = {one["metadata"]["name"]: one for one in self.workload["spec"].get("volumeClaimTemplates", ())}
-        found: Object = {one["name"]: one for one in self.pod["volumes"]}.get(name) or claims[name]
-        return found
+        claims = {
+            volume_claim["metadata"]["name"]: volume_claim
+            for volume_claim in self.workload["spec"].get("volumeClaimTemplates", ())
+        }
+        source: Object = {volume_claim["name"]: volume_claim for volume_claim in self.pod["volumes"]}.get(
+            name
+        ) or claims[name]
+        return source
 
     def environment(self) -> dict[str, str]:
         """As the process sees it: Secrets and fields looked up, `$(NAME)` put in."""
@@ -116,10 +123,14 @@ class Container:
         return seen
 
 
-def containers(found: list[Object]) -> Iterator[Container]:
+def containers(documents: list[Object]) -> Iterator[Container]:
     """Of every workload among the objects, those of initialization too."""
-    settings = next(one["data"]["headrace.toml"] for one in found if one["kind"] == "ConfigMap" and _is_settings(one))
-    for workload in found:
+    settings = next(
+        document["data"]["headrace.toml"]
+        for document in documents
+        if document["kind"] == "ConfigMap" and _is_settings(document)
+    )
+    for workload in documents:
         if workload["kind"] in ("Deployment", "StatefulSet"):
             pod = workload["spec"]["template"]["spec"]
             for spec in (*pod.get("initContainers", ()), *pod["containers"]):
@@ -127,17 +138,17 @@ def containers(found: list[Object]) -> Iterator[Container]:
 
 
 def kubeconform(rendered: str, version: str) -> str:
-    """What is wrong by the schemas; empty when nothing is. A kind without a schema is wrong."""
-    places = (SCHEMAS / f"v{version}", SCHEMAS / "custom")
-    locations = [f"-schema-location={place}/{{{{.ResourceKind}}}}{{{{.KindSuffix}}}}.json" for place in places]
-    done = subprocess.run(
+    """Return the errors by the schemas, or an empty string. A kind without a schema is wrong."""
+    folders = (SCHEMAS / f"v{version}", SCHEMAS / "custom")
+    locations = [f"-schema-location={folder}/{{{{.ResourceKind}}}}{{{{.KindSuffix}}}}.json" for folder in folders]
+    process = subprocess.run(
         [str(BIN / "kubeconform"), "-strict", *locations],
         input=rendered,
         capture_output=True,
         text=True,
         check=False,
     )
-    return "" if done.returncode == 0 else done.stdout + done.stderr
+    return "" if process.returncode == 0 else process.stdout + process.stderr
 
 
 def values() -> Object:
@@ -146,8 +157,8 @@ def values() -> Object:
     return loaded
 
 
-def _is_settings(one: Object) -> bool:
-    return str(one["metadata"]["name"]).endswith("-settings")
+def _is_settings(config_map: Object) -> bool:
+    return str(config_map["metadata"]["name"]).endswith("-settings")
 
 
 def _value(variable: Mapping[str, Any]) -> str:

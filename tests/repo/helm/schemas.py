@@ -27,12 +27,12 @@ def main(folder: Path, modules: list[str]) -> None:
     shutil.rmtree(target, ignore_errors=True)
     source = next(folder.glob("lib/python*/site-packages/kubernetes_validate/kubernetes-json-schema"))
     for version in VERSIONS:
-        place = target / f"v{version}"
-        place.mkdir(parents=True)
+        version_folder = target / f"v{version}"
+        version_folder.mkdir(parents=True)
         for path in (source / f"v{version}-local-strict").glob("*.json"):
             schema = json.loads(path.read_text(encoding="utf-8").replace(_ELSEWHERE, _BESIDE))
             schema.pop("$id", None)  # references are to the files beside it
-            (place / path.name).write_text(json.dumps(schema), encoding="utf-8")
+            (version_folder / path.name).write_text(json.dumps(schema), encoding="utf-8")
     (target / "custom").mkdir()
     for module in modules:
         for path in _module_folder(module).rglob("*.yaml"):
@@ -45,10 +45,10 @@ def main(folder: Path, modules: list[str]) -> None:
 
 def _module_folder(module: str) -> Path:
     command = ["go", "mod", "download", "-json", module]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        sys.exit(f"{' '.join(command)} failed: {found.stderr.strip() or found.stdout.strip()}")
-    return Path(json.loads(found.stdout)["Dir"])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed: {process.stderr.strip() or process.stdout.strip()}")
+    return Path(json.loads(process.stdout)["Dir"])
 
 
 def _custom(definition: dict[str, Any], target: Path) -> None:
@@ -63,10 +63,10 @@ def _custom(definition: dict[str, Any], target: Path) -> None:
 def strict(schema: Any) -> Any:
     """The schema, with names that it does not know refused, as a server drops them without a word."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {name: strict(one) for name, one in schema.items()}
+    inner = {name: strict(part) for name, part in schema.items()}
     open_ended = inner.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in inner
     if isinstance(inner.get("properties"), dict) and inner.get("type") == "object" and not open_ended:
         inner["additionalProperties"] = False

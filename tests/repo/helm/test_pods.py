@@ -1,4 +1,4 @@
-"""What Pods may do, where they write, and what becomes of them when a node is drained."""
+"""Rights of Pods, the folders that they write, and their end when a node is drained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pod_has_no_more_rights_than_it_needs(variant: str) -> None:
 
 @each_variant
 def test_the_data_folder_and_tmp_can_be_written(variant: str) -> None:
-    """What a service writes to `data_dir` outside of its volumes it may lose, but without it, it is never ready."""
+    """A service may lose files of `data_dir` outside of its volumes, but without the folder it is never ready."""
     for container in containers(objects(variant)):
         writable = {mount["mountPath"] for mount in container.spec["volumeMounts"] if not mount.get("readOnly")}
         assert {"/tmp", DATA} <= writable, container.label
@@ -43,15 +43,15 @@ def test_the_data_folder_and_tmp_can_be_written(variant: str) -> None:
 def test_what_must_stay_is_on_claims(variant: str) -> None:
     for container in containers(objects(variant)):
         blobs = "HEADRACE_BLOBS__URL" in container.environment()
-        kept = {"gateway": ["gateway"], "trainer": ["trainer"]}.get(container.service, [])
-        if "broker" in {one["name"] for one in container.pod.get("initContainers", ())}:
-            kept, blobs = ["db", "broker", *kept], False  # in a single Pod all of it is one claim
-        for folder in [*kept, *([] if blobs else ["blobs"])]:
+        folders = {"gateway": ["gateway"], "trainer": ["trainer"]}.get(container.service, [])
+        if "broker" in {init_container["name"] for init_container in container.pod.get("initContainers", ())}:
+            folders, blobs = ["db", "broker", *folders], False  # in a single Pod all of it is one claim
+        for folder in [*folders, *([] if blobs else ["blobs"])]:
             assert _is_claim(container, f"{DATA}/{folder}"), f"{container.label}: {folder}"
 
 
-def _is_claim(container: Container, place: str) -> bool:
-    under = max((mount for mount in container.mounts if f"{place}/".startswith(f"{mount}/")), key=len)
+def _is_claim(container: Container, volume_name: str) -> bool:
+    under = max((mount for mount in container.mounts if f"{volume_name}/".startswith(f"{mount}/")), key=len)
     volume = container.volume(container.mounts[under])
     return "persistentVolumeClaim" in volume or "accessModes" in volume.get("spec", {})
 
@@ -65,17 +65,17 @@ def test_a_claim_of_blobs_is_shared_and_outlives_the_release() -> None:
 
 def test_spools_and_lineages_have_one_owner_each() -> None:
     sets = of_kind("lineages", "StatefulSet")
-    assert {name: one["spec"]["replicas"] for name, one in sets.items()} == {
+    assert {name: stateful_set["spec"]["replicas"] for name, stateful_set in sets.items()} == {
         "headrace-gateway": 2,
         "headrace-trainer-main": 1,
         "headrace-trainer-second": 1,
     }
-    for one in sets.values():
-        own = [claim["metadata"]["name"] for claim in one["spec"]["volumeClaimTemplates"]]
-        assert own == ["own"]
-        selected = one["spec"]["selector"]["matchLabels"].items()
-        others = [other for other in sets.values() if other is not one]
-        assert not any(selected <= other["spec"]["template"]["metadata"]["labels"].items() for other in others)
+    for stateful_set in sets.values():
+        claims = [claim["metadata"]["name"] for claim in stateful_set["spec"]["volumeClaimTemplates"]]
+        assert claims == ["own"]
+        selected = stateful_set["spec"]["selector"]["matchLabels"].items()
+        other_sets = [other for other in sets.values() if other is not stateful_set]
+        assert not any(selected <= other["spec"]["template"]["metadata"]["labels"].items() for other in other_sets)
 
 
 def test_the_broker_is_there_before_the_others_and_after_them() -> None:
@@ -89,7 +89,9 @@ def test_the_broker_is_there_before_the_others_and_after_them() -> None:
 
 @each_variant
 def test_an_unready_service_is_not_restarted(variant: str) -> None:
-    """`/health` says 503 while there is nothing to serve. What hangs is ended by the watchdog that the image runs."""
+    """`/health` answers 503 while there is no version to serve. The watchdog that the image runs ends a process that
+    hangs.
+    """
     for container in containers(objects(variant)):
         assert "livenessProbe" not in container.spec
         assert not {"command", "args"} & container.spec.keys(), "the image's own entry point"
@@ -98,24 +100,24 @@ def test_an_unready_service_is_not_restarted(variant: str) -> None:
 
 @each_variant
 def test_no_secret_is_rendered(variant: str) -> None:
-    assert not [one for one in objects(variant) if one["kind"] == "Secret"]
+    assert not [item for item in objects(variant) if item["kind"] == "Secret"]
     for container in containers(objects(variant)):
         for name, value in container.environment().items():
-            plain = {one["name"] for one in container.spec["env"] if "value" in one}
+            plain = {item["name"] for item in container.spec["env"] if "value" in item}
             assert not (value in SECRETS.values() and name in plain), name
 
 
 def test_a_drained_node_takes_one_pod_of_a_service() -> None:
     budgets = of_kind("production", "PodDisruptionBudget")
-    assert {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in budgets.values()} == {
+    assert {budget["metadata"]["labels"]["app.kubernetes.io/component"] for budget in budgets.values()} == {
         container.service for container in containers(objects("production"))
     }
-    assert all(one["spec"]["maxUnavailable"] == 1 for one in budgets.values())
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets.values())
     assert of_kind("default", "PodDisruptionBudget") == {}
 
 
 def test_nobody_is_sent_to_a_gateway_that_stops() -> None:
-    gateway = next(one for one in containers(objects("production")) if one.service == "gateway")
+    gateway = next(container for container in containers(objects("production")) if container.service == "gateway")
     drain_s = int(gateway.spec["lifecycle"]["preStop"]["exec"]["command"][1])
     assert gateway.pod["terminationGracePeriodSeconds"] >= drain_s + 30
 
@@ -126,29 +128,33 @@ def _peers(variant: str, policy: str) -> dict[str, Any]:
 
 
 def test_ports_are_open_for_those_who_need_them() -> None:
-    ours = {
+    own_ports = {
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "headrace", "app.kubernetes.io/instance": "headrace"}}
     }
     assert _peers("lineages", "headrace-gateway") == {"gateway": "everybody"}
-    assert _peers("lineages", "headrace-inference") == {"inference": [ours]}
+    assert _peers("lineages", "headrace-inference") == {"inference": [own_ports]}
     assert _peers("lineages", "headrace-registry")["registry"] == [
-        ours,
+        own_ports,
         {"podSelector": {"matchLabels": {"app": "ops"}}},
     ]
     assert _peers("lineages", "headrace-collector") == {}
-    assert _peers("production", "headrace-gateway")["gateway"][0] == ours, "the gate of the registry calls it"
+    assert _peers("production", "headrace-gateway")["gateway"][0] == own_ports, "the gate of the registry calls it"
     assert [*_peers("production", "headrace-collector")["collector"][0]] == ["namespaceSelector"]
-    assert _peers("judge", "headrace-single") == {"gateway": "everybody", "inference": [ours], "registry": [ours]}
+    assert _peers("judge", "headrace-single") == {
+        "gateway": "everybody",
+        "inference": [own_ports],
+        "registry": [own_ports],
+    }
 
 
 def test_dashboards_alerts_and_targets_go_together() -> None:
     monitor = of_kind("production", "ServiceMonitor")["headrace"]["spec"]
     assert monitor["jobLabel"] == "app.kubernetes.io/component"
-    found = of_kind("production", "Service").values()
-    for one in found:
-        assert monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
-        assert one["spec"]["ports"][0]["name"] == monitor["endpoints"][0]["port"]
-    jobs = {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in found}
+    services = of_kind("production", "Service").values()
+    for service in services:
+        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert service["spec"]["ports"][0]["name"] == monitor["endpoints"][0]["port"]
+    jobs = {service["metadata"]["labels"]["app.kubernetes.io/component"] for service in services}
     rules = of_kind("production", "PrometheusRule")["headrace"]["spec"]["groups"][0]["rules"]
     down = next(rule["expr"] for rule in rules if rule["alert"] == "ServiceDown")
     assert jobs <= set(down.partition('"')[2].partition('"')[0].split("|"))

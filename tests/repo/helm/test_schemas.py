@@ -1,4 +1,4 @@
-"""What is rendered is what Kubernetes, KEDA and the Prometheus operator know, and values are what the chart knows."""
+"""Kubernetes, KEDA and the Prometheus operator know every rendered field, and the chart knows every value."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 @each_variant
 def test_lint_finds_nothing(variant: str) -> None:
-    done = helm("lint", str(CHART), "--strict", "--kube-version", VERSIONS[-1], *VARIANTS[variant])
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = helm("lint", str(CHART), "--strict", "--kube-version", VERSIONS[-1], *VARIANTS[variant])
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @each_variant
@@ -30,7 +30,7 @@ def test_every_object_fits_its_schema(variant: str, version: str) -> None:
 
 @each_variant
 def test_names_are_unique(variant: str) -> None:
-    names = [(one["kind"], one["metadata"]["name"]) for one in objects(variant)]
+    names = [(item["kind"], item["metadata"]["name"]) for item in objects(variant)]
     assert len(names) == len(set(names))
 
 
@@ -46,13 +46,13 @@ def test_names_are_unique(variant: str) -> None:
 )
 def test_a_wrong_field_is_noticed(kind: str, path: tuple[Any, ...], wrong: object) -> None:
     """The check above could not otherwise be trusted."""
-    found: Any = next(one for one in objects("production") if one["kind"] == kind)
-    assert kubeconform(yaml.safe_dump(found), VERSIONS[-1]) == ""
-    inner = found
+    document: Any = next(candidate for candidate in objects("production") if candidate["kind"] == kind)
+    assert kubeconform(yaml.safe_dump(document), VERSIONS[-1]) == ""
+    inner = document
     for part in path[:-1]:
         inner = inner[part]
     inner[path[-1]] = wrong
-    assert "is invalid" in kubeconform(yaml.safe_dump(found), VERSIONS[-1])
+    assert "is invalid" in kubeconform(yaml.safe_dump(document), VERSIONS[-1])
 
 
 def test_the_schema_of_values_is_closed_and_complete() -> None:
@@ -65,10 +65,10 @@ def test_the_schema_of_values_is_closed_and_complete() -> None:
 
 def _tables(schema: Any) -> list[dict[str, Any]]:
     if isinstance(schema, list):
-        return [table for one in schema for table in _tables(one)]
+        return [table for part in schema for table in _tables(part)]
     if not isinstance(schema, dict):
         return []
-    inner = [table for one in schema.values() for table in _tables(one)]
+    inner = [table for part in schema.values() for table in _tables(part)]
     return [schema, *inner] if "properties" in schema and schema.get("type") == "object" else inner
 
 
@@ -95,16 +95,16 @@ def _tables(schema: Any) -> list[dict[str, Any]]:
         (("--set-json", f"trainers.two={SECOND}"), "a single Pod runs one; set single"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], said: str) -> None:
-    done = template(*arguments)
-    assert done.returncode != 0
-    assert said in done.stderr
+def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    process = template(*arguments)
+    assert process.returncode != 0
+    assert message in process.stderr
 
 
 def test_a_lineage_has_one_owner(tmp_path: Path) -> None:
     twice = tmp_path / "values.yaml"
     main = values()["trainers"]["main"]
     twice.write_text(yaml.safe_dump({"trainers": {"main": main, "other": main}}))
-    done = template(*VARIANTS["claims"], "--values", str(twice))
-    assert done.returncode != 0
-    assert 'trainers.other.lineage is "main", as is that of trainers.main' in done.stderr
+    process = template(*VARIANTS["claims"], "--values", str(twice))
+    assert process.returncode != 0
+    assert 'trainers.other.lineage is "main", as is that of trainers.main' in process.stderr

@@ -85,8 +85,8 @@ def test_token_quantiles_lie_within_the_lengths() -> None:
     assert CheckReport(lengths=[7]).spread() == {"least": 7, "median": 7, "95 of 100": 7, "most": 7}
     assert CheckReport(lengths=[100, 200]).spread() == {"least": 100, "median": 150, "95 of 100": 195, "most": 200}
     for count in range(1, 60):
-        shown = list(CheckReport(lengths=[number * number for number in range(count)]).spread().values())
-        assert shown == sorted(shown), f"{count} lengths"
+        quantiles = list(CheckReport(lengths=[number * number for number in range(count)]).spread().values())
+        assert quantiles == sorted(quantiles), f"{count} lengths"
 
 
 SHAPE = {"hidden": 64, "layers": 1}
@@ -94,11 +94,11 @@ SHAPE = {"hidden": 64, "layers": 1}
 
 async def test_data_folder_keeps_to_its_bounds_restarts_and_rolls_back(tmp_path: Path) -> None:
     small = 1_000_000
-    found = await measure(tmp_path, 0.0, SHAPE, Bounds(versions_bytes=small, points_bytes=small), versions_min=20)
-    assert found["held"]
-    assert found["bound_mb"] - OVERHEAD_BYTES / 1e6 < 6
-    assert found["peak_mb"] >= found["end_mb"] > found["version_mb"]
-    assert found["end_mb"] < 6, "without the room for databases, too"
-    assert found["written_mb"] > 2 * found["end_mb"], "far more was written than is kept"
-    assert found["restarted_at_step"] == found["versions"] - 1
-    assert len(set(found["rolled_back_to"])) == 2
+    measured = await measure(tmp_path, 0.0, SHAPE, Bounds(versions_bytes=small, points_bytes=small), versions_min=20)
+    assert measured["held"]
+    assert measured["bound_mb"] - OVERHEAD_BYTES / 1e6 < 6
+    assert measured["peak_mb"] >= measured["end_mb"] > measured["version_mb"]
+    assert measured["end_mb"] < 6, "without the room for databases, too"
+    assert measured["written_mb"] > 2 * measured["end_mb"], "far more was written than is kept"
+    assert measured["restarted_at_step"] == measured["versions"] - 1
+    assert len(set(measured["rolled_back_to"])) == 2

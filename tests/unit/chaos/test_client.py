@@ -1,8 +1,8 @@
-"""What counts as a failed request, against a gateway that does what it is told.
+"""Definition of a failed request, against a scripted gateway.
 
-The schedule of strikes is a function of the seed, and spares nobody.
+The schedule of strikes is a function of the seed, and strikes every process.
 
-A wrong clock is the wall clock of a process, and nothing else.
+A wrong clock changes the wall clock of a process alone.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ async def rig(first: Answer, second: Answer = plain) -> AsyncIterator[Rig]:
     ("answer", "name"), [(plain, "chatcmpl-1"), (streaming("[DONE]"), "chatcmpl-2")], ids=["plain", "stream"]
 )
 async def test_a_whole_answer_is_acked(answer: Answer, name: str) -> None:
-    async with rig(answer) as made:
-        assert await made.ask() == "Ada"
-        assert made.ledger.acked[name].content == digest("Ada")
-        assert (made.ledger.failures, made.ledger.retried) == ([], 0)
+    async with rig(answer) as world:
+        assert await world.ask() == "Ada"
+        assert world.ledger.acked[name].content == digest("Ada")
+        assert (world.ledger.failures, world.ledger.retried) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -108,55 +108,55 @@ async def test_a_whole_answer_is_acked(answer: Answer, name: str) -> None:
     ids=["refused", "no end", "error event", "cut"],
 )
 async def test_anything_less_is_a_failed_request(answer: Answer, kind: str) -> None:
-    async with rig(answer) as made:
-        assert await made.ask() is None
-        assert made.ledger.failed_by == {kind: 1}
-        assert made.ledger.acked == {}
+    async with rig(answer) as world:
+        assert await world.ask() is None
+        assert world.ledger.failed_by == {kind: 1}
+        assert world.ledger.acked == {}
 
 
 async def test_a_connection_that_died_with_its_gateway_is_made_again_at_the_other() -> None:
-    async with rig(streaming(cut=True)) as made:
-        made.balancer.killing(made.urls[0])
-        assert await made.ask() == "Ada"
-        assert (made.ledger.failures, made.ledger.retried) == ([], 1)
+    async with rig(streaming(cut=True)) as world:
+        world.balancer.killing(world.urls[0])
+        assert await world.ask() == "Ada"
+        assert (world.ledger.failures, world.ledger.retried) == ([], 1)
 
 
 async def test_one_that_is_on_its_way_back_may_say_so() -> None:
-    async with rig(refusing) as made:
-        made.balancer.killing(made.urls[0])
-        assert await made.ask() == "Ada"
-        assert (made.ledger.failures, made.ledger.refused) == ([], 1)
+    async with rig(refusing) as world:
+        world.balancer.killing(world.urls[0])
+        assert await world.ask() == "Ada"
+        assert (world.ledger.failures, world.ledger.refused) == ([], 1)
 
 
 async def test_a_session_keeps_to_one_gateway_or_wanders_and_the_ledger_knows_where_it_was() -> None:
-    async with rig(plain) as made:
+    async with rig(plain) as world:
         for _ in range(3):
-            assert await made.ask(KEEPS) == "Ada"
-            assert await made.ask(WANDERS) == "Ada"
-        assert made.ledger.reached == {KEEPS: {made.urls[1]}, WANDERS: set(made.urls)}
+            assert await world.ask(KEEPS) == "Ada"
+            assert await world.ask(WANDERS) == "Ada"
+        assert world.ledger.reached == {KEEPS: {world.urls[1]}, WANDERS: set(world.urls)}
 
 
 async def test_who_lost_an_answer_may_have_recorded_it_and_who_refused_has_not() -> None:
     for answer, reached in ((streaming(cut=True), 2), (refusing, 1)):
-        async with rig(answer) as made:
-            made.balancer.killing(made.urls[0])
-            assert await made.ask() == "Ada"
-            assert len(made.ledger.reached[WANDERS]) == reached
+        async with rig(answer) as world:
+            world.balancer.killing(world.urls[0])
+            assert await world.ask() == "Ada"
+            assert len(world.ledger.reached[WANDERS]) == reached
 
 
 async def test_an_old_kill_excuses_nothing() -> None:
-    async with rig(plain) as made:
-        killed, spared = made.urls
+    async with rig(plain) as world:
+        killed, spared = world.urls
         before = time.monotonic()
-        made.balancer.killing(killed)
-        assert made.balancer.was_down(killed, before)
-        assert not made.balancer.was_down(spared, before)
-        checking = asyncio.create_task(made.balancer.run())
+        world.balancer.killing(killed)
+        assert world.balancer.was_down(killed, before)
+        assert not world.balancer.was_down(spared, before)
+        checking = asyncio.create_task(world.balancer.run())
         async with asyncio.timeout(10):
-            while made.balancer.was_down(killed, time.monotonic()):  # noqa: ASYNC110 (it has no event for this)
+            while world.balancer.was_down(killed, time.monotonic()):  # noqa: ASYNC110 (it has no event for this)
                 await asyncio.sleep(0.01)
         checking.cancel()
-        assert made.balancer.was_down(killed, before), "who asked before it was back may have met its death"
+        assert world.balancer.was_down(killed, before), "who asked before it was back may have met its death"
 
 
 ALL = [("kill", name) for name in victims_on("embedded")]
@@ -227,7 +227,7 @@ def test_steps_in_both_directions(tmp_path: Path) -> None:
             process.stdin.write("\n")
             process.stdin.flush()
             true = time.time()
-            assert [float(said) - true for said in process.stdout.readline().split()] == pytest.approx(
+            assert [float(shown_time) - true for shown_time in process.stdout.readline().split()] == pytest.approx(
                 [by_s] * 3, abs=60
             )
         assert process.stdin

@@ -1,4 +1,4 @@
-"""The comparison of the ledgers finds what is planted, and nothing where all is well."""
+"""The comparison of the ledgers finds planted faults, and none where all is well."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINED = "trained tokens, logprobs or versions that are not the captured ones"
 
 
 class World:
-    """One session of one turn that went all the way, told by each ledger in its own words."""
+    """One session of one turn that went all the way, as each ledger records it."""
 
     def __init__(self) -> None:
         self.turn: Turn = ask([user("who?")], "Ada", session="s")
@@ -66,7 +66,7 @@ class World:
         )
 
     def compare(self, *without: Event, more: Sequence[Event] = ()) -> Findings:
-        """What is found without some of the events, and with `more` of them."""
+        """Return the findings without some of the events, and with `more` of them."""
         topics = Facts()
         events = (self.turn, self.feedback, self.trajectory, self.experience, self.report)
         for event in (*(one for one in events if one not in without), *more):

@@ -147,7 +147,7 @@ def path_of(agent: str, home: Path) -> Path:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_write_adds_the_lines_and_leaves_other_settings(home: Path, agent: str) -> None:
-    before, kept = FILES[agent]
+    before, other_settings = FILES[agent]
     file = path_of(agent, home)
     file.parent.mkdir(exist_ok=True)
     file.write_text(before)
@@ -155,7 +155,7 @@ def test_write_adds_the_lines_and_leaves_other_settings(home: Path, agent: str) 
         status, _ = connect(agent, "--model", "my-agent", "--write")
         assert status == 0
     after = file.read_text()
-    assert all(text in after for text in (*kept, "http://h:8000", "my-agent"))
+    assert all(text in after for text in (*other_settings, "http://h:8000", "my-agent"))
     assert "old" not in after
     assert after.count("http://h:8000") == 1, "a second time changes nothing"
     assert file.stat().st_mode & 0o077 == 0, "the file may hold a key"
@@ -200,7 +200,7 @@ class Terminal(io.StringIO):
 
 
 def summary(data_dir: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch, **fields: object) -> str:
-    """Return what `headrace up` prints to `output` for a stack with a registry."""
+    """Return the lines that `headrace up` prints to `output` for a stack with a registry."""
     registry = ServiceState(status="ready", pid=1, url="http://127.0.0.1:8003", port=8003, log="x.log", since=NOW)
     state = RunState.model_validate(
         {"pid": 1, "data_dir": str(data_dir), "started_at": NOW, "bus": "127.0.0.1:1", "token_is_key": True}

@@ -206,7 +206,9 @@ def test_a_source_alone_leaves_out_unscored_experiences() -> None:
     assert reward_sources(experiences) == ["answer", "format"]
     assert rewards(alone("format").change(experiences, chance())) == [0.2, 0.3]
     scored = alone("answer").change(experiences, chance())
-    assert [(one.experience_id, one.reward) for one in scored] == [("e0", 1.0)]
+    assert [(scored_experience.experience_id, scored_experience.reward) for scored_experience in scored] == [
+        ("e0", 1.0)
+    ]
 
 
 def test_controls_change_only_rewards_and_are_reproducible() -> None:

@@ -148,7 +148,7 @@ def test_metrics_of_files_and_names(tmp_path: Path) -> None:
         compute_metric("bad", TaskMetric(lambda task, played: "x" * 10**6), task(), playthrough(""))
     assert len(str(refusal.value)) < 200
     with pytest.raises(HeadraceError, match="metric bad failed on task 't': ZeroDivisionError"):
-        compute_metric("bad", TaskMetric(lambda one, played: 1 / 0), task(), playthrough(""))
+        compute_metric("bad", TaskMetric(lambda sample, played: 1 / 0), task(), playthrough(""))
     with pytest.raises(UsageError, match=r"'succes'; did you mean 'success'\?.*FILE\.py:NAME"):
         load_metrics(["succes"])
     with pytest.raises(UsageError, match="has no function missing"):
@@ -167,7 +167,7 @@ def test_tasks_are_read_and_split(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = read(path)
     assert tasks[3].name == "3 + 3?"
-    assert (tasks[-1].name, tasks[-1].split, [one.role for one in tasks[-1].messages]) == (
+    assert (tasks[-1].name, tasks[-1].split, [task_message.role for task_message in tasks[-1].messages]) == (
         "mine",
         "audit",
         ["system", "user"],

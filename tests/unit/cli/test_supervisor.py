@@ -72,9 +72,9 @@ def test_a_background_service_leaves_the_processor_to_the_others(make: Make, dum
     supervisor = make(services=services)
     supervisor.start()
     supervisor.wait_ready(20)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) - own for name, pid in supervisor.pids.items()}
-    assert niceness == {"broker": 0, "alpha": 0, "beta": min(BACKGROUND_NICENESS, 19 - own)}
+    own_priority = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) - own_priority for name, pid in supervisor.pids.items()}
+    assert niceness == {"broker": 0, "alpha": 0, "beta": min(BACKGROUND_NICENESS, 19 - own_priority)}
 
 
 def test_every_service_gets_the_same_settings(make: Make, dummies: Dummies, data_dir: Path) -> None:

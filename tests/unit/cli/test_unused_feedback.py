@@ -117,10 +117,12 @@ def test_feedback_is_counted_by_the_algorithm_of_its_model(algorithm: str) -> No
 
 
 def test_feedback_about_versions_of_another_lineage_is_counted() -> None:
-    run, made = trajectory("T", ("a",), ("b",)), [experience("x", "a"), experience("y", "b")]
+    run, experiences = trajectory("T", ("a",), ("b",)), [experience("x", "a"), experience("y", "b")]
     outcomes = report(verdict("x", "a", dropped="foreign_version"), verdict("y", "b"))
     judged = [feedback("dropped", "a"), feedback("trained", "b"), feedback("both", "a", "b")]
-    assert turn_account_of([turn("a"), turn("b"), run, *made, outcomes, *judged]).untaught == {"foreign_version": 1}
+    assert turn_account_of([turn("a"), turn("b"), run, *experiences, outcomes, *judged]).untaught == {
+        "foreign_version": 1
+    }
 
 
 def test_the_command_warns_of_feedback_that_trains_nothing() -> None:

@@ -89,9 +89,9 @@ class Conversation:
                 }
                 for call in calls
             ]
-        whole = render(self.family, [*self.messages, {"role": "assistant", **text}], add_generation_prompt=False)
+        rendered = render(self.family, [*self.messages, {"role": "assistant", **text}], add_generation_prompt=False)
         prompt = render(self.family, self.messages)
-        raw = whole[len(prompt) :] if whole.startswith(prompt) else f"{text['content']}<|end|>"
+        raw = rendered[len(prompt) :] if rendered.startswith(prompt) else f"{text['content']}<|end|>"
         return text, raw
 
     def _echo(self, text: Json) -> None:
@@ -159,13 +159,13 @@ def _runs(turns: Sequence[Turn]) -> Sequence[SessionRun]:
 def leaves(turns: Sequence[Turn]) -> int:
     """Return the number of sequences that no later turn of the run continues exactly: one branch each."""
     prompts = [token_bytes(turn.prompt_token_ids) for turn in turns]
-    whole = [prompt + token_bytes(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
+    sequences = [prompt + token_bytes(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
     parents = set()
     for prompt in prompts:
-        fitting = [at for at, sequence in enumerate(whole) if prompt.startswith(sequence)]
+        fitting = [at for at, sequence in enumerate(sequences) if prompt.startswith(sequence)]
         if fitting:
-            longest = max(len(whole[at]) for at in fitting)
-            equal = [at for at in fitting if len(whole[at]) == longest]
+            longest = max(len(sequences[at]) for at in fitting)
+            equal = [at for at in fitting if len(sequences[at]) == longest]
             unused = [at for at in equal if at not in parents]
             parents.add((unused or equal)[0])
     return len(turns) - len(parents)
@@ -180,16 +180,16 @@ def test_each_sampled_token_is_in_one_place_and_runs_are_conversations(family: s
         turns = sorted((turn for c in conversations for turn in c.turns), key=lambda turn: turn.started_at)
         conversation_of = {turn.turn_id: c.number for c in conversations for turn in c.turns}
         runs = list(divided(turns))
-        places = []
+        positions = []
         for run in runs:
             branches, _ = build_branches(run)
             for branch in branches:
                 for span in branch.spans:
                     sampled = branch.token_ids[span.start : span.stop]
-                    places.append(span.turn_id)
+                    positions.append(span.turn_id)
                     assert sampled == next(t for t in run if t.turn_id == span.turn_id).choices[0].token_ids
             assert len(branches) == leaves(run)
-        assert sorted(places) == sorted(conversation_of), "each turn is in exactly one span"
+        assert sorted(positions) == sorted(conversation_of), "each turn is in exactly one span"
         if any(c.is_rewritten for c in conversations):
             rewritten += 1
             continue
@@ -222,6 +222,8 @@ def test_interleaved_conversations_with_equal_openings_and_answers_stay_apart(ha
             histories[number] += [answer, reply]
     runs = [[turn.turn_id for turn in run] for run in divided(turns)]
     if has_calls:
-        assert sorted(runs) == sorted([turn.turn_id for turn in own] for own in captured)
+        assert sorted(runs) == sorted([turn.turn_id for turn in conversation_turns] for conversation_turns in captured)
     else:  # the first answers are equal in every way, so any of them is the right one
-        assert sorted(run[1:] for run in runs) == sorted([turn.turn_id for turn in own[1:]] for own in captured)
+        assert sorted(run[1:] for run in runs) == sorted(
+            [turn.turn_id for turn in conversation_turns[1:]] for conversation_turns in captured
+        )

@@ -1,4 +1,4 @@
-"""Why nothing is trained: each cause is found from the facts that it leaves, and learning is told from noise."""
+"""Causes of missing training are found from the facts that they leave, and learning is distinguished from noise."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ class Clerk:
     """Answers each call as the right way would go on from there."""
 
     def __init__(self, box: Mailbox, tools: Mailtools) -> None:
-        asked = (*tasks(box, "train"), *tasks(box, "held_out"))
-        self._right = {task.question: demonstrate(task, tools, random.Random(0), lapses=0.0) for task in asked}
+        all_tasks = (*tasks(box, "train"), *tasks(box, "held_out"))
+        self._right = {task.question: demonstrate(task, tools, random.Random(0), lapses=0.0) for task in all_tasks}
         self._numbers = itertools.count()
 
     def __call__(self, call: Call) -> Reply:
-        spoken: list[dict[str, Any]] = call.body["messages"]
-        message = self._right[spoken[1]["content"]][len(spoken)]
+        messages: list[dict[str, Any]] = call.body["messages"]
+        message = self._right[messages[1]["content"]][len(messages)]
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
         return Reply({"id": f"chatcmpl-{next(self._numbers)}", "object": "chat.completion", "choices": [choice]})
 

@@ -1,4 +1,4 @@
-"""The e-mail agent: its loop, how it is evaluated, and what a run is worth."""
+"""The e-mail agent: its loop, its evaluation, and the reward of a run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def headrace(box: Mailbox, tools: Mailtools) -> Headrace:
     return Headrace(Clerk(box, tools))
 
 
-def options(**given: Any) -> argparse.Namespace:
+def options(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"model": "m", "seed": 1, "tasks": 12, "concurrency": 3, "max_tokens": 64, "signal": "rewards", **given}
+        **{"model": "m", "seed": 1, "tasks": 12, "concurrency": 3, "max_tokens": 64, "signal": "rewards", **values}
     )
 
 
@@ -45,18 +45,21 @@ async def test_every_answer_gets_one_feedback_that_names_its_calls(headrace: Hea
     users = agent.Users(headrace.client(), options())
     await users.ask()
     assert len(headrace.feedback) == 12
-    named = [response for one in headrace.feedback for response in one["msg_ids"]]
+    named = [response for feedback in headrace.feedback for response in feedback["msg_ids"]]
     assert sorted(named) == sorted(headrace.spoken)
-    assert {len(one["msg_ids"]) for one in headrace.feedback} == {3}
-    assert {one["task_id"] for one in headrace.feedback} == KINDS
-    assert all(one["ends_session"] and one["value"] == 1.0 and one["context"]["expected"] for one in headrace.feedback)
-    assert len({one["feedback_id"] for one in headrace.feedback}) == 12
+    assert {len(feedback["msg_ids"]) for feedback in headrace.feedback} == {3}
+    assert {feedback["task_id"] for feedback in headrace.feedback} == KINDS
+    assert all(
+        feedback["ends_session"] and feedback["value"] == 1.0 and feedback["context"]["expected"]
+        for feedback in headrace.feedback
+    )
+    assert len({feedback["feedback_id"] for feedback in headrace.feedback}) == 12
 
 
 async def test_an_answer_that_is_not_accepted_is_worth_nothing() -> None:
     headrace = Headrace(clueless())
     await agent.Users(headrace.client(), options(tasks=2)).ask()
-    assert [one["value"] for one in headrace.feedback] == [0.0, 0.0]
+    assert [feedback["value"] for feedback in headrace.feedback] == [0.0, 0.0]
 
 
 async def test_a_server_without_feedback_is_asked_once(headrace: Headrace) -> None:
@@ -117,8 +120,8 @@ VERSION, OTHER = "email-agent@0123456789abcdef", "email-agent@fedcba9876543210"
 
 
 def run(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
-    given = {"base-url": llm.base_url, "model": "email-agent@0123456789abcdef", "seed": 1, "concurrency": 4, **options}
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    values = {"base-url": llm.base_url, "model": "email-agent@0123456789abcdef", "seed": 1, "concurrency": 4, **options}
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
     evaluate.main()
 
@@ -147,8 +150,8 @@ async def test_the_gate_tells_it_what_to_play(box: Mailbox, clerk: Behaviour, mo
             assert set(court.tasks.gate) <= {task.id for task in tasks(box, "gate")}
             assert set(court.tasks.audit) <= {task.id for task in tasks(box, "audit")}
             assert (len(court.tasks.gate), len(court.tasks.audit)) == (96, 96)
-            asked = [court.play(version, court.tasks.gate[0], 7) for version in (VERSION, OTHER)]
-            assert await asyncio.gather(*asked) == [1.0, 1.0]
+            plays = [court.play(version, court.tasks.gate[0], 7) for version in (VERSION, OTHER)]
+            assert await asyncio.gather(*plays) == [1.0, 1.0]
         turns = {(version, 7 * TURNS_MAX + turn) for version in (VERSION, OTHER) for turn in range(3)}
         assert {(call.body["model"], call.body["seed"]) for call in llm.calls} == turns, "a seed of its own for each"
         llm.then(status(400))
@@ -169,14 +172,14 @@ def test_every_call_is_marked_as_evaluation_of_that_version(clerk: Behaviour, mo
 def test_the_questions_depend_on_the_seed_alone(
     box: Mailbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    question_lists = []
     for seed in (1, 1, 2):
         with FakeLLM(clueless()) as llm:
             run(llm, monkeypatch, tasks=12, seed=seed)
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert {line["score"] for line in lines} == {0}
-        asked.append({line["task"] for line in lines})
-    assert asked[0] == asked[1] != asked[2]
+        question_lists.append({line["task"] for line in lines})
+    assert question_lists[0] == question_lists[1] != question_lists[2]
 
 
 def test_a_task_that_could_not_be_played_has_no_score_and_fails_the_evaluation(
@@ -203,17 +206,17 @@ def called(name: str, argument: str, result: str) -> list[dict[str, Any]]:
 
 
 def trajectory(*messages: dict[str, Any]) -> Trajectory:
-    spoken = tuple(Message.model_validate(message) for message in (ASKED, *messages))
-    return closed(dialogues=(Dialogue(messages=spoken),))
+    conversation = tuple(Message.model_validate(message) for message in (ASKED, *messages))
+    return closed(dialogues=(Dialogue(messages=conversation),))
 
 
-def said(text: str) -> dict[str, Any]:
+def answer(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
 SEARCHED = called("search_mail", "harbor budget", "a1 Ben Stone: harbor budget")
 LISTED = called("list_thread", "a1", "Anna Berg\nBen Stone")
-GOOD = trajectory(*SEARCHED, *LISTED, said("Anna Berg"))
+GOOD = trajectory(*SEARCHED, *LISTED, answer("Anna Berg"))
 
 
 def test_a_good_run_is_good_in_every_respect() -> None:
@@ -224,12 +227,12 @@ def test_a_good_run_is_good_in_every_respect() -> None:
 
 @pytest.mark.parametrize("text", ["anna berg.", " Anna  Berg\n", '"Anna Berg"'])
 def test_case_space_and_punctuation_do_not_matter(text: str) -> None:
-    assert rewards.answer(trajectory(*SEARCHED, *LISTED, said(text)), EXPECTED) == 1.0
+    assert rewards.answer(trajectory(*SEARCHED, *LISTED, answer(text)), EXPECTED) == 1.0
 
 
 @pytest.mark.parametrize("text", ["Ben Stone", "", "Anna", "Anna Berg or Ben Stone", "AnnaBerg", "unknown"])
 def test_anything_else_is_wrong(text: str) -> None:
-    assert rewards.answer(trajectory(*SEARCHED, *LISTED, said(text)), EXPECTED) == 0.0
+    assert rewards.answer(trajectory(*SEARCHED, *LISTED, answer(text)), EXPECTED) == 0.0
 
 
 def test_a_run_without_an_answer_is_wrong_but_keeps_its_evidence() -> None:
@@ -239,15 +242,15 @@ def test_a_run_without_an_answer_is_wrong_but_keeps_its_evidence() -> None:
 
 
 def test_evidence_is_what_tools_showed_not_what_the_model_said() -> None:
-    guessed = trajectory(*SEARCHED, said("Anna Berg"))
+    guessed = trajectory(*SEARCHED, answer("Anna Berg"))
     assert rewards.answer(guessed, EXPECTED) == 1.0
     assert rewards.evidence(guessed, EXPECTED) == 0.0
 
 
 def test_evidence_is_whole_words() -> None:
-    shown = trajectory(*called("count_mail", "c1", "14 mails"), said("4"))
-    assert rewards.evidence(shown, {"expected": "4"}) == 0.0
-    assert rewards.evidence(shown, {"expected": "14"}) == 1.0
+    with_evidence = trajectory(*called("count_mail", "c1", "14 mails"), answer("4"))
+    assert rewards.evidence(with_evidence, {"expected": "4"}) == 0.0
+    assert rewards.evidence(with_evidence, {"expected": "14"}) == 1.0
 
 
 def test_without_an_expected_answer_there_is_no_verdict() -> None:
@@ -257,17 +260,17 @@ def test_without_an_expected_answer_there_is_no_verdict() -> None:
 
 def test_tool_use_is_the_share_of_calls_that_worked() -> None:
     failed = called("list_thread", "zz", "error: no such thread")
-    malformed = said('<tool_call>{"name": "list_thread", "arguments": {"thread": "a1</tool_call>')
-    assert rewards.tool_use(trajectory(*SEARCHED, *failed, said("unknown"))) == 0.5
+    malformed = answer('<tool_call>{"name": "list_thread", "arguments": {"thread": "a1</tool_call>')
+    assert rewards.tool_use(trajectory(*SEARCHED, *failed, answer("unknown"))) == 0.5
     assert rewards.tool_use(trajectory(*SEARCHED, malformed)) == 0.5
     assert rewards.tool_use(trajectory(malformed)) == 0.0
-    assert rewards.tool_use(trajectory(said("Anna Berg"))) == 0.0
+    assert rewards.tool_use(trajectory(answer("Anna Berg"))) == 0.0
 
 
 def test_what_a_user_writes_is_no_evidence_and_no_call() -> None:
-    told = trajectory({"role": "user", "content": "Anna Berg <tool_call>"}, said("Anna Berg"))
-    assert rewards.evidence(told, EXPECTED) == 0.0
-    assert rewards.tool_use(told) == 0.0
+    user_claim = trajectory({"role": "user", "content": "Anna Berg <tool_call>"}, answer("Anna Berg"))
+    assert rewards.evidence(user_claim, EXPECTED) == 0.0
+    assert rewards.tool_use(user_claim) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -289,13 +292,13 @@ def test_a_typed_answer_is_the_argument_of_the_last_call(last: dict[str, str], r
 def test_the_warm_up_of_typed_answers_ends_with_the_same_answers() -> None:
     """Malformed calls stay text, so that the grammar has something to prevent."""
     schedule = Schedule(steps=4, batch=8, right_share=0.5)
-    for shown, bare in zip(typed.conversations(schedule, 1), conversations(schedule, 1), strict=True):
+    for typed_conversation, bare in zip(typed.conversations(schedule, 1), conversations(schedule, 1), strict=True):
         text = bare[-1]["content"]
-        assert shown[:-1] == bare[:-1]
+        assert typed_conversation[:-1] == bare[:-1]
         if text.startswith("<tool_call>"):
-            assert shown[-1] == bare[-1]
+            assert typed_conversation[-1] == bare[-1]
         else:
-            (call,) = shown[-1]["tool_calls"]
+            (call,) = typed_conversation[-1]["tool_calls"]
             assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
                 "final_answer",
                 {"answer": text},

@@ -72,13 +72,15 @@ def test_the_database_says_what_the_mailbox_says(box: mailbox.Mailbox, tmp_path:
     database = box.open(str(tmp_path / "mail.db"))
     rows = database.execute("SELECT number, thread, sender, mails.subject FROM mails ORDER BY number").fetchall()
     database.close()
-    said = [(mail.number, thread.id, mail.sender.name, mail.subject) for thread in box.threads for mail in thread.mails]
-    assert rows == sorted(said)
+    expected_rows = [
+        (mail.number, thread.id, mail.sender.name, mail.subject) for thread in box.threads for mail in thread.mails
+    ]
+    assert rows == sorted(expected_rows)
 
 
-def topics(found: list[Task]) -> set[str]:
-    """Folders and people that are asked about."""
-    return {task.about if task.kind == "mail_count" else task.about.split()[0] for task in found}
+def topics(tasks_of_split: list[Task]) -> set[str]:
+    """Folders and people in the questions."""
+    return {task.about if task.kind == "mail_count" else task.about.split()[0] for task in tasks_of_split}
 
 
 def test_held_out_tasks_share_nothing_with_the_traffic() -> None:
@@ -93,9 +95,9 @@ def test_held_out_tasks_share_nothing_with_the_traffic() -> None:
 
 def test_the_stream_of_one_split_never_shows_the_other(box: Mailbox) -> None:
     held_out = {task.id for task in tasks(box, "held_out")}
-    asked = {task.id for task in itertools.islice(stream(box, "train", 3), 5000)}
-    assert asked == {task.id for task in tasks(box, "train")}
-    assert asked.isdisjoint(held_out)
+    task_ids = {task.id for task in itertools.islice(stream(box, "train", 3), 5000)}
+    assert task_ids == {task.id for task in tasks(box, "train")}
+    assert task_ids.isdisjoint(held_out)
 
 
 def test_gate_and_audit_are_halves_of_what_is_held_out(box: Mailbox) -> None:
@@ -109,9 +111,9 @@ def test_gate_and_audit_are_halves_of_what_is_held_out(box: Mailbox) -> None:
 
 
 def test_a_stream_asks_all_kinds_alike_and_nothing_twice_before_all(box: Mailbox) -> None:
-    asked = list(itertools.islice(stream(box, "held_out", 0), 96))
-    assert set(Counter(task.kind for task in asked).values()) == {16}
-    assert len({task.id for task in asked}) == 96
+    streamed = list(itertools.islice(stream(box, "held_out", 0), 96))
+    assert set(Counter(task.kind for task in streamed).values()) == {16}
+    assert len({task.id for task in streamed}) == 96
 
 
 def test_a_stream_is_the_same_for_the_same_seed(box: Mailbox) -> None:
@@ -129,8 +131,8 @@ def test_the_right_way_leads_to_the_expected_answer(box: Mailbox, tools: Mailtoo
 
 def test_bad_habits_rarely_lead_to_it(box: Mailbox, tools: Mailtools) -> None:
     rng = random.Random(0)
-    asked = list(itertools.islice(stream(box, "train", 0), 600))
-    right = Counter(t.kind for t in asked if demonstrate(t, tools, rng, lapses=1.0)[-1]["content"] == t.expected)
+    streamed = list(itertools.islice(stream(box, "train", 0), 600))
+    right = Counter(t.kind for t in streamed if demonstrate(t, tools, rng, lapses=1.0)[-1]["content"] == t.expected)
     assert max(right.values()) <= 25, "of 100 for each kind"
     assert right.total() <= 60, "of 600"
 
@@ -249,8 +251,8 @@ def test_a_query_is_words_and_never_syntax(tools: Mailtools, query: str) -> None
 
 
 def test_a_folder_shows_its_newest_threads(box: Mailbox, tools: Mailtools) -> None:
-    own = [thread for thread in box.threads if thread.folder == "harbor"]
-    newest = sorted(own, key=lambda thread: thread.mails[0].number, reverse=True)[:HITS]
+    folder_threads = [thread for thread in box.threads if thread.folder == "harbor"]
+    newest = sorted(folder_threads, key=lambda thread: thread.mails[0].number, reverse=True)[:HITS]
     assert [line.split()[0] for line in call(tools, "list_folder", "harbor").splitlines()] == [t.id for t in newest]
 
 

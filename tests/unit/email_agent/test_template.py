@@ -70,14 +70,14 @@ def test_no_tools_and_no_system_message_leave_no_system_block() -> None:
 
 
 def test_each_turn_continues_the_one_before_it(box: Mailbox, tools: Mailtools) -> None:
-    """What the model is shown next begins with what it was shown and said: a run is one branch (pitfall 7)."""
+    """Each prompt begins with the prompt and answer before it: a run is one branch (pitfall 7)."""
     for task in itertools.islice(stream(box, "train", 0), 60):
         messages = demonstrate(task, tools, random.Random(task.id), lapses=0.5)
-        whole = render(messages)
+        rendered = render(messages)
         for position, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = render(messages[:position], generate=True)
-                assert whole.startswith(prompt)
+                assert rendered.startswith(prompt)
                 assert prompt.endswith(OPENING)
 
 
@@ -90,18 +90,18 @@ def test_what_the_template_renders_is_what_the_parser_of_the_engine_reads(box: M
             prompt = render(messages[:position], generate=True)
             text = render(messages[: position + 1]).removeprefix(prompt).removesuffix("<|im_end|>\n")
             parser = ToolCalls()
-            found, rest = parser.feed(text), parser.end()
-            calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
-            meant = [call["function"] for call in message.get("tool_calls", [])]
-            assert calls == [(function["name"], json.loads(function["arguments"])) for function in meant]
-            assert found.content + rest.content == (message["content"] or "")
+            parsed, rest = parser.feed(text), parser.end()
+            calls = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+            expected = [call["function"] for call in message.get("tool_calls", [])]
+            assert calls == [(function["name"], json.loads(function["arguments"])) for function in expected]
+            assert parsed.content + rest.content == (message["content"] or "")
 
 
 @pytest.fixture(scope="module")
 def shown(box: Mailbox, tools: Mailtools) -> list[str]:
     rng = random.Random(0)
-    asked = itertools.islice(stream(box, "train", 0), 120)
-    return [render(demonstrate(task, tools, rng, lapses=0.5)) for task in asked]
+    streamed = itertools.islice(stream(box, "train", 0), 120)
+    return [render(demonstrate(task, tools, rng, lapses=0.5)) for task in streamed]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def tokenizer(shown: list[str]) -> Tokenizer:
 
 
 def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
-    found: list[str] = tokenizer.encode(text).tokens
-    return found
+    pieces: list[str] = tokenizer.encode(text).tokens
+    return pieces
 
 
 def test_every_conversation_comes_back_as_it_was(tokenizer: Tokenizer, shown: list[str]) -> None:
@@ -140,8 +140,8 @@ def test_a_call_takes_few_tokens(tokenizer: Tokenizer) -> None:
 def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
     """A parser must see the markup of calls even where special tokens are left out, as with Qwen's own tokenizer."""
     text = "<|im_start|>assistant\n<tool_call>{}</tool_call><|im_end|>"
-    kept = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True)
-    assert kept == "assistant\n<tool_call>{}</tool_call>"
+    decoded = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True)
+    assert decoded == "assistant\n<tool_call>{}</tool_call>"
 
 
 def test_it_is_small(tokenizer: Tokenizer) -> None:

@@ -14,12 +14,14 @@ class Searcher:
     """Knows `queries` and no others; of a query's calls one is as the next is, or as `habits` have it."""
 
     def __init__(self, queries: list[Query], habits: Habits = NONE) -> None:
-        self._queries = {one.question: one for one in queries}
+        self._queries = {query.question: query for query in queries}
         self._habits = habits
         self._numbers = itertools.count()
 
     def __call__(self, call: Call) -> Reply:
         number = next(self._numbers)
-        shown = demonstrate(self._queries[call.body["messages"][1]["content"]], random.Random(number), self._habits)
-        choice = {"index": 0, "message": shown[-1], "finish_reason": "tool_calls"}
+        demonstration = demonstrate(
+            self._queries[call.body["messages"][1]["content"]], random.Random(number), self._habits
+        )
+        choice = {"index": 0, "message": demonstration[-1], "finish_reason": "tool_calls"}
         return Reply({"id": f"chatcmpl-{number}", "object": "chat.completion", "choices": [choice]})

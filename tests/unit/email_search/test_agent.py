@@ -2,7 +2,7 @@
 
 Queries have one right call, which finds exactly the mails that they are about; no two splits share a question.
 
-What a run earns, term by term; how many mails it found; and which two runs of a query are compared.
+The reward of a run, term by term; how many mails it found; and which two runs of a query are compared.
 """
 
 from __future__ import annotations
@@ -278,12 +278,12 @@ def earned(messages: list[dict[str, Any]]) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("name", REWARDED_RUNS)
 def test_each_term_of_the_reward(name: str) -> None:
-    messages, wanted = REWARDED_RUNS[name]
-    assert earned(messages) == wanted
+    messages, expected = REWARDED_RUNS[name]
+    assert earned(messages) == expected
 
 
 def test_an_invalid_tool_that_is_not_punished_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: without its term a call of nothing at all is as good as a wrong one that fails."""
+    """Planted: without its term an empty call is as good as a wrong one that fails."""
     invalid, failed = REWARDED_RUNS["a tool that there is not"][0], REWARDED_RUNS["another tool, in vain"][0]
     assert sum(earned(invalid)) < sum(earned(failed))
     monkeypatch.setattr(rewards, "WORTH", {**rewards.WORTH, "invalid_tool": 0.0})

@@ -1,4 +1,4 @@
-"""Feedback that is numbered, and a publisher at work, for the tests of what becomes of it."""
+"""Feedback that is numbered, and a publisher at work, for the tests of its course."""
 
 from __future__ import annotations
 

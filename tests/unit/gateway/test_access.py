@@ -79,8 +79,8 @@ def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     digest = "a" * 64
     path.write_text(f'[[keys]]\nname = "one"\nsha256 = "{digest}"\ntenant = "acme"\n')
-    (found,) = read_keys(GatewaySettings(keys_file=str(path)))
-    assert (found.tenant, found.sha256) == ("acme", digest)
+    (key,) = read_keys(GatewaySettings(keys_file=str(path)))
+    assert (key.tenant, key.sha256) == ("acme", digest)
 
 
 @pytest.mark.parametrize(
@@ -219,26 +219,26 @@ def test_a_refusal_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize(("own", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
-def test_the_smaller_body_limit_counts(own: int, total: int) -> None:
+def test_the_smaller_body_limit_counts(tenant_limit: int, total: int) -> None:
     limits = RequestLimits(LimitSettings(body_bytes_max=total), Clock())
-    assert limits.body_bytes_max(caller(body_bytes_max=own)) == 2048
+    assert limits.body_bytes_max(caller(body_bytes_max=tenant_limit)) == 2048
 
 
 def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_charged_to_nobody() -> None:
     limits = RequestLimits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), Clock())
-    one, two = caller("one", concurrency=1), caller("two", concurrency=2)
-    with limits.admit(one):
-        with pytest.raises(ApiError, match="this API key"), limits.admit(one):
+    first, second = caller("one", concurrency=1), caller("two", concurrency=2)
+    with limits.admit(first):
+        with pytest.raises(ApiError, match="this API key"), limits.admit(first):
             pass
-        with limits.admit(two):
+        with limits.admit(second):
             assert limits.in_progress == 2
-            with pytest.raises(ApiError, match="all callers together"), limits.admit(two):
+            with pytest.raises(ApiError, match="all callers together"), limits.admit(second):
                 pass
     assert limits.in_progress == 0
     for _ in range(2):
-        with limits.admit(two):
+        with limits.admit(second):
             pass
-    with pytest.raises(ApiError, match="all callers together") as refused, limits.admit(two):
+    with pytest.raises(ApiError, match="all callers together") as refused, limits.admit(second):
         pass
     assert refused.value.code == "rate_limit_exceeded"
 
@@ -246,28 +246,28 @@ def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_cha
 def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid() -> None:
     clock = Clock()
     limits = RequestLimits(LimitSettings(requests_per_s=100, burst=100), clock)
-    one = caller(requests_per_s=2, burst=3)
-    with limits.admit(one):
-        limits.charge(one, 3)
-        limits.charge(one, 2)  # nothing was left, and nothing was owed yet
-        limits.charge(one, 1)  # itself, which `admit` has counted
+    limited = caller(requests_per_s=2, burst=3)
+    with limits.admit(limited):
+        limits.charge(limited, 3)
+        limits.charge(limited, 2)  # nothing was left, and nothing was owed yet
+        limits.charge(limited, 1)  # itself, which `admit` has counted
         with pytest.raises(ApiError, match="counts as 5, with 2 allowed per second") as refused:
-            limits.charge(one, 5)
+            limits.charge(limited, 5)
     assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
     assert refused.value.retry_after_s == 1.0, "one is owed and one is needed, at two per second"
     clock.at_s += 0.75
-    with pytest.raises(ApiError) as refused, limits.admit(one):
+    with pytest.raises(ApiError) as refused, limits.admit(limited):
         pass
     assert refused.value.retry_after_s == 0.25
     clock.at_s += 0.25
-    with limits.admit(one):
+    with limits.admit(limited):
         pass
 
 
 def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
     limits = RequestLimits(LimitSettings(), Clock())
-    one = caller(concurrency=1)
-    with limits.admit(one), pytest.raises(ApiError) as refused, limits.admit(one):
+    limited = caller(concurrency=1)
+    with limits.admit(limited), pytest.raises(ApiError) as refused, limits.admit(limited):
         pass
     assert (refused.value.status, refused.value.code) == (429, "concurrency_limit_exceeded")
     assert refused.value.retry_after_s == 1
@@ -290,12 +290,12 @@ def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others() -
 @pytest.mark.parametrize("choices", [1, 4, 16])
 def test_each_choice_counts_as_a_request(choices: int) -> None:
     limits = RequestLimits(LimitSettings(), Clock())
-    one = caller(concurrency=16, burst=32, requests_per_s=0.001)
+    limited = caller(concurrency=16, burst=32, requests_per_s=0.001)
     with contextlib.ExitStack() as stack:
         for _ in range(16 // choices):
-            stack.enter_context(limits.admit(one))
-            stack.enter_context(limits.work(one, choices, 0))
-        with pytest.raises(ApiError) as refused, limits.admit(one), limits.work(one, choices, 0):
+            stack.enter_context(limits.admit(limited))
+            stack.enter_context(limits.work(limited, choices, 0))
+        with pytest.raises(ApiError) as refused, limits.admit(limited), limits.work(limited, choices, 0):
             pass
         assert refused.value.code == "concurrency_limit_exceeded"
     assert limits.in_progress == 0
@@ -304,27 +304,27 @@ def test_each_choice_counts_as_a_request(choices: int) -> None:
 def test_tokens_are_charged_when_a_call_begins_and_what_it_did_not_take_is_given_back() -> None:
     clock = Clock()
     limits = RequestLimits(LimitSettings(), clock)
-    one = caller(tokens_per_s=100, tokens_burst=1000)
-    with limits.admit(one), limits.work(one, 1, 800) as work:
-        with pytest.raises(ApiError) as refused, limits.work(one, 1, 800):
+    limited = caller(tokens_per_s=100, tokens_burst=1000)
+    with limits.admit(limited), limits.work(limited, 1, 800) as work:
+        with pytest.raises(ApiError) as refused, limits.work(limited, 1, 800):
             pass
         assert (refused.value.code, refused.value.retry_after_s) == ("token_limit_exceeded", 6)
         work.used_tokens = 100
-    with limits.admit(one), limits.work(one, 1, 900):
+    with limits.admit(limited), limits.work(limited, 1, 900):
         pass
-    with pytest.raises(ApiError), limits.admit(one), limits.work(one, 1, 1):
+    with pytest.raises(ApiError), limits.admit(limited), limits.work(limited, 1, 1):
         pass
     clock.at_s += 60
-    with limits.admit(one), limits.work(one, 1, 10**9):
+    with limits.admit(limited), limits.work(limited, 1, 10**9):
         pass  # more than the burst is let in when nothing was taken
 
 
 def test_a_refused_call_takes_no_tokens_and_one_whose_client_left_takes_all() -> None:
     limits = RequestLimits(LimitSettings(), Clock())
-    one = caller(tokens_per_s=0.001, tokens_burst=1000)
-    with pytest.raises(ApiError, match="overloaded"), limits.admit(one), limits.work(one, 1, 1000):
+    limited = caller(tokens_per_s=0.001, tokens_burst=1000)
+    with pytest.raises(ApiError, match="overloaded"), limits.admit(limited), limits.work(limited, 1, 1000):
         raise ApiError(503, "overloaded", "overloaded")
-    with limits.admit(one), limits.work(one, 1, 1000):
+    with limits.admit(limited), limits.work(limited, 1, 1000):
         pass
-    with pytest.raises(ApiError), limits.admit(one), limits.work(one, 1, 1):
+    with pytest.raises(ApiError), limits.admit(limited), limits.work(limited, 1, 1):
         pass

@@ -1,4 +1,4 @@
-"""Whatever comes in, the answer is a clear OpenAI-shaped error, and the next request is served as if nothing was.
+"""Whatever comes in, the answer is a clear OpenAI-shaped error, and the next request is served as usual.
 
 A value of a wrong JSON type, at any place of any body, is refused by name or taken; the gateway never fails.
 """

@@ -1,4 +1,4 @@
-"""P1: the end of a response comes after the turn is durable, and the bus being away is nobody's problem."""
+"""P1: the end of a response comes after the turn is durable, and an absent bus delays no client."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from tests.support.gateway import gateway, until
 
 
 def spooled(folder: Path) -> list[Turn]:
-    """What lies in the spool's file, read as another process would."""
-    found = [
-        found.event for path in sorted((folder / "spool").glob("*.spool")) for found in scan(path.read_bytes(), 0, "")
+    """Return the events in the spool's file, read as another process would."""
+    scanned = [
+        scanned.event
+        for path in sorted((folder / "spool").glob("*.spool"))
+        for scanned in scan(path.read_bytes(), 0, "")
     ]
-    return [Turn.from_json(event.value) for event in found if event is not None and event.topic == Turn.topic]
+    return [Turn.from_json(event.value) for event in scanned if event is not None and event.topic == Turn.topic]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
@@ -61,7 +63,7 @@ async def test_a_stream_shows_its_last_word_before_it_is_captured_and_done_only_
 
 
 async def _rest(lines: AsyncIterator[str]) -> str:
-    """What follows, up to and including its first event."""
+    """Return the rest of the stream up to and including its first event."""
     async for line in lines:
         if line:
             return line

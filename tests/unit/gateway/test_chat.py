@@ -21,8 +21,8 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 
 def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
     """The stream's chunks; it must have ended properly."""
-    *events, done = [line[6:] for line in answer.text.split("\n\n") if line]
-    assert done == "[DONE]"
+    *events, last_line = [line[6:] for line in answer.text.split("\n\n") if line]
+    assert last_line == "[DONE]"
     return [json.loads(event) for event in events]
 
 
@@ -76,7 +76,7 @@ async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs
 
 
 async def test_templates_get_every_content_as_one_text(tmp_path: Path) -> None:
-    """Templates add contents up; a list, or none beside tool calls, would break or enter the prompt as a word."""
+    """Templates add contents up; a list, or none next to tool calls, would break or enter the prompt as a word."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     messages = [
@@ -170,12 +170,12 @@ async def test_tool_calls_are_relayed_and_captured(tmp_path: Path) -> None:
 async def test_logprobs_ids_and_usage_go_to_who_asked(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-        plain = (await served.chat(**asked)).json()
+        options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        plain = (await served.chat(**options)).json()
         assert len(plain["choices"][0]["logprobs"]["content"]) == LENGTH
         assert len(plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
         assert len(plain["choices"][0]["token_ids"]) == LENGTH
-        chunks = events_of(await served.chat(**asked, stream=True, stream_options={"include_usage": True}))
+        chunks = events_of(await served.chat(**options, stream=True, stream_options={"include_usage": True}))
         assert chunks[0]["prompt_token_ids"] == plain["prompt_token_ids"]
         tokens = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"] or ()]
         assert tokens == plain["choices"][0]["token_ids"]
@@ -184,7 +184,7 @@ async def test_logprobs_ids_and_usage_go_to_who_asked(tmp_path: Path) -> None:
 
 
 async def test_a_retry_is_told_from_a_parallel_sample(tmp_path: Path) -> None:
-    """Pitfalls 20 and 21: equal digest, another retry count; nothing is deduped by its prompt."""
+    """Pitfalls 20 and 21: equal digest, another retry count; no turn is deduplicated by its prompt."""
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         for retry in ("0", "1", "junk", "99999999999999"):
@@ -197,7 +197,7 @@ async def test_a_retry_is_told_from_a_parallel_sample(tmp_path: Path) -> None:
 
 
 async def test_the_version_is_the_one_that_the_engine_reports(tmp_path: Path) -> None:
-    """P3, pitfall 19: what served, not what was asked for."""
+    """P3, pitfall 19: the turn names the version that served, not the requested one."""
     other = "tiny@fedcba9876543210"
     replica = FakeReplica(faults=[Fault(model=other), Fault(model=other)])
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -228,8 +228,8 @@ async def test_a_shadow_is_an_evaluation_that_says_whose_prompt_it_answers(tmp_p
     """An old reader takes it for an evaluation, which is never trained; it does not move the user's session."""
     replica, of = FakeReplica(), "a" * 16
     async with replica.running(), gateway(tmp_path, replica) as served:
-        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": "shadow-1"}
-        assert (await served.chat(headers=said)).status_code == 200
+        headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": "shadow-1"}
+        assert (await served.chat(headers=headers)).status_code == 200
         (turn,) = served.turns
         assert (turn.purpose, turn.shadow_of, turn.assignment) == ("eval", of, None)
         assert turn.session_key != of
@@ -241,12 +241,12 @@ async def test_a_shadow_waits_while_users_need_the_replica(tmp_path: Path, load:
     async with replica.running(), gateway(tmp_path, replica) as served:
         beat = replica.heartbeat().model_copy(update={"in_flight": round(100 * load)})
         served.replica_set.update(replica.replica_id, beat)
-        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
-        found = await served.chat(headers=said)
-        assert found.status_code == status
+        headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
+        answer = await served.chat(headers=headers)
+        assert answer.status_code == status
         if status == 429:
-            assert found.json()["error"]["code"] == "users_first"
-            assert found.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "users_first"
+            assert answer.headers["retry-after"]
             assert served.turns == []
         assert (await served.chat()).status_code == 200, "a user is served in any case"
 
@@ -255,9 +255,9 @@ async def test_a_shadow_is_not_held_for_a_version_that_nobody_has(tmp_path: Path
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         served.route(VERSION, serve=(f"tiny@{'9' * 16}",), revision=2)
-        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
-        found = await served.chat(headers=said, model=f"tiny@{'9' * 16}")
-        assert found.json()["error"]["code"] == "users_first"
+        headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
+        answer = await served.chat(headers=headers, model=f"tiny@{'9' * 16}")
+        assert answer.json()["error"]["code"] == "users_first"
 
 
 async def test_the_trace_runs_from_the_client_through_the_replica_to_the_turn(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ async def test_models_are_listed_under_every_name(tmp_path: Path) -> None:
         names = [model["id"] for model in listed["data"]]
         assert names == ["tiny", "tiny:champion", VERSION, "training-model"]
         for name in names:
-            one = (await served.client.get(f"/v1/models/{name}")).json()
-            assert (one["id"], one["object"], one["version"]) == (name, "model", VERSION)
+            shown_model = (await served.client.get(f"/v1/models/{name}")).json()
+            assert (shown_model["id"], shown_model["object"], shown_model["version"]) == (name, "model", VERSION)
             assert (await served.chat(model=name)).json()["model"] == VERSION
         missing = await served.client.get("/v1/models/nope")
         assert missing.status_code == 404

@@ -1,4 +1,4 @@
-"""What a chat request may hold, what it may not, and how the refusal reads.
+"""Valid and invalid fields of a chat request, and the messages of refusals.
 
 Compressed request bodies, and bodies that are larger than they look.
 """
@@ -279,9 +279,9 @@ def test_a_message_is_read_once_for_each_tenant_and_never_as_another() -> None:
     first, second, other = read("a"), read("a"), read("b")
     assert plain.messages == first.messages == second.messages == other.messages
     assert [message.event for message in second.messages] == [message.event for message in plain.messages]
-    again = [one is two for one, two in zip(first.messages, second.messages, strict=True)]
+    again = [cached is repeated for cached, repeated in zip(first.messages, second.messages, strict=True)]
     assert again == [True] * 6 + [False] * 2, "messages with fields of other clients are checked anew"
-    assert not any(one is two for one, two in zip(first.messages, other.messages, strict=True))
+    assert not any(cached is repeated for cached, repeated in zip(first.messages, other.messages, strict=True))
 
 
 def test_a_message_that_is_refused_is_refused_again() -> None:

@@ -1,4 +1,4 @@
-"""Who goes to a replica next: tenants by what they have in flight, sessions in turn, evaluations behind users."""
+"""Order of calls to a replica: tenants by their calls in flight, sessions in turn, evaluations behind users."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ async def test_calls_that_leave_while_they_wait_take_nothing_along() -> None:
         names = []
         for number in range(60):
             name = f"{number}"
-            wanted = call(rng.choice("ab"), rng.choice("xyz"), rng.randint(1, 5), background=rng.random() < 0.3)
-            await calls.start(name, wanted)
+            waiting_call = call(rng.choice("ab"), rng.choice("xyz"), rng.randint(1, 5), background=rng.random() < 0.3)
+            await calls.start(name, waiting_call)
             names.append(name)
         for name in rng.sample(names, 40):
             calls.tasks[name].cancel()

@@ -271,8 +271,8 @@ async def test_chat_has_a_short_name(tmp_path: Path) -> None:
         assert answer.status_code == 200
         (turn,) = served.turns
         assert turn.turn_id == answer.json()["id"]
-        said = {"msg_ids": [turn.turn_id], "reward": 1.0, "task_id": "t", "run_id": "0"}
-        assert (await served.client.post("/feedback", json=said)).json() == {"status": "success"}
+        feedback_body = {"msg_ids": [turn.turn_id], "reward": 1.0, "task_id": "t", "run_id": "0"}
+        assert (await served.client.post("/feedback", json=feedback_body)).json() == {"status": "success"}
         assert served.bus.events(Feedback)[0].msg_ids == (turn.turn_id,)
 
 

@@ -36,9 +36,9 @@ async def test_two_hundred_lookalike_names_are_two_hundred_sessions_with_their_o
                 session_names.post, served.url, session, "/v1/chat/completions", CHAT
             )
             assert status == 200, (session, answer)
-            said = {"session_id": session.name, "value": number}
+            body = {"session_id": session.name, "value": number}
             plain = session_names.NamedSession("ignored", "utf-8 header")
-            status, answer = await asyncio.to_thread(session_names.post, served.url, plain, "/v1/feedback", said)
+            status, answer = await asyncio.to_thread(session_names.post, served.url, plain, "/v1/feedback", body)
             assert status == 202, (session, answer)
             path = f"/v1/sessions/{quote(session.name, safe='')}/end"
             assert (await served.client.post(path)).status_code == 202, session
@@ -101,8 +101,8 @@ async def test_a_key_that_is_bound_to_a_session_touches_no_other(
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica, keys=(bound_key(),)) as served:
         await until(lambda: served.publisher.connected)
-        own = {**headers, "Authorization": "Bearer schlüssel".encode().decode("latin-1")}
-        raw = {name.encode(): value.encode("latin-1") for name, value in own.items()}
+        bound_headers = {**headers, "Authorization": "Bearer schlüssel".encode().decode("latin-1")}
+        raw = {name.encode(): value.encode("latin-1") for name, value in bound_headers.items()}
         answer = await served.client.post(path, json=body, headers=raw)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_session"), answer.text
         assert served.bus.records == []
@@ -180,8 +180,8 @@ async def test_two_tenants_may_name_their_trajectories_and_feedback_alike(tmp_pa
             again = {**body, "trajectory_id": names[tenant][0]}
             answer = await served.client.post("/v1/trajectories", json=again, headers=headers)
             assert answer.json()["trajectory_id"] == names[tenant][0]
-            said = {"response_id": OWN, "value": 1, "feedback_id": "f"}
-            assert (await served.client.post("/v1/feedback", json=said, headers=headers)).status_code == 202
+            feedback_body = {"response_id": OWN, "value": 1, "feedback_id": "f"}
+            assert (await served.client.post("/v1/feedback", json=feedback_body, headers=headers)).status_code == 202
         for tenant in ("b", "default"):  # a name that has the prefix of another tenant
             headers = {"authorization": f"Bearer {keys[tenant]}"}
             foreign = {**body, "trajectory_id": names["a"][0]}

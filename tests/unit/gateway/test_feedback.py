@@ -28,13 +28,13 @@ OWN, OTHER = ids.session_key("t", "own"), ids.session_key("t", "other")
 
 
 def test_a_named_session_keeps_its_own_turns_and_comes_first() -> None:
-    mine, theirs = ids.response_id(OWN), ids.response_id(OTHER)
-    assert list(turns_by_session("t", "own", (theirs, mine)).items()) == [(OWN, [mine]), (OTHER, [theirs])]
+    mine, other_id = ids.response_id(OWN), ids.response_id(OTHER)
+    assert list(turns_by_session("t", "own", (other_id, mine)).items()) == [(OWN, [mine]), (OTHER, [other_id])]
 
 
 def test_an_id_that_is_not_ours_belongs_to_the_session_that_is_named() -> None:
-    theirs = ids.response_id(OTHER)
-    assert turns_by_session("t", "own", (theirs, "strange")) == {OWN: ["strange"], OTHER: [theirs]}
+    other_id = ids.response_id(OTHER)
+    assert turns_by_session("t", "own", (other_id, "strange")) == {OWN: ["strange"], OTHER: [other_id]}
 
 
 def test_without_ids_the_session_is_meant() -> None:
@@ -50,7 +50,7 @@ def test_strange_ids_without_a_session_are_kept_together_under_the_first() -> No
     assert turns_by_session("t", None, ("b", "c", "a")) == {ids.session_key("t", "unknown-b"): ["b", "c", "a"]}
 
 
-def said(growth_max: float, body_bytes: int, sessions: int = 4, **fields: Any) -> list[Feedback]:
+def feedback_of_size(growth_max: float, body_bytes: int, sessions: int = 4, **fields: Any) -> list[Feedback]:
     turns = tuple(ids.response_id(ids.session_key("t", str(number))) for number in range(sessions))
     request = FeedbackRequest(msg_ids=turns, value=1, feedback_id="f", **fields)
     caller = Caller("k", "k", "t", ALL_SCOPES, None, LimitSettings())
@@ -60,24 +60,24 @@ def said(growth_max: float, body_bytes: int, sessions: int = 4, **fields: Any) -
 
 def test_copies_may_be_as_large_as_allowed_to_the_byte() -> None:
     """Each event counts with 300 bytes for its envelope."""
-    size = sum(len(event.to_json()) + 300 for event in said(9.0, 10_000))
-    assert len(said(1.0, size)) == 4
+    size = sum(len(event.to_json()) + 300 for event in feedback_of_size(9.0, 10_000))
+    assert len(feedback_of_size(1.0, size)) == 4
     with pytest.raises(ApiError) as refused:
-        said(1.0, size - 1)
+        feedback_of_size(1.0, size - 1)
     assert (refused.value.status, refused.value.param) == (413, "context")
 
 
 def test_a_small_request_may_become_what_one_of_a_kilobyte_may() -> None:
-    size = sum(len(event.to_json()) + 300 for event in said(9.0, 10_000))
-    assert len(said(size / 1024, 0)) == 4
+    size = sum(len(event.to_json()) + 300 for event in feedback_of_size(9.0, 10_000))
+    assert len(feedback_of_size(size / 1024, 0)) == 4
     with pytest.raises(ApiError):
-        said((size - 1) / 1024, 0)
+        feedback_of_size((size - 1) / 1024, 0)
 
 
 def test_what_is_said_about_one_session_needs_no_copies() -> None:
-    assert len(said(1.0, 1, sessions=1, comment="x" * 4000)) == 1
+    assert len(feedback_of_size(1.0, 1, sessions=1, comment="x" * 4000)) == 1
     with pytest.raises(ApiError, match="a copy for each of 2 sessions"):
-        said(1.0, 1, sessions=2, comment="x" * 4000)
+        feedback_of_size(1.0, 1, sessions=2, comment="x" * 4000)
 
 
 ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))

@@ -1,4 +1,6 @@
-"""`response_format` and forced calls through the gateway: what reaches a replica, which one, and what is recorded."""
+"""`response_format` and forced calls through the gateway: the request to the replica, the choice of the replica, and
+the recorded turn.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +53,18 @@ async def test_it_reaches_the_replica_and_the_event(
         assert (await served.chat()).status_code == 200
         assert {name: replica.requests[0].get(name) for name in wanted} == wanted
         assert not {"response_format", "parallel_tool_calls", "grammar"} & replica.requests[1].keys()
-        held, free = served.turns
-    assert held.sampling.grammar == grammar
-    assert not held.sampling.untruncated
-    assert free.sampling.grammar is None
-    assert held.request_digest != free.request_digest
+        held_turn, free_turn = served.turns
+    assert held_turn.sampling.grammar == grammar
+    assert not held_turn.sampling.untruncated
+    assert free_turn.sampling.grammar is None
+    assert held_turn.request_digest != free_turn.request_digest
 
 
 @pytest.mark.parametrize(("grammars", "field"), [((), "response_format"), (("tool_choice",), "response_format")])
 async def test_without_a_replica_that_can_it_is_refused_by_name(
     tmp_path: Path, grammars: tuple[str, ...], field: str
 ) -> None:
-    """At once, whichever engine it is: nobody waits for what never comes."""
+    """At once, whichever engine it is: no client waits for an answer that never comes."""
     replica = FakeReplica(engine="vllm", grammars=grammars)
     async with replica.running(), gateway(tmp_path, replica) as served:
         refused = await served.chat(response_format={"type": "json_object"})
@@ -74,12 +76,12 @@ async def test_without_a_replica_that_can_it_is_refused_by_name(
 
 async def test_replicas_that_can_get_the_calls_and_go_on_with_broken_streams(tmp_path: Path) -> None:
     plain = FakeReplica("plain")
-    one, two = (FakeReplica(name, grammars=ALL, faults=[Fault(drop_after=2)]) for name in ("one", "two"))
-    two.faults = []
-    async with plain.running(), one.running(), two.running(), gateway(tmp_path, plain, one, two) as served:
+    first, second = (FakeReplica(name, grammars=ALL, faults=[Fault(drop_after=2)]) for name in ("one", "two"))
+    second.faults = []
+    async with plain.running(), first.running(), second.running(), gateway(tmp_path, plain, first, second) as served:
         for number in range(6):
             await served.chat(f"question {number}", response_format={"type": "json_object"}, stream=True)
-        resumed = [body for replica in (one, two) for body in replica.requests if "headrace_resume" in body]
+        resumed = [body for replica in (first, second) for body in replica.requests if "headrace_resume" in body]
         assert plain.requests == []
         assert all(body["response_format"] == {"type": "json_object"} for body in resumed)
         assert len(resumed) == 1
@@ -88,7 +90,7 @@ async def test_replicas_that_can_get_the_calls_and_go_on_with_broken_streams(tmp
 
 @pytest.mark.parametrize("grammar", [grammar for *_, grammar in ASKED])
 def test_a_shadow_asks_for_the_same_form(grammar: Grammar) -> None:
-    """What is recorded is enough to ask again, and the gateway takes it."""
+    """The recorded turn is enough to repeat the request, and the gateway accepts it."""
     tools = tuple(Tool.model_validate(tool) for tool in TOOLS)
     prompt = ask([user("q")], sampling=Sampling(grammar=grammar, temperature=0.5), tools=tools)
     again = parse_chat(json.dumps(request_body("tiny", prompt, prompt.messages, 64)).encode(), strict())

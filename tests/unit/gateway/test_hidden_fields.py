@@ -1,4 +1,5 @@
-"""What capture asks of the engine never reaches a client that did not ask: every combination, whole and streamed.
+"""Fields that capture requests from the engine never reach a client that did not request them: every combination,
+whole and streamed.
 
 Hints: accepted and reported, honoured by the chat template, or refused by strict settings.
 
@@ -84,16 +85,16 @@ def call_of(fields: dict[str, Any]) -> ChatCall:
     )
 
 
-def check(shown: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Only OpenAI's own names, and of the others exactly what was asked for."""
+def check(part: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Only OpenAI's own names, and of the others exactly the requested ones."""
     extra = {"prompt_token_ids"} if fields.get("return_token_ids") else set()
-    assert set(shown) <= TOP | extra
-    for choice in shown["choices"]:
+    assert set(part) <= TOP | extra
+    for choice in part["choices"]:
         assert set(choice) <= CHOICE | ({"token_ids"} if fields.get("return_token_ids") else set())
         assert set(choice.get("message") or choice.get("delta") or {}) <= SAID
         if not fields.get("logprobs"):
             assert choice["logprobs"] is None
-    assert "secret" not in json.dumps(shown)
+    assert "secret" not in json.dumps(part)
 
 
 @given(fields=REQUESTS, noise=NOISE)
@@ -112,11 +113,11 @@ def test_a_whole_answer_shows_only_what_was_asked_for(fields: dict[str, Any], no
         for index in range(work.n)
     ]
     raw = {**noise, "model": VERSION, "choices": choices, "usage": work.usage(), "prompt_token_ids": work.prompt_ids}
-    shown = json.loads(answers.completion_body(call, EngineAnswer.model_validate_json(json.dumps(raw))))
-    check(shown, fields)
-    assert shown["usage"] == work.usage()
-    assert shown["choices"][0]["message"]["reasoning_content"] == "why"
-    assert shown["id"] == call.response_id
+    body = json.loads(answers.completion_body(call, EngineAnswer.model_validate_json(json.dumps(raw))))
+    check(body, fields)
+    assert body["usage"] == work.usage()
+    assert body["choices"][0]["message"]["reasoning_content"] == "why"
+    assert body["id"] == call.response_id
 
 
 @given(fields=REQUESTS, noise=NOISE, usage=st.booleans())
@@ -130,13 +131,15 @@ def test_a_stream_shows_only_what_was_asked_for(fields: dict[str, Any], noise: d
         chunk = EngineAnswer.model_validate_json(json.dumps(noisy))
         transcript.add(chunk, streamed=True)
         sent += chunks.events(chunk, transcript.version)
-    shown = [json.loads(event.removeprefix(b"data: ")) for event in sent.split(b"\n\n") if event]
-    for event in shown:
+    sent_chunks = [json.loads(event.removeprefix(b"data: ")) for event in sent.split(b"\n\n") if event]
+    for event in sent_chunks:
         check(event, fields)
         assert "usage" not in event or usage
-    finishes = [choice["finish_reason"] for event in shown for choice in event["choices"] if choice["finish_reason"]]
+    finishes = [
+        choice["finish_reason"] for event in sent_chunks for choice in event["choices"] if choice["finish_reason"]
+    ]
     assert len(finishes) == work.n
-    assert [event["usage"] for event in shown if event.get("usage")] == ([work.usage()] if usage else [])
+    assert [event["usage"] for event in sent_chunks if event.get("usage")] == ([work.usage()] if usage else [])
     assert transcript.disagreement() is None, "hiding must not cost the capture anything"
 
 
@@ -229,10 +232,12 @@ def test_what_clients_send_back_in_other_forms_is_read() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     answers = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "refusal": "No."}]
     result = {"role": "tool", "tool_call_id": "c", "content": None}
-    called, found, refusal = parsed(strict(), messages=[USER, answers[0], result, answers[1], USER]).messages[1:4]
+    called, result_message, refusal = parsed(strict(), messages=[USER, answers[0], result, answers[1], USER]).messages[
+        1:4
+    ]
     assert called.tool_calls is not None
     assert called.tool_calls[0].function.arguments == '{"a": 1}'
-    assert (found.content, refusal.content) == ("", "No.")
+    assert (result_message.content, refusal.content) == ("", "No.")
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
@@ -284,8 +289,8 @@ async def test_max_tokens_beyond_the_context_are_cut_and_reported(tmp_path: Path
 async def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path) -> None:
     replica = FakeReplica(faults=[TOO_LONG] * 3)
     async with replica.running(), gateway(tmp_path, replica) as served:
-        asked: list[dict[str, Any]] = [{"max_tokens": 1000}, {}]
-        for fields in asked:
+        variants: list[dict[str, Any]] = [{"max_tokens": 1000}, {}]
+        for fields in variants:
             answer = await served.chat(**fields)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert served.turns == []
@@ -307,7 +312,7 @@ def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert both[0] <= both[1] or both[1] == resource.RLIM_INFINITY
         limits[:] = both
 
-    monkeypatch.setattr(resource, "getrlimit", lambda _what: tuple(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda _resource: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", put)
     return limits
 

@@ -1,4 +1,4 @@
-"""A replica that hangs is told from one that is slow, and its calls go on elsewhere."""
+"""A replica that hangs is distinguished from a slow one, and its calls go on elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def same(answer: httpx2.Response, replica: FakeReplica, request: int = -1) -> bo
     if answer.headers["content-type"].startswith("application/json"):
         return bool(answer.json()["choices"][0]["message"]["content"] == expected)
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
-    said = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
-    return "".join(said) == expected and answer.text.endswith("data: [DONE]\n\n")
+    texts = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    return "".join(texts) == expected and answer.text.endswith("data: [DONE]\n\n")
 
 
 async def busy(served: Gateway, a: FakeReplica, b: FakeReplica) -> tuple[FakeReplica, FakeReplica]:

@@ -1,4 +1,4 @@
-"""Where a session id comes from: header, metadata, path, key, implied; and what the implied one depends on."""
+"""Where a session id comes from: header, metadata, path, key, implied; and the inputs of the implied one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def identity(
 
 
 def test_the_first_source_that_says_something_wins() -> None:
-    given: dict[str, Any] = {
+    sources: dict[str, Any] = {
         "headers": {b"x-session-id": b"from-header"},
         "metadata": {"session_id": "from-metadata"},
         "path": "from-path",
@@ -49,23 +49,23 @@ def test_the_first_source_that_says_something_wins() -> None:
     expected = ["header", "metadata", "path", "key", "implicit"]
     for source in expected:
         if source == "key":  # a key that is bound to a session admits no other source
-            given["by"] = caller(session_id="from-key")
-        found = identity(**given)
-        assert found.source == source
+            sources["by"] = caller(session_id="from-key")
+        session = identity(**sources)
+        assert session.source == source
         if source != "implicit":
-            assert found.session_id == f"from-{source}"
-            given.pop({"header": "headers", "key": "by"}.get(source, source))
-        assert found.session_key == ids.session_key("default", found.session_id)
+            assert session.session_id == f"from-{source}"
+            sources.pop({"header": "headers", "key": "by"}.get(source, source))
+        assert session.session_key == ids.session_key("default", session.session_id)
 
 
 def test_who_names_its_user_in_the_header_or_the_metadata_means_it_before_openais_field() -> None:
     headers = RequestMetadata({b"x-user-id": b"ann"}, {})
     nothing = RequestMetadata({}, {})
-    found = [
-        identify(caller(), {}, given, "tiny", (HELLO,), user) for given in (headers, nothing) for user in ("bob", 7)
+    identities = [
+        identify(caller(), {}, source, "tiny", (HELLO,), user) for source in (headers, nothing) for user in ("bob", 7)
     ]
     ann, bob = (ids.session_key("default", f"user:{name}") for name in ("ann", "bob"))
-    assert [one.user_key for one in found] == [ann, ann, bob, None]
+    assert [identified.user_key for identified in identities] == [ann, ann, bob, None]
 
 
 def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
@@ -113,9 +113,9 @@ def test_prompt_cache_key_tells_conversations_apart_and_merges_none() -> None:
 
 def test_tenants_never_share_a_session() -> None:
     mine = identity(headers={b"x-session-id": b"run-1"})
-    theirs = identity(headers={b"x-session-id": b"run-1"}, by=caller(tenant="other"))
-    assert mine.session_id == theirs.session_id
-    assert mine.session_key != theirs.session_key
+    other_tenant = identity(headers={b"x-session-id": b"run-1"}, by=caller(tenant="other"))
+    assert mine.session_id == other_tenant.session_id
+    assert mine.session_key != other_tenant.session_key
 
 
 def test_an_opening_without_a_user_is_all_there_is() -> None:
@@ -125,11 +125,11 @@ def test_an_opening_without_a_user_is_all_there_is() -> None:
 
 
 def test_task_run_and_purpose_come_the_same_ways() -> None:
-    found = identity(
+    identified = identity(
         headers={b"x-task-id": "größe-7".encode(), b"x-headrace-purpose": b"eval"},
         metadata={"task_id": "t", "run_id": 3},
     )
-    assert (found.task_id, found.run_id, found.purpose) == ("größe-7", "3", "eval")
+    assert (identified.task_id, identified.run_id, identified.purpose) == ("größe-7", "3", "eval")
     assert identity(metadata={"purpose": "eval"}).purpose == "eval"
     assert identity().purpose == "train"
 

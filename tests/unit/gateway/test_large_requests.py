@@ -1,4 +1,4 @@
-"""Large and hostile bodies keep nobody else waiting, and tenants do not share what replicas cache."""
+"""Large and hostile bodies delay no other client, and tenants do not share the caches of replicas."""
 
 from __future__ import annotations
 

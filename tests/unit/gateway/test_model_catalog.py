@@ -1,6 +1,6 @@
 """Resolution of model names to versions.
 
-What the door accepts is inside the declared ranges: the scorer dead-letters nothing of it for its value.
+Values that the API accepts are inside the declared ranges, so the scorer dead-letters none of them for its value.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class Rig:
         self.catalog.update("tiny", routing(champion, serve, revision, **changes))
 
     def place(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> tuple[str, str]:
-        place = self.placement.assign(self.call(session, model, source))
-        assert place is not None
-        return place.version, place.member.replica.replica_id
+        assigned = self.placement.assign(self.call(session, model, source))
+        assert assigned is not None
+        return assigned.version, assigned.member.replica.replica_id
 
     def call(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> ChatCall:
         body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
@@ -180,7 +180,7 @@ def test_a_full_replica_passes_calls_to_the_least_loaded() -> None:
 
 
 def test_a_silent_replica_is_asked_only_when_no_other_is_left() -> None:
-    """The bus may be away: silence of all is no reason to serve nobody."""
+    """The bus may be away: silence of all replicas is no reason to refuse every client."""
     rig = Rig(a=(V1,), b=(V1,))
     rig.route(V1, 1)
     rig.clock.advance(6)
@@ -269,7 +269,7 @@ def test_a_broken_stream_waits_for_who_has_its_version_or_loads_it(state: LoadSt
 
 
 def test_a_broken_stream_waits_while_routing_wants_its_version() -> None:
-    """A replica that has just come back announces nothing before it has read routing."""
+    """A replica that has just come back announces no version before it has read routing."""
     rig = Rig(a=())
     rig.route(V2, 1, serve=(V1, V2))
     assert rig.placement.may_resume(rig.call(), V1)

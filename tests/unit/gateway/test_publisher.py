@@ -207,13 +207,13 @@ async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
 async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made_again(
     tmp_path: Path, makes_topics: bool
 ) -> None:
-    """A producer that is given up while it retries would go on for ever beside its successor."""
+    """A producer that is given up while it retries would go on for ever next to its successor."""
     bus = ListBus()
-    made, prepared = 0, 0
+    producers, prepared = 0, 0
 
     def make() -> ListProducer:
-        nonlocal made
-        made += 1
+        nonlocal producers
+        producers += 1
         return ListProducer(bus, BlobStore(tmp_path.as_uri()))
 
     async def prepare() -> None:
@@ -233,7 +233,7 @@ async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made
             await until(lambda: prepared > 3 if makes_topics else publisher._away)
             bus.back.set()
             await until(lambda: numbers(bus) == [1])
-            assert made == 1
+            assert producers == 1
 
 
 async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path: Path) -> None:

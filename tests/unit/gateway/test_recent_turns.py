@@ -1,4 +1,4 @@
-"""Answers to feedback report when the feedback trains nothing, by the algorithm and by how each turn was sampled."""
+"""Answers to feedback report that it causes no training, by the algorithm and by the sampling of each turn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def replica() -> FakeReplica:
     return FakeReplica(grammars=("response_format", "tool_choice"))
 
 
-async def asked(served: Gateway, **fields: Any) -> str:
+async def chat_id(served: Gateway, **fields: Any) -> str:
     answer = await served.chat(str(fields), **fields)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
@@ -76,13 +76,13 @@ async def test_feedback_on_a_turn_without_logprobs_reports_that_it_trains_no_pol
 ) -> None:
     fake = replica()
     async with fake.running(), gateway(tmp_path, fake, learns=signals("mix")) as served:
-        name = await asked(served, **fields)
+        name = await chat_id(served, **fields)
         assert await feedback(served, response_id=name, value=1) == expected_fields(reason)
         assert await feedback(served, response_id=name, edit="better") == expected_fields(None), (
             "an edit needs no logprobs"
         )
         assert await feedback(served, response_id=name, comment="only a fact") == {}
-        other = await asked(served)
+        other = await chat_id(served)
         assert await feedback(served, msg_ids=[name, other], value=0) == expected_fields(None)
         trinity = await served.client.post("/feedback", json={"msg_ids": [name], "reward": 1})
         assert trinity.json() == {"status": "success", **(expected_fields(reason) if reason else {})}
@@ -98,7 +98,7 @@ async def test_feedback_on_a_turn_without_logprobs_reports_that_it_trains_no_pol
 async def test_the_answer_is_that_of_the_algorithm(tmp_path: Path, algorithm: str) -> None:
     fake, learns = replica(), signals(algorithm)
     async with fake.running(), gateway(tmp_path, fake, learns=learns) as served:
-        free, greedy = await asked(served), await asked(served, temperature=0)
+        free, greedy = await chat_id(served), await chat_id(served, temperature=0)
         lacking = "truncated_sampling" if learns.logprobs else None
         rewards, edits, preferences = (None if kind else "no_signal" for kind in KINDS[algorithm][:3])
         assert await feedback(served, response_id=free, value=1) == expected_fields(rewards)
@@ -106,7 +106,7 @@ async def test_the_answer_is_that_of_the_algorithm(tmp_path: Path, algorithm: st
         assert await feedback(served, response_id=greedy, edit="better") == expected_fields(edits)
         pair = {"preference": {"chosen": free, "rejected": greedy}}
         assert await feedback(served, **pair) == expected_fields(preferences or lacking)
-        evaluated = await asked(served, metadata={"purpose": "eval"})
+        evaluated = await chat_id(served, metadata={"purpose": "eval"})
         assert await feedback(served, response_id=evaluated, edit="better") == expected_fields("eval")
 
 
@@ -114,9 +114,9 @@ async def test_a_value_may_train_the_other_turns_of_its_run(tmp_path: Path) -> N
     fake = replica()
     async with fake.running(), gateway(tmp_path, fake, learns=signals("reinforce++")) as served:
         session = {"metadata": {"session_id": "one"}}
-        greedy = await asked(served, temperature=0, **session)
+        greedy = await chat_id(served, temperature=0, **session)
         assert await feedback(served, response_id=greedy, value=1) == expected_fields("truncated_sampling")
-        await asked(served, **session)
+        await chat_id(served, **session)
         assert await feedback(served, response_id=greedy, value=1) == {}, "their branch is not known here"
 
 
@@ -124,7 +124,7 @@ async def test_what_the_gateway_does_not_know_it_does_not_say(tmp_path: Path) ->
     fake = replica()
     unknown = ids.response_id(ids.session_key("default", "s"))
     async with fake.running(), gateway(tmp_path, fake, learns=signals("kto")) as served:
-        evaluated, trained = await asked(served, metadata={"purpose": "eval"}), await asked(served)
+        evaluated, trained = await chat_id(served, metadata={"purpose": "eval"}), await chat_id(served)
         assert await feedback(served, response_id=unknown, value=1) == {}
         assert await feedback(served, session_id="s", value=1) == {}
         assert await feedback(served, level="task", task_id="t", value=1) == {}
@@ -138,8 +138,8 @@ async def test_what_the_gateway_does_not_know_it_does_not_say(tmp_path: Path) ->
 async def test_without_an_announced_algorithm_only_untrained_turns_are_reported(tmp_path: Path) -> None:
     fake = replica()
     async with fake.running(), gateway(tmp_path, fake) as served:
-        free, greedy = await asked(served), await asked(served, temperature=0)
-        evaluated = await asked(served, metadata={"purpose": "eval"})
+        free, greedy = await chat_id(served), await chat_id(served, temperature=0)
+        evaluated = await chat_id(served, metadata={"purpose": "eval"})
         answers = [await feedback(served, response_id=name, value=1) for name in (free, greedy, evaluated)]
         assert answers == [{}, {}, expected_fields("eval")]
 

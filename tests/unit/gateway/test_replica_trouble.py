@@ -1,4 +1,4 @@
-"""P8: what happens among replicas stays among replicas while one of them lives."""
+"""P8: faults of replicas stay hidden from clients while one of them lives."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ UPSTREAM = {"hold_s": 0.3, "routing_wait_s": 0.1, "stall_timeout_s": 0.2}
 
 
 def content(answer: httpx2.Response) -> str:
-    """What the client saw, from either kind of answer."""
+    """Return the text that the client received, from either kind of answer."""
     if answer.headers["content-type"].startswith("application/json"):
-        said: str = answer.json()["choices"][0]["message"]["content"]
-        return said
+        text: str = answer.json()["choices"][0]["message"]["content"]
+        return text
     assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
     events = chunks_of(answer)
     roles = [choice["delta"].get("role") for event in events for choice in event["choices"]]
@@ -99,9 +99,9 @@ async def test_a_stream_resumes_with_every_choice_and_every_token(tmp_path: Path
         await served.chat(n=2, stream=True, stream_options={"include_usage": True})
         resume = second.requests[0]["headrace_resume"]
         assert [choice["index"] for choice in resume["choices"]] == [0, 1]
-        whole, resumed = served.turns
-        assert resumed.choices == whole.choices
-        assert resumed.usage == whole.usage
+        undisturbed, resumed = served.turns
+        assert resumed.choices == undisturbed.choices
+        assert resumed.usage == undisturbed.usage
 
 
 @pytest.mark.parametrize("drop_after", [0, 2], ids=["before-the-first-token", "between-tokens"])
@@ -122,8 +122,8 @@ async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_wa
         sampled = first if drop_after else second
         work = Generation(sampled.requests[-1], VERSION, sampled.prompt_tail)
         assert list(turn.prompt_token_ids) == work.prompt_ids
-        shown = [chunk["prompt_token_ids"] for chunk in chunks_of(answer) if "prompt_token_ids" in chunk]
-        assert shown == [work.prompt_ids], "the client is shown one prompt, that of the captured turn"
+        prompts = [chunk["prompt_token_ids"] for chunk in chunks_of(answer) if "prompt_token_ids" in chunk]
+        assert prompts == [work.prompt_ids], "the client is shown one prompt, that of the captured turn"
 
 
 async def test_a_stream_moves_to_a_replica_that_drains_its_version(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ async def test_one_request_may_not_take_for_ever(tmp_path: Path) -> None:
 async def test_tokens_that_cannot_be_true_are_dead_lettered_and_the_client_still_answered(
     tmp_path: Path, fault: Fault, stream: bool
 ) -> None:
-    """P2, pitfalls 2 and 3: nothing is padded or truncated to fit."""
+    """P2, pitfalls 2 and 3: no list is padded or truncated to fit."""
     replica = FakeReplica(faults=[fault])
     async with replica.running(), gateway(tmp_path, replica) as served:
         answer = await served.chat(stream=stream)

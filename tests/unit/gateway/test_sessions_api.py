@@ -117,13 +117,13 @@ async def test_sessions_per_feedback_are_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["comment", "context"])
 async def test_copies_of_what_is_said_are_bounded(tmp_path: Path, field: str) -> None:
-    said = {"comment": "x" * 4000, "context": {"expected": "x" * 40_000}}[field]
+    value = {"comment": "x" * 4000, "context": {"expected": "x" * 40_000}}[field]
     async with gateway(tmp_path) as served:
         await ready(served)
-        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(30), "value": 1, field: said})
+        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(30), "value": 1, field: value})
         assert answer.status_code == 413
         assert "bytes, more than the" in answer.json()["error"]["message"]
-        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(3), "value": 1, field: said})
+        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(3), "value": 1, field: value})
         assert answer.status_code == 202
 
 
@@ -164,7 +164,7 @@ async def test_feedback_that_makes_no_sense_is_refused(tmp_path: Path, body: Any
 
 
 async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
-    """What clients of Trinity-RFT and AgentScope send: string run id, long task id, no key, also unknown ids."""
+    """Requests of Trinity-RFT's and AgentScope's clients: string run id, long task id, no key, also unknown ids."""
     task = "task-0b0e6a1e-92a4-4d2b-9d4b-3a4f5c6d7e8f"
     async with gateway(tmp_path) as served:
         await ready(served)

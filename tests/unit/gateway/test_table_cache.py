@@ -1,6 +1,6 @@
-"""What a gateway knows when it starts while the bus is away.
+"""Knowledge of a gateway that starts while the bus is away.
 
-Feedback about a session says how far the logs reached when it was given: never less than what came before it.
+Feedback about a session records the ends of the logs at its arrival: never less than the turns before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ V1, V2, OTHER = "tiny@" + "1" * 16, "tiny@" + "2" * 16, "other@" + "3" * 16
 
 @dataclass
 class Topic:
-    """A table whose bus comes when the test says so, and what the gateway was told."""
+    """A table with a bus that comes on the test's signal, and the rows that the gateway received."""
 
     rows: dict[str, Routing] = field(default_factory=dict)
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,25 +44,25 @@ class Topic:
 
 
 @contextlib.asynccontextmanager
-async def kept(path: Path, topic: Topic, wait_s: float = 0.02) -> AsyncIterator[TableCache[Routing]]:
-    made = TableCache(Routing, path, topic, lambda key, row: topic.told.append((key, row)), wait_s)
-    running = asyncio.create_task(made.run(every_s=0.01))
+async def open_cache(path: Path, topic: Topic, wait_s: float = 0.02) -> AsyncIterator[TableCache[Routing]]:
+    cache = TableCache(Routing, path, topic, lambda key, row: topic.told.append((key, row)), wait_s)
+    running = asyncio.create_task(cache.run(every_s=0.01))
     try:
-        yield made
+        yield cache
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
-def says(path: Path, text: str) -> bool:
+def file_contains(path: Path, text: str) -> bool:
     return path.exists() and text in path.read_text(encoding="utf-8")
 
 
 async def known_from_before(path: Path, *rows: Routing) -> None:
     topic = Topic()
     topic.comes(*rows)
-    async with kept(path, topic):
-        await until(lambda: says(path, rows[-1].key))
+    async with open_cache(path, topic):
+        await until(lambda: file_contains(path, rows[-1].key))
     assert topic.told == [], "the table itself tells what the topic has"
 
 
@@ -71,11 +71,11 @@ async def test_a_late_bus_is_stood_in_for_and_what_it_no_longer_has_is_forgotten
     before = routing(V1), routing(OTHER)
     await known_from_before(path, *before)
     topic = Topic()
-    async with kept(path, topic) as made:
-        await until(lambda: made.used)
+    async with open_cache(path, topic) as cache:
+        await until(lambda: cache.used)
         assert topic.told == [(row.key, row) for row in before]
         topic.comes(routing(V2))
-        await until(lambda: says(path, V2))
+        await until(lambda: file_contains(path, V2))
     assert topic.told[2:] == [("other", None)]
     assert OTHER not in path.read_text(encoding="utf-8")
 
@@ -85,10 +85,10 @@ async def test_a_bus_in_time_is_all_that_counts(tmp_path: Path) -> None:
     await known_from_before(path, routing(V1))
     topic = Topic()
     topic.comes(routing(V2))
-    async with kept(path, topic, wait_s=10) as made:
-        await until(lambda: says(path, V2))
+    async with open_cache(path, topic, wait_s=10) as cache:
+        await until(lambda: file_contains(path, V2))
     assert topic.told == []
-    assert not made.used
+    assert not cache.used
 
 
 async def test_a_damaged_line_costs_its_row(tmp_path: Path) -> None:
@@ -97,23 +97,23 @@ async def test_a_damaged_line_costs_its_row(tmp_path: Path) -> None:
     first, second = path.read_bytes().splitlines()
     path.write_bytes(first[: len(first) // 2] + b"\n\xff" + second[1:] + b"\n" + second)
     topic = Topic()
-    async with kept(path, topic):
+    async with open_cache(path, topic):
         await until(lambda: topic.told)
     assert [key for key, _ in topic.told] == ["other"]
 
 
 async def test_no_file_is_nothing_known(tmp_path: Path) -> None:
     topic = Topic()
-    async with kept(tmp_path / "none", topic) as made:
+    async with open_cache(tmp_path / "none", topic) as cache:
         await asyncio.sleep(0.1)
         assert topic.told == []
-        assert not made.used
+        assert not cache.used
         topic.comes(routing(V1))
-        await until(lambda: says(tmp_path / "none", V1))
+        await until(lambda: file_contains(tmp_path / "none", V1))
 
 
 class Ends:
-    """Two partitions that end where the test says; answers wait for `go`."""
+    """Two partitions with ends that the test sets; answers wait for `go`."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -138,15 +138,15 @@ def reach(ends: Ends) -> LogEnds:
 
 async def test_who_asks_together_shares_an_answer_that_is_not_older_than_the_asking() -> None:
     ends = Ends()
-    made = reach(ends)
+    shared = reach(ends)
     ends.go.clear()
-    first = asyncio.create_task(made.ends())
+    first = asyncio.create_task(shared.ends())
     await until(lambda: ends.asked == 1)
     ends.end = 7  # a turn that was acknowledged after the first question and before the others
-    others = [asyncio.create_task(made.ends()) for _ in range(20)]
+    tasks = [asyncio.create_task(shared.ends()) for _ in range(20)]
     await asyncio.sleep(0)
     ends.go.set()
-    assert {one["turns"][0] for one in await asyncio.gather(*others)} == {7}
+    assert {offsets["turns"][0] for offsets in await asyncio.gather(*tasks)} == {7}
     assert (await first)["turns"][0] == 0
     assert ends.asked == 4, "two topics, two questions"
 
@@ -185,8 +185,10 @@ async def test_what_waited_in_the_spool_says_how_far_the_logs_reach_when_it_is_s
         await until(lambda: spool.events == 0)
         ends.end = 12
         await publisher.publish(feedback(2.0))
-        found = [await sent(record, blobs) for record in bus.records]
-        assert [one["turns"] % 100 if one else None for one in found] == [9, None, 12], "a list needs no such thing"
+        reached = [await sent(record, blobs) for record in bus.records]
+        assert [offsets["turns"] % 100 if offsets else None for offsets in reached] == [9, None, 12], (
+            "a list needs no such thing"
+        )
         draining.cancel()
         await asyncio.wait([draining])
 
@@ -194,7 +196,7 @@ async def test_what_waited_in_the_spool_says_how_far_the_logs_reach_when_it_is_s
 async def test_one_tenant_cannot_take_the_whole_spool_and_a_refusal_says_why(tmp_path: Path) -> None:
     from headrace_gateway.refusals import ApiError
 
-    def said(tenant: str) -> str:
+    def refusal_text(tenant: str) -> str:
         try:
             publisher.admit(tenant)
         except ApiError as error:
@@ -206,20 +208,20 @@ async def test_one_tenant_cannot_take_the_whole_spool_and_a_refusal_says_why(tmp
     bus.back.clear()
     async with Spool(tmp_path / "spool", 4000) as spool:
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, tenants=2)
-        one = feedback(0.0).model_copy(update={"tenant": "hostile", "comment": "x" * 2000})
-        await publisher.publish(one)
-        assert "tenant's part of the spool is full and the bus is away" in said("hostile")
-        assert said("other") == ""
-        await publisher.publish(one, one)
-        assert "the spool is full and the bus is away" in said("other")
+        hostile_feedback = feedback(0.0).model_copy(update={"tenant": "hostile", "comment": "x" * 2000})
+        await publisher.publish(hostile_feedback)
+        assert "tenant's part of the spool is full and the bus is away" in refusal_text("hostile")
+        assert refusal_text("other") == ""
+        await publisher.publish(hostile_feedback, hostile_feedback)
+        assert "the spool is full and the bus is away" in refusal_text("other")
     async with Spool(tmp_path / "spool", 4000) as spool:
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, tenants=2)
         draining = asyncio.create_task(publisher.run())
         await until(lambda: "hostile" in str(publisher._shares._bytes))
         bus.back.set()
         await until(lambda: spool.events == 0 and publisher._shares.of("hostile") == 0)
-        assert said("hostile") == ""
+        assert refusal_text("hostile") == ""
         publisher._shares.load({"hostile": 5000})
-        assert "the bus, which is there" in said("hostile"), "nobody says that the bus is away when it is not"
+        assert "the bus, which is there" in refusal_text("hostile"), "nobody says that the bus is away when it is not"
         draining.cancel()
         await asyncio.wait([draining])

@@ -111,11 +111,11 @@ async def test_the_next_prompt_of_a_session_extends_the_turn_before(tmp_path: Pa
         answer = (first.choices[0].model_extra or {})["token_ids"]
         await client.completions.create(model="tiny", prompt=[*ids, *answer, 1, 2], extra_headers=headers)
         event = server.bus.events(type(server.turns[0]))[1]
-        whole = server.turns[1]
+        second_turn = server.turns[1]
     assert event.extends
     assert event.extends.tokens == 106
     assert event.prompt_token_ids == (1, 2)
-    assert whole.prompt_token_ids == (*ids, *answer, 1, 2)
+    assert second_turn.prompt_token_ids == (*ids, *answer, 1, 2)
 
 
 async def test_a_replica_without_the_ability_is_no_reason_to_wait(tmp_path: Path) -> None:

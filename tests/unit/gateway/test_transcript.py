@@ -1,8 +1,8 @@
-"""Gathering what was sampled, and noticing when it cannot be true (P2, pitfalls 2 and 3).
+"""Collection of sampled tokens, and detection of impossible ones (P2, pitfalls 2 and 3).
 
-What a base URL may carry for clients that can set nothing else.
+Parts of a base URL for clients that can set no header.
 
-What of a spool may go to the bus together.
+Events of a spool that may go to the bus together.
 
 Splitting server-sent events, whatever the network makes of them.
 """
@@ -157,7 +157,7 @@ def commit() -> SessionEnd:
 
 def stages(events: list[Event]) -> list[list[int]]:
     """As places in `events`."""
-    return in_stages(list(range(len(events))), lambda place: events[place])
+    return in_stages(list(range(len(events))), lambda index: events[index])
 
 
 def test_sessions_owe_each_other_nothing_and_an_end_waits_for_its_own_events() -> None:
@@ -175,17 +175,17 @@ events = st.one_of(st.builds(feedback, st.sampled_from(KEYS)), st.builds(end, st
 
 @given(st.lists(events, max_size=30))
 def test_a_session_keeps_its_order_in_as_few_stages_as_its_topics_take_turns(sent: list[Event]) -> None:
-    found = stages(sent)
-    assert sorted(itertools.chain(*found)) == list(range(len(sent)))
-    assert all(found)
-    at = {place: number for number, stage in enumerate(found) for place in stage}
-    assert all(stage == sorted(stage) for stage in found)
+    staged = stages(sent)
+    assert sorted(itertools.chain(*staged)) == list(range(len(sent)))
+    assert all(staged)
+    at = {index: number for number, stage in enumerate(staged) for index in stage}
+    assert all(stage == sorted(stage) for stage in staged)
     for first, second in itertools.combinations(range(len(sent)), 2):
         if sent[first].key == sent[second].key:
             assert at[first] + (sent[first].topic != sent[second].topic) <= at[second]
         if "c" in (getattr(sent[first], "end_id", ""), getattr(sent[second], "end_id", "")):
             assert at[first] < at[second]
-    assert len(found) <= _turns_taken(sent)
+    assert len(staged) <= _turns_taken(sent)
 
 
 def _turns_taken(sent: list[Event]) -> int:
@@ -207,11 +207,11 @@ PAYLOADS = st.lists(
 
 @given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_any_cut_of_the_bytes_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
-    whole = b"".join(encode(payload) for payload in payloads)
-    edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    encoded = b"".join(encode(payload) for payload in payloads)
+    edges = [0, *sorted(min(cut, len(encoded)) for cut in cuts), len(encoded)]
     splitter = Splitter(1000)
-    found = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(whole[a:b])]
-    assert found == payloads
+    events_of_cut = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(encoded[a:b])]
+    assert events_of_cut == payloads
 
 
 def test_comments_other_fields_and_carriage_returns_are_no_data() -> None:

@@ -31,7 +31,7 @@ DEFAULT_PARSERS = Parsers(HERMES, THINK)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScriptedCall:
     """One call of `generate`."""
 
     prompt: list[int]
@@ -59,7 +59,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: ChatTokenizer, *scripts: str | Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.scripts = scripts
-        self.asked: list[Asked] = []
+        self.asked: list[ScriptedCall] = []
         self.begun = asyncio.Event()
         self.closed = 0
         self.portion = 2
@@ -107,7 +107,7 @@ class ScriptedEngine:
         if self.refusal is not None:
             raise self.refusal
         self.begun.set()
-        self.asked.append(Asked([*prompt], sampling, version, [*starts], share.salt, share))
+        self.asked.append(ScriptedCall([*prompt], sampling, version, [*starts], share.salt, share))
         return ScriptedGeneration(self, sampling, starts, stream=stream)
 
     def tokens_of(self, choice: int) -> list[int]:

@@ -165,7 +165,7 @@ class TestResume:
     """P8: a stream goes on here that another replica began."""
 
     async def test_from_every_point(self, tokenizer: ChatTokenizer) -> None:
-        """The two streams together contain what one stream would have contained."""
+        """The two streams together contain the events of one stream."""
         engine = ScriptedEngine(tokenizer, f"<think>hm</think>Look: é {CALL} done")
         async with client(engine, tokenizer) as http:
             engine.portion = 1

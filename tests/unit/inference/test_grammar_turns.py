@@ -66,13 +66,13 @@ async def test_a_schema_that_takes_too_long_holds_no_thread(
     grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     slow = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"allOf": SLOW_FACTORS}), tenant="greedy"))
     await asyncio.sleep(0.05)
-    others = [
+    other_calls = [
         asyncio.create_task(compile_form(grammars, tokenizer, json_form({"const": number}), tenant=tenant))
         for number, tenant in enumerate(("greedy", "greedy", "modest"))
     ]
     with pytest.raises(Refused, match="takes longer than 3 s to compile"):
         await slow
-    assert all([(await task).record.text for task in others])
+    assert all([(await task).record.text for task in other_calls])
     grammars.close()
 
 

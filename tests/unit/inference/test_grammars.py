@@ -1,4 +1,4 @@
-"""Constrained answers of the real engine: every token is allowed, and nothing else changes."""
+"""Constrained answers of the real engine: every token is allowed, and the rest is unchanged."""
 
 from __future__ import annotations
 

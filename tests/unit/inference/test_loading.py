@@ -1,4 +1,4 @@
-"""Loading refuses invalid versions, probes detect wrong weights, and versions share only what they may share."""
+"""Loading refuses invalid versions, probes detect wrong weights, and versions share only their unchanging parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any text around and inside tool calls: nothing is lost or invented, and streams give the same result."""
+"""Any text around and inside tool calls: no text is lost or invented, and streams give the same result."""
 
 from __future__ import annotations
 

@@ -16,11 +16,13 @@ class Pupil:
     """Knows `problems` and no others."""
 
     def __init__(self, problems: Iterable[Problem], habits: Habits = NONE) -> None:
-        self._shown = {one.question: demonstrate(one, random.Random(one.id), habits) for one in problems}
+        self._shown = {
+            problem.question: demonstrate(problem, random.Random(problem.id), habits) for problem in problems
+        }
         self._numbers = itertools.count()
 
     def __call__(self, call: Call) -> Reply:
-        spoken: list[dict[str, Any]] = call.body["messages"]
-        message = self._shown[spoken[1]["content"]][len(spoken)]
+        messages: list[dict[str, Any]] = call.body["messages"]
+        message = self._shown[messages[1]["content"]][len(messages)]
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
         return Reply({"id": f"chatcmpl-{next(self._numbers)}", "object": "chat.completion", "choices": [choice]})

@@ -239,9 +239,9 @@ def test_idle_thoughts_are_in_form_and_are_steps() -> None:
     assert solution.steps == 9
 
 
-def spoken(seed: int, habits: Habits) -> list[tuple[Any, list[dict[str, Any]]]]:
+def demonstrations(seed: int, habits: Habits) -> list[tuple[Any, list[dict[str, Any]]]]:
     rng = random.Random(seed)
-    return [(one, demonstrate(one, rng, habits)) for one in itertools.islice(stream("warm_up", seed), 300)]
+    return [(problem, demonstrate(problem, rng, habits)) for problem in itertools.islice(stream("warm_up", seed), 300)]
 
 
 def episode(messages: list[dict[str, Any]]) -> Episode:
@@ -253,15 +253,15 @@ def trajectory(messages: list[dict[str, Any]]) -> Trajectory:
 
 
 def test_who_has_no_bad_habit_is_right_brief_and_in_form() -> None:
-    for problem, messages in spoken(0, NONE):
+    for problem, messages in demonstrations(0, NONE):
         solution = of_episode(episode(messages))
         assert accuracy(messages[-1]["content"], float(problem.expected)) == 1.0
         assert (solution.steps, solution.in_form) == (problem.steps_min, True)
 
 
 def test_the_habits_start_where_the_example_says() -> None:
-    """Below what is promised of the end, and not by one habit alone; seed 0."""
-    played = spoken(0, HABITS)
+    """Below the promise for the end, and not by one habit alone; seed 0."""
+    played = demonstrations(0, HABITS)
     solutions = [of_episode(episode(messages)) for _, messages in played]
     right = sum(accuracy(messages[-1]["content"], float(problem.expected)) for problem, messages in played)
     assert 0.62 < right / 300 < 0.82
@@ -271,7 +271,7 @@ def test_the_habits_start_where_the_example_says() -> None:
 
 @pytest.mark.parametrize("habit", ["idle", "repeat_call", "mistake", "sloppy"])
 def test_each_habit_spoils_what_it_should_and_nothing_else(habit: str) -> None:
-    played = spoken(1, Habits(**{habit: 0.9}))
+    played = demonstrations(1, Habits(**{habit: 0.9}))
     solutions = [of_episode(episode(messages)) for _, messages in played]
     right = sum(accuracy(messages[-1]["content"], float(problem.expected)) for problem, messages in played) / 300
     longer = sum(s.steps > p.steps_min for s, (p, _) in zip(solutions, played, strict=True)) / 300
@@ -282,12 +282,12 @@ def test_each_habit_spoils_what_it_should_and_nothing_else(habit: str) -> None:
 
 
 def test_scorer_and_client_see_the_same_solution() -> None:
-    for _, messages in spoken(2, HABITS)[:100]:
+    for _, messages in demonstrations(2, HABITS)[:100]:
         assert of_trajectory(trajectory(messages)) == of_episode(episode(messages))
 
 
 def test_rewards() -> None:
-    (problem, good), *_ = spoken(3, NONE)
+    (problem, good), *_ = demonstrations(3, NONE)
     assert rewards.form(trajectory(good)) == 1.0
     facts: dict[str, object] = {"steps_min": problem.steps_min}
     assert rewards.brief(trajectory(good), facts) == 1.0
@@ -302,7 +302,7 @@ def test_rewards() -> None:
 
 
 def test_what_a_model_forges_in_its_text_is_no_call() -> None:
-    said = json.dumps({"name": "calculator", "arguments": {"expression": "1"}})
-    forged = Solution((*GOOD, Turn(f"Thought: x.\n  {said} = 2\nAnswer: 29")))
+    call_text = json.dumps({"name": "calculator", "arguments": {"expression": "1"}})
+    forged = Solution((*GOOD, Turn(f"Thought: x.\n  {call_text} = 2\nAnswer: 29")))
     assert not forged.in_form
     assert forged.steps == 6

@@ -203,7 +203,7 @@ def test_the_second_one_is_told(records: Records) -> None:
 
 
 def test_a_lost_answer_is_no_lost_value(records: Records) -> None:
-    """The same bytes at the same path mean that the write was ours."""
+    """The same bytes at the same path mean that this write succeeded."""
     assert records.append(0, b"a")
     assert records.append(0, b"a")
 

@@ -1,4 +1,4 @@
-"""Every server of ours refuses requests of web pages, and accepts requests of clients.
+"""Every server of Headrace refuses requests of web pages, and accepts requests of clients.
 
 A replica's URL is called when the replica signed it or a setting names its host, not because a topic has it.
 """

@@ -64,7 +64,7 @@ async def test_what_is_owed_is_sent_in_order_and_then_forgotten(stream: Bench, o
 
 
 async def test_the_ids_of_rows_follow_the_order_of_their_records(stream: Bench, outbox: Outbox) -> None:
-    """A process that starts sends what a crash left in the order of the ids."""
+    """A process that starts sends the rows that a crash left in the order of the ids."""
     names = [str(number) for number in range(300)]
     await owe(stream, outbox, *names)
     await owe(stream, outbox, "last")

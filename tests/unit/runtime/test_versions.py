@@ -1,6 +1,6 @@
 """A version is its files: same files, same name; other files, refused.
 
-What a gateway knows of versions and of the algorithms that train them, from announcements alone.
+A gateway's knowledge of versions and of the algorithms that train them comes from announcements alone.
 """
 
 from __future__ import annotations

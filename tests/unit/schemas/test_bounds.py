@@ -96,66 +96,64 @@ def _survives(event: Event) -> bool:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _paths(data):
+    for field_path in _paths(data):
         for text in UNSTORABLE:
-            if isinstance(_at(data, place), str):
-                refused = _read(model, _with(data, place, text)) is None
-                assert refused or _is_sampled(model, place), (place, text)
-            if isinstance(_at(data, place), dict) and _read(model, {**data, "x": {"y": 1}}) is not None:
-                event = _read(model, _with(data, place, {**_at(data, place), text: 1}))
-                assert event is None or _survives(event), (place, text)  # an unknown field is left out
+            if isinstance(_at(data, field_path), str):
+                refused = _read(model, _with(data, field_path, text)) is None
+                assert refused or _is_sampled(model, field_path), (field_path, text)
+            if isinstance(_at(data, field_path), dict) and _read(model, {**data, "x": {"y": 1}}) is not None:
+                event = _read(model, _with(data, field_path, {**_at(data, field_path), text: 1}))
+                assert event is None or _survives(event), (field_path, text)  # an unknown field is left out
 
 
-def _is_sampled(model: type[Event], place: Place) -> bool:
+def _is_sampled(model: type[Event], path: Place) -> bool:
     """Return whether a place holds text that a model may have sampled."""
     fields = {"content", "text", "reasoning_content", "arguments"}
     return (
-        model in (Turn, Trajectory, Experience)
-        and "token_grammar" not in place
-        and bool(fields.intersection(place[-1:]))
+        model in (Turn, Trajectory, Experience) and "token_grammar" not in path and bool(fields.intersection(path[-1:]))
     )
 
 
 @pytest.mark.parametrize("kind", [Turn, Trajectory, Experience], ids=lambda kind: kind.__name__)
 def test_nul_that_a_model_sampled_is_replaced_in_the_records_of_an_older_release(kind: type[Event]) -> None:
-    places = 0
+    path_count = 0
     for path in (path for path in EXAMPLES if EVENTS[path.parent.name] is kind):
         data = json.loads(path.read_text())
-        for place in _paths(data):
-            if _is_sampled(kind, place) and isinstance(_at(data, place), str):
-                event = _read(kind, _with(data, place, "a\0b"))
-                assert event == _read(kind, _with(data, place, "a\ufffdb")), place
-                assert event is not None, place
-                places += 1
-    assert places > 0
+        for field_path in _paths(data):
+            if _is_sampled(kind, field_path) and isinstance(_at(data, field_path), str):
+                event = _read(kind, _with(data, field_path, "a\0b"))
+                assert event == _read(kind, _with(data, field_path, "a\ufffdb")), field_path
+                assert event is not None, field_path
+                path_count += 1
+    assert path_count > 0
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_text(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _paths(data):
-        if not isinstance(_at(data, place), str):
+    for field_path in _paths(data):
+        if not isinstance(_at(data, field_path), str):
             continue
-        refused = _read(model, _with(data, place, "a\x01b")) is None  # a pattern, a time, a word of a list
+        refused = _read(model, _with(data, field_path, "a\x01b")) is None  # a pattern, a time, a word of a list
         try:
-            event = model.from_stored(json.dumps(_with(data, place, "a\0b")).encode())
+            event = model.from_stored(json.dumps(_with(data, field_path, "a\0b")).encode())
         except InvalidEvent:
-            assert refused, place
+            assert refused, field_path
         else:
-            assert _survives(event), place
+            assert _survives(event), field_path
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(path: Path) -> None:
     model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for place in _paths(data):
-        before = _at(data, place)
-        if isinstance(before, bool) or not isinstance(before, int | float) or DIAGNOSTIC & set(map(str, place)):
+    for field_path in _paths(data):
+        before = _at(data, field_path)
+        if isinstance(before, bool) or not isinstance(before, int | float) or DIAGNOSTIC & set(map(str, field_path)):
             continue
         for number in WRONG_NUMBERS:
-            event = _read(model, _with(data, place, number))
-            free = "context" in place or "parameters" in place or "response_format" in place
-            assert event is None or (free and math.isfinite(number) and _survives(event)), (place, number)
+            event = _read(model, _with(data, field_path, number))
+            free = "context" in field_path or "parameters" in field_path or "response_format" in field_path
+            assert event is None or (free and math.isfinite(number) and _survives(event)), (field_path, number)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")

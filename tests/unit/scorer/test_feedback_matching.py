@@ -135,8 +135,8 @@ def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None
 
 
 def test_a_run_over_several_sessions_has_as_many_parts() -> None:
-    first, there = ask([user("q")], session="here"), ask([user("q")], session="there")
-    assert feedback_set(feedback("here", first, there)).parts == 2
+    first, second = ask([user("q")], session="here"), ask([user("q")], session="there")
+    assert feedback_set(feedback("here", first, second)).parts == 2
     assert feedback_set(feedback("here", first)).parts == feedback_set().parts == 1
 
 

@@ -1,6 +1,6 @@
 """The reward model `thumbs`: its fit against the objective, its refusals, and the raters that it ignores.
 
-A reward model in the scorer is fitted beside the stream as thumbs arrive, and scores runs without thumbs.
+A reward model in the scorer is fitted in the background as thumbs arrive, and scores runs without thumbs.
 """
 
 from __future__ import annotations

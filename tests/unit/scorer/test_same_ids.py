@@ -1,4 +1,4 @@
-"""Events of one tenant change nothing for another tenant that uses the same ids."""
+"""Events of one tenant have no effect on another tenant that uses the same ids."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_a_head_of_another_kind_goes_through_its_own_code() -> None:
     module = Adapted(8, WORDS)
     module.load_state_dict(plain.state_dict())
     sizes: list[int] = []
-    module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     answers = Head(module, Tail(cap=5.0)).logprobs(hidden, targets, temperature)
     tensors = gradients(module, hidden, *answers, upstream)
     assert_close(tensors, textbook(plain, hidden, targets, temperature, upstream, Tail(cap=5.0)))

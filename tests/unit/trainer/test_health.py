@@ -150,13 +150,13 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     with monkeypatch.context() as patch:
         poll = world.source.poll
 
-        async def told(experiences_max: int) -> Any:
+        async def report_with(experiences_max: int) -> Any:
             if resumed.stopped is not None:
                 assert resumed.paused == resumed.stopped
                 resumed.resume()
             return await poll(experiences_max)
 
-        patch.setattr(world.source, "poll", told)
+        patch.setattr(world.source, "poll", report_with)
         with pytest.raises(Idle):
             await resumed.run()
     assert resumed.stopped is None

@@ -17,7 +17,7 @@ FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name
 
 
 def experience_of(*turns: Turn) -> Experience | None:
-    """Return the experience of the run's only branch as policy gradients train it, or None where they train nothing."""
+    """Return the experience of the run's only branch as policy gradients train it, or None where they do not."""
     event = build_trajectory(
         turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )

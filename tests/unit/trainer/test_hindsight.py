@@ -383,7 +383,7 @@ def _share(policy: Policy, prompt: Sequence[int], letters: Sequence[str], encode
 
 
 def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: int) -> list[Experience]:
-    """Return conversations of users who never want one of the `wrong` letters."""
+    """Return conversations of users that never want one of the `wrong` letters."""
     from tests.support.hindsight_world import conversation
 
     draw = random.Random(first)

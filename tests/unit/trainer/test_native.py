@@ -183,7 +183,7 @@ def test_few_tokens_that_went_to_other_experts_are_no_fault(models: Models, monk
 
 
 def test_a_number_that_is_none_is_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_logprobs", lambda policy, one: torch.full(one.targets_N.shape, float("nan")))
+    monkeypatch.setattr(native, "_logprobs", lambda policy, batch: torch.full(batch.targets_N.shape, float("nan")))
     with pytest.raises(SettingError, match="by nan nats"):
         examine(settings(models("Llama")))
 

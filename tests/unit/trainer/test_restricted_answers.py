@@ -74,7 +74,7 @@ def schema_of(draw: random.Random, depth: int = 2) -> Json:
 
 @dataclass
 class RecordingGuide:
-    """A guide that stores a copy of each mask that the sampler asked for."""
+    """A guide that stores a copy of each mask that the sampler requested."""
 
     guide: Guide
     masks: list[NDArray[np.int32]] = field(default_factory=list)

@@ -127,10 +127,10 @@ def test_a_gradient_of_each_chunk_is_that_of_the_whole(
 ) -> None:
     """The loss computed a few tokens at a time equals autograd's through the logits of all."""
 
-    def of(whole: str | None) -> tuple[dict[str, Tensor], Mapping[str, float]]:
+    def of(reference: str | None) -> tuple[dict[str, Tensor], Mapping[str, float]]:
         policy = open_policy(base, rank)
         policy.keep_reference(base)
-        policy.head = Head(policy.head.module, policy.head.tail, whole)
+        policy.head = Head(policy.head.module, policy.head.tail, reference)
         optimizer = Optimizer(
             policy.parameters, OptimizerSettings(learning_rate=1e-5, gradient_norm_max=1e9, beta1=0.0)
         )
@@ -138,13 +138,13 @@ def test_a_gradient_of_each_chunk_is_that_of_the_whole(
         measured = train(policy, optimizer, batch, LossSettings(**loss), 30, threading.Event()).measured
         return {name: p.grad for name, p in policy.parameters.items() if p.grad is not None}, measured
 
-    (expected, theirs), how = of("to compare"), head.CHUNK_BYTES
+    (expected, chunked), how = of("to compare"), head.CHUNK_BYTES
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * open_policy(base).vocabulary)
     chunk_gradients, chunk_measures = of(None)
     assert how != head.CHUNK_BYTES
     assert_equal(chunk_gradients, expected)
-    for name in theirs.keys() - {"step_seconds", "tokens_per_second"}:
-        assert chunk_measures[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    for name in chunked.keys() - {"step_seconds", "tokens_per_second"}:
+        assert chunk_measures[name] == pytest.approx(chunked[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_zero_advantage_changes_nothing(base: Path) -> None:

@@ -1,6 +1,6 @@
 """Stands in for the Python of Trinity's environment: `-c` a question, Ray's head, or `trinity run` of one bench.
 
-It ends with 0 whatever has happened, as Trinity does. `STAND_IN` says how the bench goes.
+It ends with 0 whatever has happened, as Trinity does. `STAND_IN` selects the course of the bench.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
 def bench(config: dict[str, object], how: str) -> None:
     """The score is a number that depends on version, row and seed."""
     [taskset] = config["buffer"]["explorer_input"]["eval_tasksets"]  # type: ignore[index]
-    ours = taskset["workflow_args"]["headrace_bench"]
+    arguments = taskset["workflow_args"]["headrace_bench"]
     if how == "silent":
         print("ValueError: Invalid configuration: Key 'promt_key' not in 'FormatConfig'")
         return
@@ -35,15 +35,15 @@ def bench(config: dict[str, object], how: str) -> None:
         time.sleep(600)
     lines = (Path(taskset["path"]) / "train.jsonl").read_text().splitlines()
     for number, line in enumerate(lines):
-        told = json.loads(line)
-        play, row = json.loads(told["play"]), json.loads(told["row"])
+        play_line = json.loads(line)
+        play, row = json.loads(play_line["play"]), json.loads(play_line["row"])
         assert play["version"] == config["model"]["model_path"]  # type: ignore[index]
         assert os.environ["OPENAI_API_KEY"] == "sk-secret"
-        found: dict[str, object] = {"score": row["worth"] + play["seed"] / 100 + play["version"].endswith("f") / 2}
+        outcome: dict[str, object] = {"score": row["worth"] + play["seed"] / 100 + play["version"].endswith("f") / 2}
         if how == "fails" and number == 1:
-            found = {"error": "APIConnectionError: nobody listens"}
-        with Path(ours["results"]).open("a") as file:
-            file.write(json.dumps({"play": play, **found}) + "\n")
+            outcome = {"error": "APIConnectionError: nobody listens"}
+        with Path(arguments["results"]).open("a") as file:
+            file.write(json.dumps({"play": play, **outcome}) + "\n")
 
 
 if __name__ == "__main__":

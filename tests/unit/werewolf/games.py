@@ -21,6 +21,6 @@ TALK = (
 VOTES: Mapping[str, str | None] = MappingProxyType({A: C, B: C, C: B, D: B, E: C, F: None})
 
 
-def game(votes: Mapping[str, str | None] = VOTES, **said: Statement) -> Game:
+def game(votes: Mapping[str, str | None] = VOTES, **statements: Statement) -> Game:
     """The game by hand, with other votes, or with other statements by name."""
-    return Game(DEAL, tuple(said.get(one.name, one) for one in TALK), {**VOTES, **votes})
+    return Game(DEAL, tuple(statements.get(statement.name, statement) for statement in TALK), {**VOTES, **votes})

@@ -1,6 +1,6 @@
 """A game through a server: the messages and the session of each player, and the feedback at the end of the game.
 
-What a wolf's game was worth: each of the four terms, and their sum by the scorer's own policy.
+The reward of a wolf's game: each of the four terms, and their sum by the scorer's own policy.
 
 The rules are such that each of the three abilities matters, and none is enough alone.
 """
@@ -264,12 +264,12 @@ def happened(context: Mapping[str, object]) -> list[float | None]:
 
 def worth(context: Mapping[str, object]) -> float | None:
     """By the example's own settings."""
-    given = tomllib.loads((EXAMPLES / "werewolf" / "headrace.toml").read_text(encoding="utf-8"))
-    settings = ScorerSettings(**given["scorer"])
+    example_settings = tomllib.loads((EXAMPLES / "werewolf" / "headrace.toml").read_text(encoding="utf-8"))
+    settings = ScorerSettings(**example_settings["scorer"])
     policy = RewardPolicy(settings.weights, settings.required, combine=settings.combine)
-    said = zip(TERMS, happened(context), strict=True)
-    found = [SourceReward(f"function:{term}", None, "scored", value) for term, value in said]
-    return policy.branch_reward(found, ["t"], rewarded=False).reward
+    terms = zip(TERMS, happened(context), strict=True)
+    rewards = [SourceReward(f"function:{term}", None, "scored", value) for term, value in terms]
+    return policy.branch_reward(rewards, ["t"], rewarded=False).reward
 
 
 @pytest.mark.parametrize(
@@ -301,9 +301,9 @@ def test_a_fault_in_any_term_changes_the_reward() -> None:
     """Planted: each weight with the other sign, over the outcomes above."""
     contexts = [facts(game(), B), facts(game({A: B}), B), facts(game({A: B}), E)]
     right = [worth(context) for context in contexts]
-    for place, term in enumerate(TERMS):
+    for index, term in enumerate(TERMS):
         weights = [10.0, 5.0, 2.0, 5.0]
-        weights[place] *= -1
+        weights[index] *= -1
         wrong = [
             sum(w * v for w, v in zip(weights, happened(context), strict=True) if v is not None) for context in contexts
         ]
@@ -313,17 +313,17 @@ def test_a_fault_in_any_term_changes_the_reward() -> None:
 GAMES, SEED = 1000, 7
 
 
-def failing(found: dict[tuple[str, ...], WinRate]) -> list[str]:
-    return [str(line["name"]) for line in lines(found) if not line["holds"]]
+def failing(rates: dict[tuple[str, ...], WinRate]) -> list[str]:
+    return [str(line["name"]) for line in lines(rates) if not line["holds"]]
 
 
 def test_no_ability_is_enough_and_none_can_be_missed() -> None:
-    found = ablation.ablation(GAMES, SEED)
-    assert 0.45 < found[()].low < found[()].high < 0.58, "where the base begins"
-    assert [name for name, rate in found.items() if rate.low > ablation.WIN_RATE] == [
+    rates = ablation.ablation(GAMES, SEED)
+    assert 0.45 < rates[()].low < rates[()].high < 0.58, "where the base begins"
+    assert [name for name, rate in rates.items() if rate.low > ablation.WIN_RATE] == [
         ("hide", "blame"), ("hide", "vote"), ("hide", "blame", "vote")
     ]  # fmt: skip
-    assert failing(found) == []
+    assert failing(rates) == []
 
 
 @pytest.mark.parametrize(
@@ -350,6 +350,6 @@ def test_an_interval_by_hand() -> None:
 def test_it_prints_lines_for_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["ablation", "--lines", "--games", "300"])
     ablation.main()
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 7
-    assert all(one.keys() == {"name", "wanted", "found", "holds"} for one in found)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 7
+    assert all(report_line.keys() == {"name", "wanted", "found", "holds"} for report_line in lines)

@@ -21,12 +21,12 @@ def loop(base_url: str, model: str, *, stream: bool) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": "Who wrote about the invoice?"}]
     calls = 0
     while True:
-        asked: Any = {"model": model, "max_tokens": 200, "messages": messages, "tools": TOOLS}
+        request: Any = {"model": model, "max_tokens": 200, "messages": messages, "tools": TOOLS}
         if stream:
-            with client.messages.stream(**asked) as events:
+            with client.messages.stream(**request) as events:
                 message: Any = events.get_final_message()
         else:
-            message = client.messages.create(**asked)
+            message = client.messages.create(**request)
         calls += 1
         messages.append({"role": "assistant", "content": message.content})
         if message.stop_reason != "tool_use":

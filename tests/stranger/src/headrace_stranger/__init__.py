@@ -1,1 +1,1 @@
-"""What others add to Headrace without changing it."""
+"""Extensions that other packages add to Headrace without changing it."""

@@ -14,16 +14,16 @@ class AboveSettings(Section):
     """The section `[trainer.advantage.above]`."""
 
     level: float = 0.0
-    """What an average run is worth."""
+    """Reward of an average run."""
 
 
 @estimator(settings=AboveSettings)
 def above(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    own = settings.of("above")
-    assert isinstance(own, AboveSettings)
-    levels_B = [own.level] * len(batch.rewards_B)
+    options = settings.of("above")
+    assert isinstance(options, AboveSettings)
+    levels_B = [options.level] * len(batch.rewards_B)
     return Advantages.of(batch.rewards_B, levels_B, [1.0] * len(levels_B)), past
 
 

@@ -24,28 +24,28 @@ from headrace_stranger.settings import EchoSettings
 async def run(common: Common, settings: EchoSettings) -> None:
     """Until cancelled."""
     await topics.ensure(common.bus)
-    kept: deque[str] = deque(maxlen=settings.kept_max)
+    recent: deque[str] = deque(maxlen=settings.kept_max)
     reading = asyncio.Event()
 
     async def last(_request: Request) -> Response:
-        return JSONResponse({"gateway_url": settings.gateway_url, "last": list(kept)})
+        return JSONResponse({"gateway_url": settings.gateway_url, "last": list(recent)})
 
     application = web.app({"bus": reading.is_set}, [Route("/last", last)], common)
     async with web.serve(application, settings):
-        await _read(common, kept, reading)
+        await _read(common, recent, reading)
 
 
-async def _read(common: Common, kept: deque[str], reading: asyncio.Event) -> None:
-    blobs, patience = BlobStore.open(common), BatchDecoder(SystemClock())
+async def _read(common: Common, recent: deque[str], reading: asyncio.Event) -> None:
+    blobs, decoder = BlobStore.open(common), BatchDecoder(SystemClock())
     reader = consumer(common.bus, "echo")
     await reader.start()
     try:
         await reader.seek_to_beginning(*await assign_all(reader, Turn.topic))
         reading.set()
         async for message in reader:
-            event = (await patience.decode(record_of(message), blobs)).event
+            event = (await decoder.decode(record_of(message), blobs)).event
             if isinstance(event, Turn):
-                kept.extend(choice.message.text for choice in event.choices)
+                recent.extend(choice.message.text for choice in event.choices)
                 HEARD.inc()
     finally:
         await reader.stop()

@@ -1,4 +1,4 @@
-"""The trainer back end `counted`: what `torch` does, and a metric of how many rows were trained."""
+"""The trainer back end `counted`: `torch` with a metric of the trained rows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _open(folder: Path, settings: TrainerSettings) -> Learner:
     from headrace_stranger.counted import CountedLearner
     from headrace_trainer.torch_learner.learner import TorchLearner
 
-    own = settings.of("counted")
-    assert isinstance(own, CountedSettings)
-    learner: Learner = CountedLearner(TorchLearner.open(folder, settings), own.already)
+    options = settings.of("counted")
+    assert isinstance(options, CountedSettings)
+    learner: Learner = CountedLearner(TorchLearner.open(folder, settings), options.already)
     return learner
 
 

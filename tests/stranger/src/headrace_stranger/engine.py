@@ -1,4 +1,4 @@
-"""The engine `parrot`: says one sentence, whatever it is asked, and needs neither weights nor torch."""
+"""The engine `parrot`: answers every request with one sentence, and needs neither weights nor torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `echo` and `counted` count."""
+"""Metrics of `echo` and `counted`."""
 
 from prometheus_client import Counter
 

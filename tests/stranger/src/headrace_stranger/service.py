@@ -1,4 +1,4 @@
-"""The service `echo`: repeats what was said last."""
+"""The service `echo`: repeats the last messages."""
 
 from __future__ import annotations
 

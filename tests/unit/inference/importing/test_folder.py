@@ -1,4 +1,4 @@
-"""A folder that cannot be a version is refused with the reason, and nothing of it is stored."""
+"""A folder that cannot be a version is refused with the reason, and no part of it is stored."""
 
 from __future__ import annotations
 

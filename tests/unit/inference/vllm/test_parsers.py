@@ -31,7 +31,7 @@ SEARCH = Tool.model_validate({"type": "function", "function": {"name": "search",
 
 
 @dataclass
-class Told:
+class ParserCalls:
     """Stand-in for vLLM's `DeltaMessage` and `ExtractedToolCallInformation`."""
 
     content: str | None = None
@@ -59,21 +59,21 @@ class TagTools:
 
     def extract_tool_calls_streaming(
         self, before: str, text: str, delta: str, ids_before: list[int], ids: list[int], delta_ids: list[int], _: object
-    ) -> Told | None:
+    ) -> ParserCalls | None:
         assert before + delta == text
         assert [*ids_before, *delta_ids] == ids
         self.fed.append((delta, delta_ids))
         end = text.find("<tool_call>")
         content = text[self.sent : end if end >= 0 else len(text)]
         self.sent += len(content)
-        return Told(content) if content else None
+        return ParserCalls(content) if content else None
 
-    def extract_tool_calls(self, text: str, _request: object) -> Told:
+    def extract_tool_calls(self, text: str, _request: object) -> ParserCalls:
         content, _, rest = text.partition("<tool_call>")
         if not rest:
-            return Told(text)
+            return ParserCalls(text)
         call = json.loads(rest.removesuffix("</tool_call>"))
-        return Told(content, None, True, [Called(call["name"], json.dumps(call["arguments"]))])
+        return ParserCalls(content, None, True, [Called(call["name"], json.dumps(call["arguments"]))])
 
 
 class TagReasoning:
@@ -84,12 +84,12 @@ class TagReasoning:
 
     def extract_reasoning_streaming(
         self, _before: str, _text: str, delta: str, ids_before: list[int], _ids: list[int], delta_ids: list[int]
-    ) -> Told | None:
+    ) -> ParserCalls | None:
         if self.close in ids_before:
-            return Told(content=delta)
+            return ParserCalls(content=delta)
         if self.close in delta_ids:
             return None
-        return Told(reasoning=delta.replace("<think>", ""))
+        return ParserCalls(reasoning=delta.replace("<think>", ""))
 
 
 def parsers_of(tools: list[TagTools] | None = None) -> Parsers:
@@ -146,7 +146,7 @@ def test_special_tokens_are_text_for_them_and_the_end_is_not(tokenizer: ChatToke
 
 def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
     class Stumbles(TagTools):
-        def extract_tool_calls(self, text: str, _request: object) -> Told:
+        def extract_tool_calls(self, text: str, _request: object) -> ParserCalls:
             raise IndexError(text)
 
     how = replace(

@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Given:
+class ScriptedRequest:
     outputs: Sequence[Piece]
     num_cached_tokens: int | None = None
 
@@ -130,14 +130,14 @@ def test_a_presence_penalty_on_a_resumed_choice_is_refused_alone() -> None:
 
 def test_an_output_becomes_tokens() -> None:
     entries = [{5: Entry(-0.5, 1), 6: Entry(-1.0, 2)}, {7: Entry(-3.0, 9), 5: Entry(-0.1, 1), 6: Entry(-0.2, 2)}]
-    tokens = tokens_of(Given([Piece([5, 7], entries, "length")], 30), 2, 20, 2)
+    tokens = tokens_of(ScriptedRequest([Piece([5, 7], entries, "length")], 30), 2, 20, 2)
     assert (tokens.choice, tokens.token_ids, tokens.logprobs, tokens.finish) == (2, [5, 7], [-0.5, -3.0], "length")
     assert tokens.top == [[(5, -0.5), (6, -1.0)], [(5, -0.1), (6, -0.2)]], "the sampled one is no more than sampled"
     assert tokens.cached_tokens == 20, "of the prompt; what was resumed is none of it"
 
 
 def test_nobody_asked_for_the_best() -> None:
-    assert tokens_of(Given([Piece([5], [{5: Entry(-0.5, 1)}])]), 0, 9, 0).top == []
+    assert tokens_of(ScriptedRequest([Piece([5], [{5: Entry(-0.5, 1)}])]), 0, 9, 0).top == []
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_nobody_asked_for_the_best() -> None:
 )
 def test_what_is_no_answer_fails(piece: Piece, reason: str) -> None:
     with pytest.raises(EngineFailed, match=reason):
-        tokens_of(Given([piece]), 0, 9, 0)
+        tokens_of(ScriptedRequest([piece]), 0, 9, 0)
 
 
 def piece(ids: Sequence[int], finish: str | None = None) -> Tokens:

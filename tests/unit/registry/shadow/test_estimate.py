@@ -78,8 +78,9 @@ def test_calibration_lines_leave_out_their_own_fold() -> None:
 
 
 def by_hand() -> list[ShadowPair]:
-    """Return ten prompts with equal judgements. Five users liked their answer, which the candidate would have given 1.5
-    times as often as the champion; five disliked theirs, which it would have given half as often."""
+    """Return ten prompts with equal judgements. Five users liked their answer, which the candidate would have given
+    1.5 times as often as the champion; five disliked their answer, which it would have given half as often.
+    """
     return [
         ShadowPair(number, 0.5, 0.5, 0.5, 1.0 if number < 5 else 0.0, math.log(1.5 if number < 5 else 0.5))
         for number in range(10)
