@@ -78,7 +78,7 @@ class Retraining:
 
     def train(self, policy: Policy, optimizer: Optimizer, batch: Batch) -> None:
         """One step, as the trainer takes it."""
-        train(policy, optimizer, batch, self.settings.loss, self.settings.compute.pack_tokens, threading.Event())
+        train(policy, optimizer, batch, self.settings.loss, policy.pack_tokens, threading.Event())
 
     def drift(self, policy: Policy, sampled_by: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """|logprob of the present weights - the engine's| of each trained token that `sampled_by` sampled."""

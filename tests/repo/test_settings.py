@@ -21,6 +21,7 @@ from headrace_operations.supervisor.plan import installed
 from headrace_runtime.settings.reference import describe
 from headrace_runtime.settings.sections import Common, complete
 from tests.repo.compose_files import ROOT
+from tests.support import tiny_model
 
 FOLDERS = ("tests/attack", "tests/chaos", "tests/compose", "tests/support", "benchmarks", "examples", "deploy", "docs")
 """Tests that each `make test` runs notice it themselves, and some name a wrong setting on purpose."""
@@ -94,6 +95,17 @@ def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> No
     assert 'model = "helper"' in text.splitlines()
     assert "#learning_rate = ..." in text
     assert "spool_bytes_max" not in text
+
+
+def test_init_sets_what_follows_from_the_size_of_the_base(tmp_path: Path) -> None:
+    base = tiny_model.build(tmp_path / "base")
+    command = [HEADRACE, "config", "init", "mine.toml", "--base", str(base)]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert process.returncode == 0, process.stderr
+    settings = tomllib.loads((tmp_path / "mine.toml").read_text(encoding="utf-8"))["trainer"]
+    assert settings["optimizer"] == {"learning_rate": 1e-4}
+    assert settings["compute"] == {"pack_tokens": 4096}
+    assert not settings["lora"]
 
 
 def _uncommented(reference: str) -> dict[str, object]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.sizes import Shape, Sizes, describe
+from headrace_trainer import sizes as sizes_module
+from headrace_trainer.settings import ComputeSettings, TrainerSettings
+from headrace_trainer.sizes import Shape, Sizes, describe, pack_tokens, suggestions
 from tests.support import tiny_model
 
-SMOLLM2 = Shape(134_515_008, 4_884_480, 4, 30, 576, 576, 192, 1536)
+SMOLLM2 = Shape(134_515_008, 4_884_480, 4, 30, 576, 576, 192, 1536, 8192)
 GB = 1e9
 
 
@@ -25,7 +27,7 @@ def settings_of(base: Path | str, **changes: object) -> TrainerSettings:
 
 
 def shape_of(base: Path, settings: TrainerSettings) -> Shape:
-    shape = Shape.read(base, settings)
+    shape = Shape.read(base, settings.lora)
     assert shape is not None
     return shape
 
@@ -69,13 +71,48 @@ def test_a_model_of_135_million_parameters_has_these_sizes() -> None:
     whole = Sizes.of(SMOLLM2, settings_of("b"))
     assert whole.version_bytes / GB == pytest.approx(0.54, abs=0.01)
     assert whole.restore_point_bytes / GB == pytest.approx(1.08, abs=0.01)
-    small_passes = Sizes.of(SMOLLM2, settings_of("b", compute={"pack_tokens": 1024}))
-    assert small_passes.trainer_bytes < whole.trainer_bytes - 3 * GB
+    assert whole.trainer_bytes < 8 * GB
+    long_passes = Sizes.of(SMOLLM2, settings_of("b", compute={"pack_tokens": 4096}))
+    assert long_passes.trainer_bytes > whole.trainer_bytes + 3 * GB
     lora = settings_of("b", lora={"rank": 16}, compute={"dtype": "bfloat16", "gradient_checkpointing": True})
     adapters = Sizes.of(SMOLLM2, lora)
     assert adapters.trained == SMOLLM2.adapters
     assert adapters.version_bytes < whole.version_bytes / 20
-    assert adapters.trainer_bytes < 0.4 * whole.trainer_bytes
+    assert adapters.trainer_bytes < 0.7 * whole.trainer_bytes
+
+
+def test_passes_of_a_large_model_are_shorter_on_a_cpu_than_those_of_a_small_one(base: Path) -> None:
+    from headrace_trainer.torch_learner.model.policy import Policy
+
+    plain, lora = settings_of("b"), settings_of("b", lora={"rank": 16}, compute={"gradient_checkpointing": True})
+    assert pack_tokens(SMOLLM2, plain.compute, plain.lora, on_cpu=True) == 1024
+    assert pack_tokens(SMOLLM2, lora.compute, lora.lora, on_cpu=True) == 4096, "recomputed layers store less"
+    assert pack_tokens(SMOLLM2, plain.compute, plain.lora, on_cpu=False) == 4096
+    assert pack_tokens(None, plain.compute, plain.lora, on_cpu=True) == 4096
+    huge = dataclasses.replace(SMOLLM2, layers=3000)
+    assert pack_tokens(huge, plain.compute, plain.lora, on_cpu=True) == 512
+    assert pack_tokens(huge, ComputeSettings(pack_tokens=77), plain.lora, on_cpu=True) == 77
+    assert Policy.open(base, ComputeSettings(device="cpu"), plain.lora, 0).pack_tokens == 4096
+    assert Policy.open(base, ComputeSettings(device="cpu", pack_tokens=9), plain.lora, 0).pack_tokens == 9
+
+
+def test_suggestions_take_adapters_where_all_weights_need_too_much_memory(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(base)
+    assert suggestions(base, settings) == {
+        "trainer.optimizer.learning_rate": 1e-4,
+        "trainer.compute.pack_tokens": 4096,
+    }
+    monkeypatch.setattr(sizes_module, "_TRAINER_BYTES_MAX", 1)
+    assert suggestions(base, settings) == {
+        "trainer.optimizer.learning_rate": 1e-3,
+        "trainer.compute.pack_tokens": 4096,
+        "trainer.lora.rank": 16,
+        "trainer.compute.dtype": "auto",
+    }
+    suggested = {"lora": {"rank": 16}, "compute": {"dtype": "auto"}, "optimizer": {"learning_rate": 1e-3}}
+    assert settings_of(base, **suggested).lora.rank == 16, "the trainer takes what is suggested"
 
 
 def test_the_sentences_name_the_rate_and_whether_it_was_chosen(base: Path) -> None:

@@ -107,7 +107,7 @@ def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
 def play(learner: TorchLearner, settings: TrainerSettings, team: Team) -> list[StepResult]:
     outcomes = []
     for batch in batches():
-        tokens = settings.compute.pack_tokens
+        tokens = learner.policy.pack_tokens
         outcomes.append(train(learner.policy, learner.optimizer, batch, settings.loss, tokens, GOING_ON, team=team))
     return outcomes
 
@@ -183,7 +183,7 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
     def is_refused(number: int) -> bool:
         learner = learners[number]
         before = learner.freeze()
-        tokens, team = settings.compute.pack_tokens, Member(threads, number)
+        tokens, team = learner.policy.pack_tokens, Member(threads, number)
         with pytest.raises(NotFinite):
             train(learner.policy, learner.optimizer, Batch(rows), settings.loss, tokens, GOING_ON, team=team)
         return learner.freeze() == before

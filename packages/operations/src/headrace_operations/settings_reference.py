@@ -77,6 +77,17 @@ def check_services(
     }
 
 
+def suggest_values(
+    services: Mapping[str, ServiceInfo], values: Mapping[str, JsonValue], environ: Mapping[str, str]
+) -> dict[str, JsonValue]:
+    """Return `values`, and what each service suggests for its other settings; nothing if it refuses the values."""
+    variables = {f"HEADRACE_{name.upper().replace('.', '__')}": str(value) for name, value in values.items()}
+    arguments = dict.fromkeys(services, "--suggest-settings")
+    results = _run_all(services, arguments, environ={**environ, **variables})
+    suggested = [json.loads(result.stdout) for result in results.values() if not result.returncode]
+    return {name: value for part in suggested for name, value in part.items()} | dict(values)
+
+
 def _problems(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
     """Return the reported problems: standard output, or the last line of standard error if the check itself failed."""
     if not result.returncode:
@@ -94,7 +105,7 @@ def as_toml(described: Described, *, only: str | None = None, tier: str | None =
 
 
 def starter_file(described: Described, values: Mapping[str, JsonValue]) -> str:
-    """Render a settings file with the common settings. Those in `values` are set, all others are commented out."""
+    """Render a settings file with the common settings and those in `values`, which are set. All others are comments."""
     sections = [_section(settings, "common", values) for settings in described.values()]
     return "\n".join([_STARTER_HEADER, *filter(None, sections)])
 
@@ -135,7 +146,7 @@ def _section(settings: Sequence[SettingDoc], tier: str | None, values: Mapping[s
     """Render the tables of one section; in each table the tiers follow each other."""
     tables: dict[str, list[SettingDoc]] = {}
     for setting in settings:
-        if tier in (None, setting.tier):
+        if tier in (None, setting.tier) or setting.name in (values or {}):
             tables.setdefault(setting.name.rpartition(".")[0], []).append(setting)
     lines: list[str] = []
     for table, inside in tables.items():

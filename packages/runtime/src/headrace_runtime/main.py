@@ -57,6 +57,8 @@ class Service(Generic[S]):
     own threshold, because it does not count the bytes of tensors."""
     notes: str = ""
     """The function that returns sentences about a start without problems, such as its sizes, as `module:function`."""
+    suggest: str = ""
+    """The function that returns values of settings which follow from others, by name, as `module:function`."""
 
     def main(self) -> NoReturn:
         """Run the process from its arguments to its exit."""
@@ -71,6 +73,7 @@ class Service(Generic[S]):
         parser.add_argument("--check", action="store_true", help="check everything that a start needs, and exit")
         parser.add_argument("--check-bus", action="store_true", help="like --check, including the bus")
         parser.add_argument("--describe-settings", action="store_true", help="print all settings as JSON and exit")
+        parser.add_argument("--suggest-settings", action="store_true", help="print values that fit the others, as JSON")
         arguments = parser.parse_args()
         pipe = liveness.take_inherited_pipe(os.environ)
         if arguments.describe_settings:
@@ -80,10 +83,9 @@ class Service(Generic[S]):
         except (SettingError, PluginError) as error:
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (logs are not configured yet)
             return 2
-        if arguments.check_config:
-            return 0
-        if arguments.check or arguments.check_bus:
-            return self._check(common, settings, bus=arguments.check_bus)
+        status = self._answer(arguments, common, settings)
+        if status is not None:
+            return status
         os.umask(_OWNER_ALONE)
         with contextlib.suppress(OSError):  # another user's folder or a full disk, which later writes report
             private_folder(common.data_dir)
@@ -114,6 +116,16 @@ class Service(Generic[S]):
             return 1
         return 0
 
+    def _answer(self, arguments: argparse.Namespace, common: Common, settings: S) -> int | None:
+        """Check or suggest settings if the arguments ask for that, and return the exit status, else None."""
+        if arguments.check_config:
+            return 0
+        if arguments.suggest_settings:
+            return self._suggest(common, settings)
+        if arguments.check or arguments.check_bus:
+            return self._check(common, settings, bus=arguments.check_bus)
+        return None
+
     def _check(self, common: Common, settings: S, *, bus: bool) -> int:
         """Print one sentence per problem, or per note if there is none, and return the exit status: 2 or 0."""
         from headrace_runtime import check
@@ -124,6 +136,13 @@ class Service(Generic[S]):
         sentences = problems or (notes(common, settings) if notes else [])
         sys.stdout.write("".join(f"{sentence}\n" for sentence in sentences))
         return 2 if problems else 0
+
+    def _suggest(self, common: Common, settings: S) -> int:
+        suggest = _function_of(self.suggest)
+        with contextlib.redirect_stdout(sys.stderr):  # log lines are no settings
+            values = suggest(common, settings) if suggest else {}
+        sys.stdout.write(json.dumps(values) + "\n")
+        return 0
 
     def _describe(self) -> int:
         from headrace_runtime.settings.reference import describe

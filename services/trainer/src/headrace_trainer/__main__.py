@@ -14,6 +14,7 @@ SERVICE = Service(
     "headrace_trainer.check:check",
     PYTHON_GARBAGE_THRESHOLD,
     notes="headrace_trainer.check:notes",
+    suggest="headrace_trainer.check:suggest",
 )
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jinja2 import TemplateError
+from pydantic import JsonValue
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
@@ -20,7 +21,7 @@ from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.sizes import describe
+from headrace_trainer.sizes import describe, suggestions
 
 log = get_logger(__name__)
 _CONFIG = "config.json"
@@ -82,8 +83,17 @@ def notes(common: Common, settings: TrainerSettings) -> list[str]:
     return list(describe(folder, settings))
 
 
-def _find_folder(base: str, data_dir: Path) -> Path | None:
-    """Return the folder of the base, or None if the trainer's start will fetch or convert it. Blocks."""
+def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
+    """Return values of settings that follow from the size of the base; none while it is not fetched or converted."""
+    folder = _find_folder(settings.base, common.data_dir, ask_hub=False)
+    return suggestions(folder, settings) if folder is not None else {}
+
+
+def _find_folder(base: str, data_dir: Path, *, ask_hub: bool = True) -> Path | None:
+    """Return the folder of the base, or None if the trainer's start will fetch or convert it. Blocks.
+
+    `ask_hub` makes sure that the hub has a model that was not fetched. Without it no connection is made.
+    """
     path = Path(base) if Path(base).is_dir() else base_files.find_file(base)
     if path is not None:
         return path if path.is_dir() else base_files.find_converted(path, data_dir)
@@ -91,7 +101,7 @@ def _find_folder(base: str, data_dir: Path) -> Path | None:
     if repository is None:
         return Path(base)
     fetched = base_models.find_fetched(repository, data_dir)
-    if fetched is None:
+    if fetched is None and ask_hub:
         base_models.describe(repository)
     return fetched
 

@@ -104,8 +104,10 @@ class ComputeSettings(Section):
     packing: Literal["blocks", "padded"] = "blocks"
     """`blocks` joins sequences into one row and separates their attention; `padded` is for models that cannot do
     that."""
-    pack_tokens: Count = 4096
-    """Tokens of one forward pass; a longer sequence runs alone. Lower it when memory runs out."""
+    pack_tokens: Count | None = None
+    """Tokens of one forward pass; a longer sequence runs alone. None: 4096, and on a CPU fewer for a large model, at
+    least 512, so that the activations of a pass take 2 GiB at most (docs/guides/sizing.md). Lower it when memory runs
+    out."""
     gradient_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass, all but its attention: slower, and far less memory
     for long sequences."""

@@ -9,18 +9,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from headrace_runtime.storage.model_folder import stored_tensors
 from headrace_trainer.experiences.templates import read_json
-from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 
-_PROCESS_BYTES = 700_000_000
+_PROCESS_BYTES = 750_000_000
 """Memory of a process with torch and no model."""
 _TRAINED_BYTES = 16
 """Weight, gradient and two moments of a trained parameter, in float32."""
 _FLOAT32, _BFLOAT16 = 4, 2
 _MASTER_BYTES = 2
 _OPTIMIZER_BYTES = 8
+_CONTEXT_TOKENS_MAX = 32_768
+"""Longest sequence that a replica serves at its default."""
+_CONTEXT_COPIES = 4
+"""Keys and values of a whole context that a replica holds while it compares its trace with the model's own code."""
 _CHUNK_BYTES = 3 * 64 * 2**20
+PACK_TOKENS, _PACK_TOKENS_MIN = 4096, 512
+"""Default of `compute.pack_tokens`, and its least value for large models on a CPU."""
+_CPU_PASS_BYTES = 2 << 30
+"""Activations of a pass on a CPU, which decide the default for large models."""
+_TRAINER_BYTES_MAX = 8_000_000_000
+"""Memory of the trainer on a machine of 16 GB, which a replica and the other services share."""
+_LORA_RANK = 16
 _VERSIONS = 3
 """Versions that a replica holds at most times: champion, previous and candidate."""
 _TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -43,9 +56,11 @@ class Shape:
     keys: int
     """Width of all heads of keys."""
     feed_forward: int
+    context: int
+    """Longest sequence that the model was made for, in tokens."""
 
     @classmethod
-    def read(cls, folder: Path, settings: TrainerSettings) -> Shape | None:
+    def read(cls, folder: Path, lora: LoraSettings) -> Shape | None:
         """Read the shape of a base, or return None if its configuration names sizes in another way."""
         config = read_json(folder / "config.json")
         text = config.get("text_config", config) if isinstance(config, dict) else {}
@@ -56,9 +71,9 @@ class Shape:
         head = int(text.get("head_dim") or hidden // heads)
         tensors = [item for path in folder.glob("*.safetensors") for item in stored_tensors(path).items()]
         adapters = sum(
-            settings.lora.rank * sum(tensor.shape)
+            lora.rank * sum(tensor.shape)
             for name, tensor in tensors
-            if len(tensor.shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in settings.lora.targets
+            if len(tensor.shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
         )
         return cls(
             parameters=sum(tensor.size for _, tensor in tensors),
@@ -69,6 +84,7 @@ class Shape:
             attention=heads * head,
             keys=int(text.get("num_key_value_heads") or heads) * head,
             feed_forward=feed_forward,
+            context=int(text.get("max_position_embeddings") or _CONTEXT_TOKENS_MAX),
         )
 
 
@@ -78,9 +94,11 @@ class Sizes:
 
     trained: int
     trainer_bytes: int
-    """Peak memory of the trainer in a pass of `compute.pack_tokens` tokens."""
+    """Peak memory of the trainer: a pass of `compute.pack_tokens` tokens, and the copies of a save."""
     replica_bytes: int
     """Memory of a replica with three versions, without keys and values."""
+    loading_bytes: int
+    """Peak memory of a replica while it loads its first version."""
     version_bytes: int
     restore_point_bytes: int
     token_operations: int
@@ -92,18 +110,22 @@ class Sizes:
         lora = bool(settings.lora.rank)
         trained = shape.adapters if lora else shape.parameters
         frozen_bytes = _BFLOAT16 if settings.compute.dtype == "bfloat16" else _FLOAT32
-        held = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes if lora else 0)
+        kept = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes if lora else 0)
         if not lora and settings.compute.weights == "bfloat16":
-            held += trained * _MASTER_BYTES
+            kept += trained * _MASTER_BYTES
         version = trained * (_FLOAT32 if lora else shape.type_bytes)
         restored = _OPTIMIZER_BYTES + (0 if lora or shape.type_bytes == _FLOAT32 else _FLOAT32)
-        replica = shape.parameters * (frozen_bytes if lora else _FLOAT32)
+        served_bytes = frozen_bytes if lora else _FLOAT32
+        replica = shape.parameters * served_bytes
+        saved = trained * (_FLOAT32 + _OPTIMIZER_BYTES) + version
+        context = 2 * shape.layers * shape.keys * served_bytes * min(shape.context, _CONTEXT_TOKENS_MAX)
         backward = 2 if lora else 4
         recomputed = 2 if settings.compute.gradient_checkpointing else 0
         return cls(
             trained=trained,
-            trainer_bytes=_PROCESS_BYTES + held + _pass_bytes(shape, settings),
+            trainer_bytes=_PROCESS_BYTES + kept + _pass_bytes(shape, settings) + saved,
             replica_bytes=_PROCESS_BYTES + (replica + _VERSIONS * version if lora else _VERSIONS * replica),
+            loading_bytes=_PROCESS_BYTES + replica + _CONTEXT_COPIES * context,
             version_bytes=version,
             restore_point_bytes=trained * restored,
             token_operations=shape.parameters * (2 + backward + recomputed),
@@ -111,22 +133,37 @@ class Sizes:
 
 
 def _pass_bytes(shape: Shape, settings: TrainerSettings) -> int:
-    """Return the bytes of the activations of a pass and of a chunk of logits."""
-    compute = settings.compute
-    half = compute.dtype == "bfloat16" and (bool(settings.lora.rank) or compute.weights == "bfloat16")
+    """Return the bytes of the activations of a pass on a CPU and of a chunk of logits."""
+    tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
+    return tokens * _token_bytes(shape, settings.compute, settings.lora) + _CHUNK_BYTES
+
+
+def pack_tokens(shape: Shape | None, compute: ComputeSettings, lora: LoraSettings, *, on_cpu: bool) -> int:
+    """Return `compute.pack_tokens`, or its default for a model of this shape (None: unknown)."""
+    if compute.pack_tokens is not None:
+        return compute.pack_tokens
+    if shape is None or not on_cpu:
+        return PACK_TOKENS
+    fitting = _CPU_PASS_BYTES // _token_bytes(shape, compute, lora)
+    return max(_PACK_TOKENS_MIN, min(PACK_TOKENS, 1 << (fitting.bit_length() - 1 if fitting else 0)))
+
+
+def _token_bytes(shape: Shape, compute: ComputeSettings, lora: LoraSettings) -> int:
+    """Return the bytes of activations for each token of a pass."""
+    half = compute.dtype == "bfloat16" and (bool(lora.rank) or compute.weights == "bfloat16")
     width = _BFLOAT16 if half else _FLOAT32
     layer = 6 * shape.hidden + 2 * (shape.attention + 2 * shape.keys) + 4 * shape.feed_forward
-    if settings.lora.rank:
-        layer += len(settings.lora.targets) * settings.lora.rank
+    if lora.rank:
+        layer += len(lora.targets) * lora.rank
     stored = shape.layers * layer
     if compute.gradient_checkpointing:
         stored = shape.layers * (shape.hidden + shape.attention) + layer
-    return compute.pack_tokens * (stored * width + 2 * shape.hidden * _FLOAT32) + _CHUNK_BYTES
+    return stored * width + 2 * shape.hidden * _FLOAT32
 
 
 def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     """Yield sentences about the sizes of a training; none if the base's configuration has other names."""
-    shape = Shape.read(folder, settings)
+    shape = Shape.read(folder, settings.lora)
     if shape is None or not shape.parameters:
         return
     sizes, lora = Sizes.of(shape, settings), bool(settings.lora.rank)
@@ -134,9 +171,11 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     kind = f"{sizes.trained:,} of adapters trained" if lora else "all trained"
     chosen = "" if settings.optimizer.learning_rate is not None else ", by the size of the model"
     yield f"{shape.parameters:,} parameters, {kind}; learning rate {rate:g}{chosen}"
+    tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
     yield (
-        f"memory: about {sizes.trainer_bytes / GB:.1f} GB for the trainer, at {settings.compute.pack_tokens:,} tokens "
-        f"a pass; about {sizes.replica_bytes / GB:.1f} GB for a replica with three versions"
+        f"memory: about {sizes.trainer_bytes / GB:.1f} GB for the trainer, at {tokens:,} tokens a pass on a CPU; about "
+        f"{sizes.replica_bytes / GB:.1f} GB for a replica with three versions, and {sizes.loading_bytes / GB:.1f} GB "
+        "while it loads the first one"
     )
     yield (
         f"disk: {sizes.version_bytes / GB:.2f} GB for each version, {sizes.restore_point_bytes / GB:.2f} GB for each "
@@ -144,3 +183,21 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     )
     per_second = 1e11 / sizes.token_operations
     yield f"time: about {per_second:,.0f} trained tokens a second for each 100 GFLOP/s of matrix products"
+
+
+def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]:
+    """Return values of settings that fit a base on a machine without a GPU that has 16 GB; none for an unknown shape.
+
+    All weights are trained where the trainer's memory allows it, otherwise adapters.
+    """
+    shape = Shape.read(folder, settings.lora.model_copy(update={"rank": _LORA_RANK}))
+    if shape is None or not shape.parameters:
+        return {}
+    values: dict[str, JsonValue] = {}
+    lora, compute = settings.lora, settings.compute
+    if Sizes.of(shape, settings).trainer_bytes > _TRAINER_BYTES_MAX:
+        lora = lora.model_copy(update={"rank": _LORA_RANK})
+        values = {"trainer.lora.rank": _LORA_RANK, "trainer.compute.dtype": "auto"}
+    rate = settings.optimizer.of_size(shape.parameters, adapters=bool(lora.rank)).rate
+    tokens = pack_tokens(shape, compute, lora, on_cpu=True)
+    return {"trainer.optimizer.learning_rate": rate, "trainer.compute.pack_tokens": tokens, **values}

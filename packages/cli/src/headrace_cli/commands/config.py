@@ -144,16 +144,27 @@ def schema(
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to create.")] = Path("headrace.toml"),
-    base: Annotated[str, typer.Option(help="Base model: a folder, or ORG/NAME of the hub.")] = "models/base",
+    base: Annotated[
+        str, typer.Option(help="Base model: a folder, ORG/NAME of the hub, a GGUF file, or package:NAME/PATH.")
+    ] = "models/base",
     model: Annotated[str, typer.Option(help="Model name that agents call.")] = "my-agent",
 ) -> None:
-    """Write a settings file with the common settings, their descriptions and defaults. Never overwrites a file."""
+    """Write a settings file with the common settings, their descriptions and defaults. Never overwrites a file.
+
+    For a base on this machine the file also sets the values that follow from its size: learning rate, tokens of a pass,
+    and LoRA where all weights need more memory than a machine of 16 GB has for the trainer.
+    """
+    import os
+
     from headrace.errors import UsageError
-    from headrace_operations.settings_reference import describe_settings, starter_file
+    from headrace_operations.settings_reference import describe_settings, starter_file, suggest_values
     from headrace_operations.supervisor.plan import installed
 
     with console(stderr=True).status("reading the settings of the services"):
-        text = starter_file(describe_settings(installed()), {"trainer.base": base, "trainer.model": model})
+        services = installed()
+        values = {"trainer.base": base, "trainer.model": model}
+        trainer = {name: info for name, info in services.items() if name == "trainer"}
+        text = starter_file(describe_settings(services), suggest_values(trainer, values, os.environ))
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(text)

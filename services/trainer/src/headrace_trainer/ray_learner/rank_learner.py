@@ -92,7 +92,7 @@ class RankLearner:
             inner.optimizer,
             batch,
             settings.loss,
-            settings.compute.pack_tokens,
+            inner.policy.pack_tokens,
             _GOING_ON,
             from_base=from_base,
             team=self._team,

@@ -75,7 +75,7 @@ class TorchLearner(WholeLearner):
                 self.optimizer,
                 batch,
                 settings.loss,
-                settings.compute.pack_tokens,
+                self.policy.pack_tokens,
                 stop,
                 from_base=from_base,
                 appraiser=self._appraiser,
@@ -149,16 +149,16 @@ def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
         width = policy.model.config.get_text_config().hidden_size
         return Critic(width, settings.critic, policy.device)
     if settings.needs.hindsight:
-        return _hindsight(settings)
+        return _hindsight(settings, policy.pack_tokens)
     return teacher.open_teacher(policy, settings) if settings.needs.teacher else None
 
 
-def _hindsight(settings: TrainerSettings) -> HindsightTeacher:
+def _hindsight(settings: TrainerSettings, pack_tokens: int) -> HindsightTeacher:
     chosen = hindsight_of(settings.advantage)
     if chosen.compared == "distributions" and (settings.loss.sequence_mask_max or not settings.loss.function.by_token):
         remedy = 'needs a loss that depends on single tokens: set loss.sequence_mask_max to 0, or "tokens"'
         raise SettingError("trainer.advantage.hindsight.compared", chosen.compared, remedy)
-    return HindsightTeacher(chosen, settings.compute.pack_tokens)
+    return HindsightTeacher(chosen, pack_tokens)
 
 
 def _log_comparison(result: Compared) -> None:

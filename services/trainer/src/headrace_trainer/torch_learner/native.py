@@ -108,7 +108,7 @@ class Native:
         rows, parts = self._plan.rows, torch.split(native_N, [int(row.loss_mask_T.sum()) for row in self._plan.rows])
         difference: dict[int, Tensor] = {}
         try:
-            for indices in pack([row.length for row in rows], self._settings.compute.pack_tokens):
+            for indices in pack([row.length for row in rows], policy.pack_tokens):
                 joined = policy.collate([rows[index] for index in indices])
                 policy_N = self._in_memory(partial(_logprobs, policy, joined))
                 by_row = torch.split(policy_N.cpu(), [len(parts[index]) for index in indices])

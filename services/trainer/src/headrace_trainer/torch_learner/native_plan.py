@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.sizes import PACK_TOKENS
 from headrace_trainer.torch_learner.model.sequence_bound import context_of
 
 _PLAIN = (24, 57, 200)
@@ -54,7 +55,7 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
     for point, name in points:
         if point < longest:
             add(min(point + _BEYOND, longest), f"tokens beyond {name} = {point}")
-        elif settings.compute.packing == "blocks" and point < settings.compute.pack_tokens:
+        elif settings.compute.packing == "blocks" and point < (settings.compute.pack_tokens or PACK_TOKENS):
             missing = max(0, point + _BEYOND - sum(lengths))
             add(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
     compared = [(point, name) for point, name in points if any(length > point for length in lengths)]

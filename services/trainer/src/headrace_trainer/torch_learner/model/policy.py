@@ -28,6 +28,7 @@ from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.sizes import Shape, pack_tokens
 from headrace_trainer.torch_learner.model import (
     adapters,
     attention,
@@ -57,8 +58,12 @@ _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 class Policy:
     """The trained weights (`parameters`, float32) and their logprobs. Not safe for concurrent use."""
 
-    def __init__(self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool) -> None:
+    def __init__(
+        self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool, pack_tokens: int
+    ) -> None:
         self.model = model
+        self.pack_tokens = pack_tokens
+        """Tokens of one pass."""
         self.lora = lora
         self.device = device
         self._compute = compute
@@ -91,7 +96,8 @@ class Policy:
             compiled.check(device)
             compiled.layers(model)
         cls._finish_loading(model, device)
-        policy = cls(model, compute, device, lora=bool(lora.rank))
+        tokens = pack_tokens(Shape.read(folder, lora), compute, lora, on_cpu=device.type == "cpu")
+        policy = cls(model, compute, device, lora=bool(lora.rank), pack_tokens=tokens)
         if compute.packing == "blocks":
             policy.check_packing()
         return policy
