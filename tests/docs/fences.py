@@ -2,11 +2,12 @@
 
 Arguments after the language of a fence state how to run it: `stack` against a running Headrace, `file=NAME` as a file
 of that name in the folder of the page's other fences, `tutorial` one after the other as a reader would, on a page
-that is walked from its top to its end (`up` in the background, until the others are done).
+that is walked from its top to its end (`up` in the background, until the others are done). Notebooks run with `stack`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ PARSED = {"toml", "json", "yaml"}
 """TOML is read as Headrace's settings, too."""
 SHOWN = {"text", "console", "mermaid", "diff"}
 _FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_NOTEBOOK = ".ipynb"
 _HOW = re.compile(r"stack|tutorial|up|file=[\w./-]+")
 
 
@@ -51,13 +53,21 @@ class Fence:
 
 
 def fences(path: Path) -> list[Fence]:
-    """Every fence of the page, in order."""
+    """Every fence of the page, in order. The code cells of a notebook are one fence, because they share their names."""
+    if path.suffix == _NOTEBOOK:
+        return [_cells(path)]
     page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
     page_fences = []
     for match in _FENCE.finditer(text):
         language, *how = match.group(1).split() or [""]
         page_fences.append(Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2)))
     return page_fences
+
+
+def _cells(path: Path) -> Fence:
+    cells = json.loads(path.read_bytes())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return Fence(str(path.relative_to(ROOT)), 1, "python", ("stack",), "\n\n".join(code) + "\n")
 
 
 def problem(fence: Fence) -> str | None:
@@ -75,8 +85,10 @@ def problem(fence: Fence) -> str | None:
 
 @cache
 def pages() -> list[Path]:
-    """Every page of the repository."""
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    """Every page of the repository, notebooks among them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", f"*{_NOTEBOOK}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
