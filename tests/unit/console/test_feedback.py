@@ -15,7 +15,10 @@ from headrace_console.pages.feedback import feedback_body
 from headrace_console.sources import gateway
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.users import Scope, User
+from headrace_gateway.access import Caller
+from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
 from headrace_schemas import Feedback, Message
 from tests.support.account_events import START
@@ -23,6 +26,7 @@ from tests.support.migrated import make_tables
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
 
+CALLER = Caller("k", "k", "default", frozenset({"feedback"}), None, LimitSettings())
 PATH = f"/s/{KEY}/feedback"
 
 
@@ -88,7 +92,9 @@ async def test_reviewer_sends_feedback_that_the_gateway_accepts(
     ((url, _, sent),) = stub.requests
     assert url.endswith("/v1/feedback")
     assert sent == {**body, "source": "console", "rater": "reviewer"}
-    FeedbackRequest.model_validate(sent)
+    (event,) = events_of(FeedbackRequest.model_validate(sent), CALLER, stand.clock, body_bytes=1000)
+    assert (event.session_key, event.source, event.rater) == (KEY, "console", "reviewer")
+    assert event.msg_ids == ((TURN_ID,) if of_turn else ())
 
 
 async def test_edited_tool_calls_reach_the_gateway_as_a_message(stand: Stand, stub: Gateway) -> None:

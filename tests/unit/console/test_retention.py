@@ -15,6 +15,7 @@ from headrace_console.read_model.batch import Batch, Fact
 from headrace_console.read_model.rows import Names
 from headrace_console.users import Scope
 from headrace_operations.turn_account import turn_account_of
+from headrace_runtime.clock import epoch_ms
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Reward, TrainingMetrics
@@ -24,6 +25,7 @@ from tests.support.loop_block import blocked
 from tests.support.marks import postgres_is_long
 from tests.support.migrated import make_tables
 from tests.support.seeds import draw_seed
+from tests.unit.console.support import Stand
 from tests.unit.console.test_counts import check_sessions, random_history
 
 DAY = 20_000
@@ -165,6 +167,32 @@ async def test_effects_without_a_cause_expire(database: Database) -> None:
     await delete_expired(database, DAY + RETENTION_DAYS + 1)
     rows = await rows_of(database)
     assert (rows["experiences"], rows["refusals"]) == (0, 0)
+
+
+async def test_console_deletes_sessions_that_are_older_than_its_setting(data_dir: Path) -> None:
+    stand = Stand(data_dir)
+    await make_tables(stand.console.database, "headrace_console")
+    today = epoch_ms(stand.clock.now()) // tables.DAY_MS
+    for age in (0, 30, 31, 400):
+        key = session_key("default", f"{age}")
+        await apply(stand.console.database, [turn(response_id(key), session_key=key, session_id=f"{age}")], today - age)
+    await stand.console.follower.delete_expired()
+    async with stand.console.database.transaction() as tx:
+        left = set((await tx.execute(select(tables.sessions.c.session_id))).scalars())
+    assert left == {"0", "30"}
+    await stand.console.close()
+
+
+async def test_failed_deletion_does_not_stop_the_reading(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(data_dir)
+    await make_tables(stand.console.database, "headrace_console")
+
+    async def fail(*_arguments: object, **_options: object) -> bool:
+        raise KeyError("a row")
+
+    monkeypatch.setattr("headrace_console.read_model.follower.delete_expired", fail)
+    await stand.console.follower.delete_expired()
+    await stand.console.close()
 
 
 async def test_events_of_many_turns_do_not_hold_the_event_loop(data_dir: Path) -> None:

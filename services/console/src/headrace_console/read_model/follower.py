@@ -146,10 +146,19 @@ class TopicFollower:
         self._changed()
 
     async def delete_expired(self) -> None:
-        """Delete a portion of the expired rows. The next call follows in a minute, or at once if more have expired."""
-        async with self._database.transaction() as tx:
-            await _positions(tx, locked=True)
-            more = await delete_expired(tx, self._names, day=self._day(), retention_days=self._retention_days)
+        """Delete a portion of the expired rows. The next call follows in a minute, or at once if more have expired.
+
+        A failure is logged and does not stop the reading.
+        """
+        try:
+            async with self._database.transaction() as tx:
+                await _positions(tx, locked=True)
+                more = await delete_expired(tx, self._names, day=self._day(), retention_days=self._retention_days)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            log.exception("deletion_failed", error=reason_of(error))
+            more = False
         if not more:
             self._checks_retention_at_s = self._clock.monotonic_s() + _RETENTION_INTERVAL_S
 
