@@ -23,6 +23,8 @@ from headrace_schemas import Replica
 
 _RESPONSE_BYTES_MAX = 67_108_864
 """Largest response, or event of a stream, that a replica may send."""
+_CONNECT_TIMEOUT_S = 2.0
+"""Longest time for connecting to a replica, before the call goes to another one."""
 
 Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError)
@@ -63,7 +65,7 @@ class Engines:
             keepalive_timeout=30,
             socket_factory=_watched_socket,  # `limits_total.concurrency` bounds the calls
         )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
         )

@@ -102,8 +102,6 @@ class UpstreamSettings(Section):
     """How long a request waits for the first routing table after the start."""
     request_timeout_s: Positive = 600.0
     """How long one request may take altogether."""
-    connect_timeout_s: Positive = 2.0
-    """How long connecting to a replica may take."""
     probe_timeout_s: Positive = 2.0
     """How long a check of a silent replica's health may take. After two failed checks the replica hangs, and its calls
     move to another one."""

@@ -39,7 +39,7 @@ MESSAGES: list[ChatMessage] = [{"role": "user", "content": "private"}]
 
 async def complete(llm: FakeLLM, **changes: object) -> Completion:
     data = {"base_url": llm.base_url, "model": "m", "timeout_s": 0.3} | changes
-    endpoint = Endpoint(EndpointSettings.model_validate(data), "key", 60.0)
+    endpoint = Endpoint(EndpointSettings.model_validate(data), "key")
     try:
         return await endpoint.complete(MESSAGES)
     finally:
@@ -130,7 +130,7 @@ async def test_no_answer_is_an_unnamed_error(llm: FakeLLM) -> None:
         "Mon, 01 Jan 2030 00:00:00 +9999",
         "\xe9",
     ]
-    endpoint = Endpoint(EndpointSettings.model_validate({"base_url": llm.base_url, "model": "m"}), "key", 60.0)
+    endpoint = Endpoint(EndpointSettings.model_validate({"base_url": llm.base_url, "model": "m"}), "key")
     try:
         for _ in range(200):
             content = rng.choice((b"[" * 100_000, b"1" * 5000)) if rng.random() < 0.1 else mutate(ANSWER, rng)

@@ -70,7 +70,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
     sources.expect(rubric.source for rubric in rubrics.values())
 
     async def work(processor: Processor) -> None:
-        endpoint = Endpoint(settings.endpoint, key, settings.retry.retry_after_max_s)
+        endpoint = Endpoint(settings.endpoint, key)
         breakers = TenantBreakers(processor.clock, settings.retry.backoff_s)
         model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breakers)
         try:

@@ -22,6 +22,8 @@ from headrace_schemas.values.text import printable, storable
 
 RESPONSE_BYTES_MAX = 1_048_576
 """Largest response. Longer ones are refused."""
+RETRY_AFTER_MAX_S = 3600.0
+"""Longest wait that the endpoint may request with `Retry-After`, so that it cannot stop the judge for days."""
 
 OWN_SESSIONS = "headrace-judge-"
 """Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""
@@ -110,12 +112,10 @@ class Endpoint:
 
     Args:
         key: bearer token; empty for none.
-        retry_after_max_s: longest waiting time that the endpoint may request.
     """
 
-    def __init__(self, settings: EndpointSettings, key: str, retry_after_max_s: float) -> None:
+    def __init__(self, settings: EndpointSettings, key: str) -> None:
         self._settings = settings
-        self._retry_after_max_s = retry_after_max_s
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx2.Limits(max_connections=settings.concurrency)
         try:
@@ -191,7 +191,7 @@ class Endpoint:
         if status in _CONTENT_REFUSED:
             raise CallRefused(f"the endpoint answered {status}{_quoted(content)}")
         if status != 200:
-            wait_s = retry_after_s(headers.get("retry-after"), self._retry_after_max_s)
+            wait_s = retry_after_s(headers.get("retry-after"), RETRY_AFTER_MAX_S)
             raise EndpointAway(f"the endpoint answered {status}{_quoted(content)}", wait_s=wait_s)
         try:
             response = _Response.model_validate_json(content)

@@ -95,11 +95,7 @@ class RetrySettings(Section):
     """Number of attempts for a trajectory or pair before its outcome is `failed`. With the other defaults they take
     about 75 minutes, so an endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
     backoff_s: Positive = 1.0
-    """Wait after the first failure. It grows fourfold with each failure."""
-    backoff_max_s: Positive = 300.0
-    """Longest wait, unless the endpoint requests a longer one."""
-    retry_after_max_s: Positive = 3600.0
-    """Longest wait that the endpoint may request with `Retry-After`."""
+    """Wait after the first failure. It grows fourfold with each failure, up to five minutes."""
     timeouts_max: Count = 2
     """Number of calls that may time out before the outcome is `timed_out`. Each may have been billed."""
 

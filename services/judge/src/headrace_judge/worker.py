@@ -38,6 +38,8 @@ from headrace_schemas import Event, Reward
 log = get_logger(__name__)
 _POLL_S = 0.25
 _TENANTS_MAX = 32
+_BACKOFF_MAX_S = 300.0
+"""Longest wait that the judge chooses itself: an endpoint that is back is used within five minutes."""
 _GROWTH = 4.0
 
 
@@ -231,5 +233,5 @@ async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequen
 
 def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
     """Return the time to wait after `attempts` earlier attempts, at least the time that the endpoint requested."""
-    delay_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), retry.backoff_max_s)
+    delay_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), _BACKOFF_MAX_S)
     return max(delay_s, wait_s or 0.0)

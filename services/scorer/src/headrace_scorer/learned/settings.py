@@ -12,6 +12,8 @@ from headrace_scorer.learned.models import CONTROLLED, REWARD_MODELS, FitRequire
 
 PREFIX = "learned:"
 Share = Annotated[float, Field(gt=0, le=1)]
+UNRATED_RUNS_MAX = 1000
+"""Newest runs without thumbs that the model compares the rated ones with. They bound the time of a fit."""
 
 
 class LearnedSettings(Section):
@@ -40,8 +42,6 @@ class LearnedSettings(Section):
     """Seconds between checks of whether there are enough new thumbs to fit the model again."""
     thumbs_max: Annotated[int, Field(ge=100, le=20_000)] = 4000
     """Runs with thumbs that it learns from. The newest count."""
-    others_max: Annotated[int, Field(ge=100, le=20_000)] = 1000
-    """Runs without thumbs that it compares these with. The newest count."""
 
     @property
     def source(self) -> str:
