@@ -73,7 +73,7 @@ def _tables(schema: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--set", "gatway.replicas=2"), "gatway"),
         (("--set", "gateway.replica=2"), "replica"),

@@ -218,7 +218,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert meter.refusal("it") is None
 
 
-@pytest.mark.parametrize(("own", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
+@pytest.mark.parametrize(("tenant_limit", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
 def test_the_smaller_body_limit_counts(tenant_limit: int, total: int) -> None:
     limits = RequestLimits(LimitSettings(body_bytes_max=total), Clock())
     assert limits.body_bytes_max(caller(body_bytes_max=tenant_limit)) == 2048
