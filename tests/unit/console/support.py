@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx2
@@ -30,9 +31,13 @@ class TestClock(SystemClock):
 
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self._began_at = datetime.now(UTC) - timedelta(seconds=self.now_s)
 
     def monotonic_s(self) -> float:
         return self.now_s
+
+    def now(self) -> datetime:
+        return self._began_at + timedelta(seconds=self.now_s)
 
 
 @dataclass

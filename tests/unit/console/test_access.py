@@ -13,13 +13,14 @@ from pydantic import ValidationError
 from starlette.routing import Route
 
 import headrace_console
-from headrace_console.access.logins import SESSION_S
+from headrace_console.access.logins import SESSION_S, Logins
 from headrace_console.pages.page import Page
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role, Scope
+from headrace_runtime.clock import SystemClock
 from headrace_schemas.http.stack_access import make_login_token
 from tests.support.migrated import make_tables
-from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, form_token
+from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, TestClock, form_token
 
 PACKAGE = Path(headrace_console.__file__).parent
 
@@ -92,6 +93,63 @@ async def test_a_session_ends_after_twelve_hours_and_by_logout(stand: Stand) -> 
     copied.cookies = client.cookies
     await client.post("/logout", data={"form_token": await form_token(client)}, headers=BY_PAGE)
     assert (await copied.get("/")).headers["location"] == "/login"
+
+
+async def test_sessions_go_on_after_a_restart_of_the_console(stand: Stand) -> None:
+    client, ended = await stand.signed_in("operator"), await stand.signed_in()
+    await ended.post("/logout", data={"form_token": await form_token(ended)}, headers=BY_PAGE)
+    again = Stand(stand.data_dir)
+    for earlier, status in ((client, 200), (ended, 303)):
+        later = again.client()
+        later.cookies = earlier.cookies
+        assert (await later.get("/")).status_code == status
+    file = stand.data_dir / "console" / "sessions.json"
+    assert file.stat().st_mode & 0o077 == 0
+    assert not any(cookie in file.read_text() for cookie in client.cookies.values())
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '[{"digest": 1}]', "{}", "[" * 10_000])
+async def test_a_damaged_file_of_sessions_costs_a_login(stand: Stand, content: str) -> None:
+    client = await stand.signed_in()
+    (stand.data_dir / "console" / "sessions.json").write_text(content)
+    again = Stand(stand.data_dir)
+    later = again.client()
+    later.cookies = client.cookies
+    assert (await later.get("/")).headers["location"] == "/login"
+    assert (await (await again.signed_in()).get("/")).status_code == 200
+
+
+def test_another_token_ends_the_sessions_of_its_user(tmp_path: Path) -> None:
+    def logins(token: str, *, role: Role = "viewer", key: str = "k") -> Logins:
+        users = (UserSettings(name="ann", sha256=sha256(token.encode()).hexdigest(), role=role),) if token else ()
+        return Logins(tmp_path, users, SystemClock(), stack_key=key)
+
+    (tmp_path / "run").mkdir()
+    ann = logins("old").log_in("old")
+    user = logins("old", role="operator").user_of(ann)
+    assert user is not None
+    assert user.role == "operator"
+    assert logins("new").user_of(ann) is None
+    assert logins("").user_of(ann) is None
+    owner = logins("").log_in_once(make_login_token(tmp_path))
+    namesake = UserSettings(name="owner", sha256=sha256(b"t").hexdigest(), role="viewer")
+    user = Logins(tmp_path, (namesake,), SystemClock(), stack_key="k").user_of(owner)
+    assert user is not None
+    assert user.role == "operator"
+    assert logins("").user_of(owner) is not None
+    assert logins("", key="other").user_of(owner) is None
+
+
+def test_at_most_200_sessions_are_open(tmp_path: Path) -> None:
+    clock = TestClock()
+    logins = Logins(tmp_path, (UserSettings(name="ann", sha256=sha256(b"t").hexdigest()),), clock)
+    cookies = []
+    for _ in range(201):
+        clock.now_s += 7  # fewer than 10 logins a minute
+        cookies.append(logins.log_in("t"))
+    assert logins.user_of(cookies[0]) is None
+    assert logins.user_of(cookies[1]) is not None
+    assert Logins(tmp_path, (), clock).user_of(cookies[1]) is None
 
 
 async def test_no_page_opens_without_a_session(stand: Stand) -> None:

@@ -41,7 +41,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 
 log = get_logger(__name__)
-_WATCH_INTERVAL_S = 2.0
+_WATCH_INTERVAL_S, _IDLE_INTERVAL_S = 2.0, 10.0
+"""Seconds between readings of the services while a browser follows them, and otherwise."""
 
 
 async def run(common: Common, settings: ConsoleSettings) -> None:
@@ -67,9 +68,9 @@ class Console:
     def __init__(self, common: Common, settings: ConsoleSettings, clock: Clock) -> None:
         self._clock = clock
         self.changes = Changes()
-        self.logins = Logins(common.data_dir, settings.users, clock)
-        self._stack = StackReader(common, settings, installed(), clock)
         key = common.security.internal_key.get_secret_value()
+        self.logins = Logins(common.data_dir, settings.users, clock, stack_key=key)
+        self._stack = StackReader(common, settings, installed(), clock)
         registry = RegistryReader(self._stack.url("registry"), key, clock)
         keys = {tenant: secret.get_secret_value() for tenant, secret in settings.gateway_keys.items()}
         gateway = FeedbackClient(self._stack.url("gateway"), keys, key)
@@ -119,12 +120,14 @@ class Console:
         self.app.state.behind_tls = settings.behind_tls
 
     async def watch(self) -> None:
-        """Announce changes of the stack while a browser follows them, until cancelled."""
-        last_report = None
+        """Read the stack and announce its changes, until cancelled. It is read while no browser follows it, too, so
+        that the time of the last trained experience is known."""
+        last_report, read_at_s = None, self._clock.monotonic_s()
         while True:
             await self._clock.sleep(_WATCH_INTERVAL_S)
-            if not self.changes.is_watched:
+            if not self.changes.is_watched and self._clock.monotonic_s() - read_at_s < _IDLE_INTERVAL_S:
                 continue
+            read_at_s = self._clock.monotonic_s()
             report = await self._stack.report()
             if report != last_report:
                 last_report = report

@@ -1,6 +1,7 @@
 """Logins with one-time tokens and tokens of users, and the sessions that they begin.
 
-A session is a random cookie of which only the digest is kept. Sessions end with the process.
+A session is a random cookie of which only the digest is kept, in a file, so that a restart ends no session. The
+rotation of a user's token, or of the stack's key for its owner, does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_console.access.session_file import Session, SessionFile
 from headrace_console.metrics import LOGINS
 from headrace_console.settings import UserSettings
 from headrace_console.users import Role, Scope, User
@@ -20,28 +21,24 @@ from headrace_runtime.errors import Refused
 from headrace_schemas.http.stack_access import take_login_token
 
 SESSION_S = 12 * 3600
-_SESSIONS_MAX = 1000
+_SESSIONS_MAX = 200
 _ATTEMPTS_MAX, _ATTEMPTS_S = 10, 60.0
+_ROUNDING_S = 1.0
 OWNER = "owner"
 """Name of the user who logs in with the token that `headrace up` prints."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    name: str
-    role: Role
-    scope: Scope
-    ends_s: float
-
-
 class Logins:
-    """Open sessions of the console, at most 1,000. The oldest one ends when another begins."""
+    """Open sessions of the console, at most 200. The oldest one ends when another begins."""
 
-    def __init__(self, data_dir: Path, users: tuple[UserSettings, ...], clock: Clock) -> None:
+    def __init__(self, data_dir: Path, users: tuple[UserSettings, ...], clock: Clock, *, stack_key: str = "") -> None:
         self._data_dir = data_dir
-        self._users = users
+        self._users = {user.name: user for user in users}
         self._clock = clock
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
+        self._owner_token = _digest(f"headrace console owner\0{stack_key}")
+        self._file = SessionFile(data_dir / "console" / "sessions.json")
+        stored = [session for session in self._file.read() if self._rights(session) is not None][-_SESSIONS_MAX:]
+        self._sessions = OrderedDict((session.digest, session) for session in stored)
         self._attempts: deque[float] = deque(maxlen=_ATTEMPTS_MAX)
 
     def log_in_once(self, token: str) -> str:
@@ -58,22 +55,22 @@ class Logins:
                 "wrong_token",
                 "this address was used already, or a newer one was printed; print one with `headrace console`",
             )
-        return self._begin(OWNER, "operator", Scope())
+        return self._begin(OWNER, self._owner_token)
 
     def log_in(self, token: str) -> str:
         """Check a user's token, and return the cookie of a new session. Raises `Refused` as `log_in_once`."""
         self._count_attempt()
-        digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
-        matches = [user for user in self._users if hmac.compare_digest(user.sha256, digest)]
+        digest = _digest(token)
+        matches = [user for user in self._users.values() if hmac.compare_digest(user.sha256, digest)]
         if not matches:
             LOGINS.labels("refused").inc()
             raise Refused(401, "wrong_token", "no user has this token; check it, and console.users", "token")
-        user = matches[0]
-        return self._begin(user.name, user.role, Scope(frozenset(user.tenants) if user.tenants else None))
+        return self._begin(matches[0].name, matches[0].sha256)
 
     def log_out(self, cookie: str) -> None:
         """End a session."""
-        self._sessions.pop(_digest(cookie), None)
+        if self._sessions.pop(_digest(cookie), None) is not None:
+            self._file.write(list(self._sessions.values()))
 
     def user_of(self, cookie: str | None) -> User | None:
         """Return the user of a session that has not ended."""
@@ -82,18 +79,33 @@ class Logins:
         session = self._sessions.get(_digest(cookie))
         if session is None:
             return None
-        if session.ends_s <= self._clock.monotonic_s():
+        rights = self._rights(session)
+        if rights is None:
             self.log_out(cookie)
             return None
         form_token = hashlib.sha256(b"headrace console form\0" + cookie.encode()).hexdigest()
-        return User(session.name, session.role, session.scope, form_token)
+        return User(session.name, *rights, form_token)
 
-    def _begin(self, name: str, role: Role, scope: Scope) -> str:
+    def _rights(self, session: Session) -> tuple[Role, Scope] | None:
+        """Return the rights of a session, or None if it has ended or its user has another token by now."""
+        left_s = session.ends_at_s - self._clock.now().timestamp()
+        if not 0 < left_s <= SESSION_S + _ROUNDING_S:
+            return None
+        if (session.name, session.token) == (OWNER, self._owner_token):
+            return "operator", Scope()
+        user = self._users.get(session.name)
+        if user is None or user.sha256 != session.token:
+            return None
+        return user.role, Scope(frozenset(user.tenants) if user.tenants else None)
+
+    def _begin(self, name: str, token: str) -> str:
         LOGINS.labels("accepted").inc()
         cookie = secrets.token_urlsafe(32)
-        self._sessions[_digest(cookie)] = _Session(name, role, scope, self._clock.monotonic_s() + SESSION_S)
+        session = Session(_digest(cookie), name, token, self._clock.now().timestamp() + SESSION_S)
+        self._sessions[session.digest] = session
         if len(self._sessions) > _SESSIONS_MAX:
             self._sessions.popitem(last=False)
+        self._file.write(list(self._sessions.values()))
         return cookie
 
     def _count_attempt(self) -> None:
@@ -105,5 +117,5 @@ class Logins:
         self._attempts.append(now_s)
 
 
-def _digest(cookie: str) -> bytes:
-    return hashlib.sha256(cookie.encode("utf-8", "surrogatepass")).digest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
