@@ -8,8 +8,8 @@ import pytest
 
 from headrace_console.charts import Line, Mark, interval_chart
 from headrace_console.flow import Cause, Facts, RewardRules, find_cause
-from headrace_console.learning import describe_learning, scored_versions
-from headrace_console.sources.services import ServiceReport, StackReport, parse_samples
+from headrace_console.learning import GateRule, describe_learning, describe_rule, describe_trial, scored_versions
+from headrace_console.sources.services import Progress, ServiceReport, StackReport, parse_samples
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState, VersionState
 from headrace_schemas.http.source_api import SourceState
@@ -95,8 +95,45 @@ def test_the_sentence_has_the_numbers_and_names_of_the_cause() -> None:
 
 def test_a_stack_that_trains_has_no_cause_but_one_that_stops_it() -> None:
     assert find_cause(facts(TURNS, "collector_open_sessions 4.0", untrained_s=3.0)) is None
+    assert find_cause(facts(TURNS, "collector_open_sessions 4.0", untrained_s=119.0)) is None
+    assert cause_of(facts(TURNS, scorer=FAILING, untrained_s=3.0)).name == "source_fails"
     assert cause_of(facts(TURNS, "collector_open_sessions 4.0", untrained_s=500.0)).name == "sessions_open"
     assert cause_of(facts(TURNS, "trainer_stopped 1.0", untrained_s=3.0)).name == "training_stopped"
+
+
+OLD_TROUBLE = (TURNS, 'collector_left_out_total{reason="truncated_sampling"} 9.0', "trainer_trained_total 4.0")
+
+
+def test_what_was_counted_before_training_last_advanced_is_no_cause() -> None:
+    before = facts(*OLD_TROUBLE).stack
+    assert cause_of(facts(*OLD_TROUBLE, before=before, untrained_s=500.0)).sentence.startswith("No call was captured")
+    dropped = ('trainer_dropped_total{reason="stale"} 2.0', 'gateway_turns_total{model="m"} 44')
+    assert cause_of(facts(*OLD_TROUBLE, *dropped, before=before, untrained_s=500.0)).name == "stale"
+
+
+def test_counters_of_a_service_that_was_started_again_count_from_zero() -> None:
+    before = facts('collector_left_out_total{reason="truncated_sampling"} 9.0').stack
+    cause = cause_of(facts(TURNS, 'collector_left_out_total{reason="truncated_sampling"} 2.0', before=before))
+    assert "truncated sampling 2" in cause.sentence
+
+
+def test_progress_remembers_the_report_in_which_training_advanced() -> None:
+    progress = Progress()
+    reports = [facts(TURNS, f"trainer_trained_total {number}").stack for number in (0, 4, 4)]
+    progress.note(reports[0], 10.0)
+    assert (progress.before, progress.untrained_s(11.0)) == (None, None)
+    progress.note(reports[1], 12.0)
+    progress.note(StackReport({}), 14.0)  # the trainer does not answer
+    progress.note(reports[2], 16.0)
+    assert progress.before is reports[1]
+    assert progress.untrained_s(20.0) == 8.0
+
+
+def test_progress_of_a_new_console_begins_with_what_was_trained_before_it() -> None:
+    progress = Progress()
+    progress.note(first := facts("trainer_trained_total 40").stack, 10.0)
+    assert progress.before is first
+    assert progress.untrained_s(20.0) is None
 
 
 BEGAN = datetime(2026, 11, 26, 7, 0, tzinfo=UTC)
@@ -145,6 +182,26 @@ def test_the_sentence_states_scores_versions_and_interval() -> None:
     described = describe_learning("m", versions[0].id, versions)
     assert described.sentence == "m learns: audit score 0.46 → 0.79 in 1 version (95 %: +0.25 to +0.41)."
     assert described.swapped_at == BEGAN + timedelta(minutes=2)
+
+
+def test_the_rule_has_the_numbers_of_the_settings() -> None:
+    assert "no gate is set" in describe_rule(GateRule())
+    rule = describe_rule(GateRule(command=("play",), margin=0.2, anchor_margin=0.03, alpha=0.01, minimum_score=0.4))
+    assert "less than 0.2 worse than the champion and less than 0.03 worse than the anchor" in rule
+    assert "at least 0.4" in rule
+    assert "at most 0.01" in rule
+
+
+def test_the_last_decision_of_the_gate_is_stated_with_its_numbers() -> None:
+    assert describe_trial([version(1, 0.5)]) == ""
+    numbers = {"tasks": 253.0, "difference": -0.1, "standard_error": 0.02, "margin": 0.05}
+    time = BEGAN + timedelta(hours=1)
+    refused = ModelEvent(
+        decision_id="r", time=time, model="m", version="m@000000000002", decision="rejected", statistics=numbers
+    )
+    versions = [version(2, None).model_copy(update={"decisions": (refused,)}), version(1, 0.5)]
+    expected = "m@000000000002 was rejected after 253 tasks (-0.10 ± 0.04 against the champion, margin 0.05)."
+    assert describe_trial(versions) == f"Last decision: {expected}"
 
 
 def test_a_score_without_failures_has_an_interval() -> None:

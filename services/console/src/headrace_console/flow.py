@@ -1,7 +1,7 @@
 """Why nothing is trained: the first cause that the observed facts show, with its remedy.
 
 `find_cause` is a pure function. Facts that stop everything come first, then causes in the order of the loop. Counters
-begin with the start of their service.
+are compared with their values when training last advanced, so that earlier trouble is not named again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
 
 _LOOP = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
-_STALLED_AFTER_S = 120.0
-"""Seconds without a trained experience after which training counts as stalled."""
+_STALLED_AFTER_WAITS, _STALLED_AFTER_S_MIN = 4, 10.0
+"""Training counts as stalled after four times `trainer.batch_wait_s` without a trained experience, at least 10 s."""
 LEFT_OUT_REMEDIES = {
     "truncated_sampling": "your agent samples with temperature=0, top_p or top_k, so the probabilities of its tokens "
     "are unknown: call with temperature=1 and without top_p and top_k",
@@ -62,6 +62,8 @@ class Facts:
     base_url: str = ""
     untrained_s: float | None = None
     """Seconds since the number of trained experiences last rose; None if it has not risen since the console's start."""
+    before: StackReport | None = None
+    """The stack when that number last rose, or when the console first read it. None if nothing was trained before."""
     idle_s: float = 300.0
     """Setting `collector.idle_s`."""
     rewards: RewardRules = field(default_factory=RewardRules)
@@ -71,6 +73,19 @@ class Facts:
         """Return a metric of a service, or 0 without it."""
         return self.stack.service(service).value(metric, **labels) or 0.0
 
+    def rise(self, service: str, metric: str) -> float:
+        """Return the growth of a counter since `before`. A service that was started again counts from 0."""
+        now = self.value(service, metric)
+        earlier = (self.before.service(service).value(metric) or 0.0) if self.before is not None else 0.0
+        return now - earlier if now >= earlier else now
+
+    def rises(self, service: str, metric: str) -> dict[str, float]:
+        """Return the growth of a counter since `before` by its label `reason`, without those that did not grow."""
+        now = self.stack.service(service).by_label(metric, "reason")
+        earlier = self.before.service(service).by_label(metric, "reason") if self.before is not None else {}
+        growth = {name: value - earlier.get(name, 0.0) for name, value in now.items()}
+        return {name: now[name] if value < 0 else value for name, value in growth.items() if value}
+
     @property
     def trained(self) -> float:
         """Experience revisions trained since the trainer started."""
@@ -78,8 +93,9 @@ class Facts:
 
     @property
     def trains(self) -> bool:
-        """Whether an experience was trained within the last two minutes."""
-        return self.untrained_s is not None and self.untrained_s < _STALLED_AFTER_S
+        """Whether an experience was trained so recently that training does not count as stalled."""
+        patience_s = max(_STALLED_AFTER_S_MIN, _STALLED_AFTER_WAITS * self.batches.batch_wait_s)
+        return self.untrained_s is not None and self.untrained_s < patience_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ class Cause:
 
 
 def find_cause(facts: Facts) -> Cause | None:
-    """Return the first cause that applies; None if the stack trains, or if the facts show no cause."""
+    """Return the first cause that applies; None if the stack trains well, or if the facts show no cause."""
     for check in _STOPPING:
         if (cause := check(facts)) is not None:
             return cause
@@ -193,11 +209,9 @@ def _failing_source(facts: Facts) -> Cause | None:
 
 
 def _left_out(facts: Facts) -> Cause | None:
-    reasons = facts.stack.service("collector").by_label("headrace_collector_left_out_total", "reason")
-    unsampled = facts.stack.service("trainer").by_label("headrace_trainer_dropped_total", "reason")
-    if facts.trained or _waiting(facts) or not reasons:
-        return None
-    if any(reason != "temperature" for reason in unsampled):
+    reasons = facts.rises("collector", "headrace_collector_left_out_total")
+    unsampled = facts.rises("trainer", "headrace_trainer_dropped_total")
+    if _waiting(facts) or not reasons or any(reason != "temperature" for reason in unsampled):
         return None
     reason = max(reasons, key=lambda name: reasons[name])
     return Cause(
@@ -212,9 +226,10 @@ def _awaited_rewards(facts: Facts) -> Cause | None:
     if not waiting or facts.value("trainer", "headrace_trainer_waiting_experiences"):
         return None
     sources = ", ".join((*facts.rewards.required, *facts.rewards.expected)) or "a reward function or feedback"
+    runs = _plural(waiting, "run waits", "runs wait")
     return Cause(
         "rewards_awaited",
-        f"{_plural(waiting, 'run')} wait for rewards of {sources}, each for at most {facts.rewards.reward_wait_s:g} s.",
+        f"{runs} for rewards of {sources}, at most {facts.rewards.reward_wait_s:g} s.",
         "Send the missing rewards, or name fewer sources in scorer.required and scorer.expected.",
     )
 
@@ -230,7 +245,7 @@ def _equal_rewards(facts: Facts) -> Cause | None:
 
 
 def _dropped(facts: Facts) -> Cause | None:
-    reasons = facts.stack.service("trainer").by_label("headrace_trainer_dropped_total", "reason")
+    reasons = facts.rises("trainer", "headrace_trainer_dropped_total")
     if _waiting(facts) or not reasons:
         return None
     reason = max(reasons, key=lambda name: reasons[name])
@@ -249,7 +264,7 @@ def _small_batch(facts: Facts) -> Cause | None:
     few = waiting < rules.batch_experiences_min
     return Cause(
         "batch_not_full",
-        f"{_plural(waiting, 'experience')} wait for a batch of {rules.batch_experiences}.",
+        f"{_plural(waiting, 'experience waits', 'experiences wait')} for a batch of {rules.batch_experiences}.",
         f"A step needs {rules.batch_experiences_min} of them after {rules.batch_wait_s:g} s: send more calls, or lower "
         "trainer.batch_experiences_min."
         if few
@@ -263,7 +278,7 @@ def _open_sessions(facts: Facts) -> Cause | None:
         return None
     return Cause(
         "sessions_open",
-        f"{_plural(sessions, 'session')} are open. A session is trained after its end.",
+        f"{_plural(sessions, 'session is', 'sessions are')} open. A session is trained after its end.",
         f"End sessions by a call or by feedback, or wait: each ends after {facts.idle_s:g} s without a call "
         "(collector.idle_s).",
     )
@@ -281,20 +296,20 @@ def _version_at_gate(facts: Facts) -> Cause | None:
 
 
 def _rewound(facts: Facts) -> Cause | None:
-    count = facts.value("trainer", "headrace_trainer_rewinds_total")
+    count = facts.rise("trainer", "headrace_trainer_rewinds_total")
     if not count:
         return None
     return Cause(
         "weights_went_back",
-        f"The weights went back {_plural(count, 'time')}, because the registry refused their version.",
+        f"The weights went back {_plural(count, 'time', 'times')}, because the registry refused their version.",
         "Read why the version was refused.",
     )
 
 
 def _only_untrained_traffic(facts: Facts) -> Cause | None:
-    if not facts.value("collector", "headrace_collector_trajectories_total"):
+    if not facts.rise("collector", "headrace_collector_trajectories_total"):
         return None
-    if facts.value("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
+    if facts.rise("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
         return None
     return Cause(
         "untrained_traffic",
@@ -304,18 +319,30 @@ def _only_untrained_traffic(facts: Facts) -> Cause | None:
     )
 
 
+def _idle_agent(facts: Facts) -> Cause | None:
+    if facts.before is None or facts.rise("gateway", "headrace_gateway_turns_total") or _waiting(facts):
+        return None
+    return Cause(
+        "no_traffic",
+        "No call was captured since an experience was last trained.",
+        "Let the agent work, and check that it calls this gateway:",
+        f'llm = OpenAI(base_url="{facts.base_url}", api_key="none")',
+    )
+
+
 _STOPPING: tuple[Callable[[Facts], Cause | None], ...] = (
     _paused_consumer,
     _service_away,
     _stopped_trainer,
-    _no_traffic,
-)
-_STALLING: tuple[Callable[[Facts], Cause | None], ...] = (
     _unserved_model,
     _unready_service,
     _failing_source,
-    _awaited_rewards,
+    _no_traffic,
     _equal_rewards,
+)
+"""Causes that are named even if experiences were trained a moment ago."""
+_STALLING: tuple[Callable[[Facts], Cause | None], ...] = (
+    _awaited_rewards,
     _small_batch,
     _left_out,
     _dropped,
@@ -323,6 +350,7 @@ _STALLING: tuple[Callable[[Facts], Cause | None], ...] = (
     _only_untrained_traffic,
     _version_at_gate,
     _rewound,
+    _idle_agent,
 )
 
 
@@ -339,8 +367,8 @@ def _counts(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {number:,.0f}" for name, number in ordered)
 
 
-def _plural(number: float, noun: str) -> str:
-    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+def _plural(number: float, singular: str, plural: str) -> str:
+    return f"{number:,.0f} {singular if number == 1 else plural}"
 
 
 def _sentence(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from headrace_runtime.settings.sections import Section
 from headrace_schemas.http.registry_api import VersionState
 
 _Z95 = 1.96
@@ -51,6 +52,50 @@ class Learning:
     sentence: str
     swapped_at: datetime | None = None
     """Time of the last promotion."""
+
+
+class GateRule(Section):
+    """The settings of the section `[registry.gate]` that decide about a candidate."""
+
+    command: tuple[str, ...] = ()
+    margin: float = 0.1
+    anchor_margin: float = 0.05
+    alpha: float = 0.05
+    minimum_score: float = 0.0
+
+
+def describe_rule(rule: GateRule) -> str:
+    """Return the rule that decides which version takes over."""
+    if not rule.command:
+        return "Each version takes over after its probe, because no gate is set (registry.gate.command)."
+    least = f", and that its score is at least {rule.minimum_score:g}" if rule.minimum_score else ""
+    return (
+        f"A version takes over when held-out tasks show that it is less than {rule.margin:g} worse than the champion "
+        f"and less than {rule.anchor_margin:g} worse than the anchor, the best version so far{least}. The probability "
+        f"of a wrong promotion is at most {rule.alpha:g} over all versions together."
+    )
+
+
+def describe_trial(versions: Sequence[VersionState]) -> str:
+    """Return the numbers of the last decision of the gate, or an empty text if there was none."""
+    decisions = [
+        event
+        for version in versions
+        for event in version.decisions
+        if event.decision in ("promoted", "rejected") and "tasks" in event.statistics
+    ]
+    if not decisions:
+        return ""
+    event = max(decisions, key=lambda event: event.time)
+    numbers = event.statistics
+    parts = []
+    for name, prefix in (("champion", ""), ("anchor", "anchor_")):
+        if (difference := numbers.get(f"{prefix}difference")) is not None:
+            error = numbers.get(f"{prefix}standard_error")
+            width = "" if error is None else f" ± {_Z95 * error:.2f}"
+            parts.append(f"{difference:+.2f}{width} against the {name}, margin {numbers[f'{prefix}margin']:g}")
+    against = f" ({'; '.join(parts)})" if parts else ""
+    return f"Last decision: {event.version} was {event.decision} after {numbers['tasks']:,.0f} tasks{against}."
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from markupsafe import Markup
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console import charts, learning
 from headrace_console.flow import BatchRules, Facts, RewardRules, find_cause
-from headrace_console.learning import Learning, ScoredVersion
+from headrace_console.learning import GateRule, Learning, ScoredVersion
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import Page
 from headrace_console.read_model import queries
 from headrace_console.read_model.queries import Counts
 from headrace_console.sources.registry import RegistryReader
-from headrace_console.sources.services import StackReader, StackReport
+from headrace_console.sources.services import StackReader
 from headrace_console.users import User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused, Unavailable
@@ -48,6 +49,10 @@ class _TrainerSection(Section):
     batch_wait_s: float = 30.0
 
 
+class _RegistrySection(Section):
+    gate: dict[str, object] = Field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
     """What the Loop shows of a model."""
@@ -56,6 +61,8 @@ class ModelSummary:
     learning: Learning
     scores: tuple[ScoredVersion, ...]
     chart: Markup
+    trial: str
+    """Numbers of the gate's last decision, or an empty text."""
     decisions: tuple[ModelEvent, ...]
 
 
@@ -76,10 +83,12 @@ class LoopPages:
         self._stack = stack
         self._registry = registry
         self._clock = clock
-        self._progress = _Progress()
         self._idle_s = common.section_of("collector", _CollectorSection).idle_s
         scorer = common.section_of("scorer", _ScorerSection)
         self._rewards = RewardRules(scorer.required, scorer.expected, scorer.reward_wait_s)
+        gate = common.section_of("registry", _RegistrySection).gate
+        known = {name: value for name, value in gate.items() if name in GateRule.model_fields}
+        self._rule = learning.describe_rule(GateRule.model_validate(known))
         trainer = common.section_of("trainer", _TrainerSection)
         self._batches = BatchRules(
             trainer.batch_experiences,
@@ -104,6 +113,7 @@ class LoopPages:
             models=models,
             problem=problem,
             cause=find_cause(facts),
+            rule=self._rule,
             facts=facts,
             counts=await self._counts(user),
             as_of=self._clock.now(),
@@ -146,7 +156,8 @@ class LoopPages:
             stack=stack,
             models=models,
             base_url=f"{self._stack.url('gateway')}/v1",
-            untrained_s=self._progress.untrained_s(stack, self._clock.monotonic_s()),
+            untrained_s=self._stack.progress.untrained_s(self._clock.monotonic_s()),
+            before=self._stack.progress.before,
             idle_s=self._idle_s,
             rewards=self._rewards,
             batches=self._batches,
@@ -174,24 +185,8 @@ class LoopPages:
         events = (event for version in versions for event in version.decisions)
         decisions = sorted((event for event in events if event.decision in _CONSEQUENCES), key=_time, reverse=True)
         described = learning.describe_learning(state.id, state.champion, versions)
-        return ModelSummary(state, described, scores, chart, tuple(decisions[:_DECISIONS_SHOWN]))
-
-
-class _Progress:
-    """Remembers when the number of trained experiences rose last."""
-
-    def __init__(self) -> None:
-        self._trained: float | None = None
-        self._rose_at_s: float | None = None
-
-    def untrained_s(self, stack: StackReport, now_s: float) -> float | None:
-        """Return the seconds since the number rose, or None if no rise was observed."""
-        trained = stack.service("trainer").value("headrace_trainer_trained_total")
-        if trained is not None:
-            if self._trained is not None and trained > self._trained:
-                self._rose_at_s = now_s
-            self._trained = trained
-        return None if self._rose_at_s is None else now_s - self._rose_at_s
+        trial = learning.describe_trial(versions)
+        return ModelSummary(state, described, scores, chart, trial, tuple(decisions[:_DECISIONS_SHOWN]))
 
 
 def _time(event: ModelEvent) -> datetime:

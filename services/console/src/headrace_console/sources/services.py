@@ -77,6 +77,31 @@ class StackReport:
         return int(gateway.value("headrace_gateway_turns_total") or 0)
 
 
+class Progress:
+    """The last report in which more experiences had been trained than in the one before."""
+
+    def __init__(self) -> None:
+        self.before: StackReport | None = None
+        """That report, or the first one if experiences had been trained by then. None if none was trained yet."""
+        self._rose_at_s: float | None = None
+        self._trained: float | None = None
+
+    def note(self, report: StackReport, now_s: float) -> None:
+        """Compare a report with the one before."""
+        trained = report.service("trainer").value("headrace_trainer_trained_total")
+        if trained is None:  # the trainer does not answer
+            return
+        if self._trained is None and trained:
+            self.before = report
+        elif self._trained is not None and trained > self._trained:
+            self.before, self._rose_at_s = report, now_s
+        self._trained = trained
+
+    def untrained_s(self, now_s: float) -> float | None:
+        """Return the seconds since the number of trained experiences rose, or None if no rise was observed."""
+        return None if self._rose_at_s is None else now_s - self._rose_at_s
+
+
 class StackReader:
     """Reader of all services. `report` requests their pages again if the last report is older than two seconds."""
 
@@ -90,6 +115,7 @@ class StackReader:
         self._lock = asyncio.Lock()
         self._report = StackReport({})
         self._read_at_s: float | None = None
+        self.progress = Progress()
         key = common.security.internal_key.get_secret_value()
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -109,6 +135,7 @@ class StackReader:
             if self._read_at_s is None or now_s - self._read_at_s >= READ_INTERVAL_S:
                 self._report = await self._read()
                 self._read_at_s = self._clock.monotonic_s()
+                self.progress.note(self._report, self._read_at_s)
             return self._report
 
     async def _read(self) -> StackReport:
