@@ -25,7 +25,9 @@ from headrace import __version__
 from headrace_cli.app import app
 from headrace_cli.commands.connect import AGENTS
 from headrace_cli.commands.rollouts import status_line
+from headrace_cli.commands.shared import console
 from headrace_cli.commands.up import print_summary
+from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_operations.rollouts import chart, shadow
 from headrace_operations.supervisor.state import RunState, ServiceState
 from headrace_runtime import rollout_picture
@@ -235,6 +237,21 @@ def test_a_terminal_gets_an_address_that_logs_in_to_the_console_once(
     logged = summary(data_dir, io.StringIO(), monkeypatch, services={"console": service})
     assert "http://127.0.0.1:8040" in logged
     assert "token=" not in logged
+
+
+def test_the_demo_prints_the_address_that_logs_in_to_its_console(
+    data_dir: Path, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del token
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    ConsoleReporter(console()).print_console("http://127.0.0.1:8040", data_dir)
+    match = re.search(r"http://127\.0\.0\.1:8040/login\?token=([\w-]+)", terminal.getvalue())
+    assert match is not None
+    assert take_login_token(data_dir, match[1])
+    monkeypatch.setattr(sys, "stdout", log := io.StringIO())
+    ConsoleReporter(console()).print_console("http://127.0.0.1:8040", data_dir)
+    assert "token=" not in log.getvalue()
+    assert f"headrace console --data-dir {data_dir}" in log.getvalue().replace("\n", "")
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"])

@@ -224,7 +224,8 @@ def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
         def start(self) -> None:
             running.append(True)
 
-        def wait_up(self) -> None: ...
+        def wait_up(self) -> SimpleNamespace:
+            return SimpleNamespace(services={"console": SimpleNamespace(url="http://127.0.0.1:3")})
 
         def url(self, _name: str) -> str:
             return "http://127.0.0.1:2"
@@ -240,7 +241,9 @@ def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
 
     async def interrupted() -> None:
         assert running
-        assert "held-out success" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert "held-out success" in output
+        assert output.count("console   http://127.0.0.1:3") == 2  # at the start, and beside the base URL
 
     monkeypatch.setattr(runner, "Supervisor", Services)
     monkeypatch.setattr(runner, "_build_base", lambda *_: "base")

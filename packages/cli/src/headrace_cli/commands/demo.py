@@ -120,6 +120,8 @@ def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path
         files = [path, *([path.with_suffix(".png")] if has_chart else [])]
         console().print(f"[dim]written: {', '.join(map(str, files))}; data of the services: {options.data_dir}[/]")
         if keep_running:
+            if stack.console:
+                reporter.print_console(stack.console, options.data_dir)
             console().print(f"base_url  [bold green]{stack.base_url}[/]\n[dim]Ctrl-C stops the services[/]")
             await _interrupted()
 

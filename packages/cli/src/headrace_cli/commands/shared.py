@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -206,6 +207,26 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
     with ProgressDisplay(title, console=console(stderr=True)) as progress:
         yield lambda doing, completed, total: progress.update(completed, total or None, doing)
+
+
+def console_login(url: str, data_dir: Path) -> str:
+    """Return the address of the web console at `url` with a new token that is valid once."""
+    from headrace_schemas.http.stack_access import make_login_token
+
+    return f"{url}/login?token={make_login_token(data_dir)}"
+
+
+def console_line(url: str, data_dir: Path, *, command: str = "headrace console") -> str:
+    """Return the line about the web console. On a terminal it has an address that logs in once.
+
+    Args:
+        url: address of the console.
+        data_dir: data directory of the stack.
+        command: command that prints such an address.
+    """
+    if sys.stdout.isatty():  # other output may be kept in a log
+        return f"console   [bold]{console_login(url, data_dir)}[/]   [dim]works once[/]"
+    return f"console   {url}   `{command}` prints an address that logs you in"
 
 
 def condition(service: ServiceState) -> str:

@@ -20,6 +20,8 @@ from headrace_cli.commands.shared import (
     command,
     condition,
     console,
+    console_line,
+    console_login,
     echo,
     running,
     service_names,
@@ -176,10 +178,7 @@ def print_summary(state: RunState) -> None:
     if sys.stdout.isatty() and (page := _page_with_login(state)):
         out.print(f"browser   {page}   [dim]other pages take the same login[/]")
     if "console" in state.services:
-        console_text = f"{state.services['console'].url}   `headrace console` prints an address that logs you in"
-        if sys.stdout.isatty():  # other output may be kept in a log
-            console_text = f"[bold]{_console_login(state)}[/]   [dim]works once[/]"
-        out.print(f"console   {console_text}", soft_wrap=True)
+        out.print(console_line(state.services["console"].url, Path(state.data_dir)), soft_wrap=True)
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
     gateway = state.services.get("gateway")
@@ -198,14 +197,7 @@ def console_address(data_dir: DataDir = None) -> None:
     if "console" not in state.services:
         reason = state.left_out.get("console", "not installed")
         raise UsageError(f"the console is not running ({reason}); start it with `headrace up`")
-    echo(_console_login(state))
-
-
-def _console_login(state: RunState) -> str:
-    """Return the console's address with a new token that is valid once."""
-    from headrace_schemas.http.stack_access import make_login_token
-
-    return f"{state.services['console'].url}/login?token={make_login_token(Path(state.data_dir))}"
+    echo(console_login(state.services["console"].url, Path(state.data_dir)))
 
 
 def _page_with_login(state: RunState) -> str | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace_cli.commands.shared import console_line
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
 from headrace_cli.demo.report import Report, ShownTask, takeover_mean_s
 from headrace_cli.demo.rows import Row, median_row
@@ -32,6 +35,11 @@ class ConsoleReporter:
     def print_event(self, line: str) -> None:
         """Print an event of the supervisor."""
         self._console.print(f"[yellow]{line}[/]")
+
+    def print_console(self, url: str, data_dir: Path) -> None:
+        """Print the address of the web console at `url`. Each call replaces an address that was not used yet."""
+        command = f"headrace console --data-dir {shlex.quote(str(data_dir))}"
+        self._console.print(console_line(url, data_dir, command=command), soft_wrap=True)
 
     def print_decision(self, event: ModelEvent) -> None:
         """Print a line for each evaluated version, and for each version that was refused or taken back."""

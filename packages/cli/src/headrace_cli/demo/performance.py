@@ -76,6 +76,8 @@ class StackAddress:
     bus: str
     gateway: str
     """Root URL of the gateway."""
+    console: str = ""
+    """URL of the web console, where it runs."""
 
     @property
     def base_url(self) -> str:

@@ -114,8 +114,11 @@ async def play(
     try:
         with reporter.doing("starting the services"):
             supervisor.start()
-            await asyncio.to_thread(supervisor.wait_up)
-        stack = StackAddress(supervisor.plan.bus, supervisor.url("gateway"))
+            state = await asyncio.to_thread(supervisor.wait_up)
+        console = state.services["console"].url if "console" in state.services else ""
+        stack = StackAddress(supervisor.plan.bus, supervisor.url("gateway"), console)
+        if console:
+            reporter.print_console(console, options.data_dir)
         all_settings = {**settings, "data_dir": options.data_dir}
         environ = Overrides(recipe.folder / recipe.config, all_settings, service_environment(recipe)).environ
         for name, opponent in recipe.models.items():
