@@ -4,6 +4,7 @@ processes.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,10 @@ def _files(*names: str) -> tuple[str, ...]:
     return tuple(word for name in names for word in ("--values", str(CHART / f"values-{name}.yaml")))
 
 
+_USERS = json.dumps(f"""[[console.users]]
+name = "ann"
+sha256 = "{"ab" * 32}"
+""")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
     "gpu": _files("gpu"),
@@ -49,6 +54,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         *("--set-string", "judge.endpoint.model=1", "--set", "judge.endpoint.apiKeySecret.name=judge-endpoint"),
         *("--set", "networkPolicy.enabled=true", "--set", "single.storage.existingClaim=disk"),
     ),
+    "console": (*OFF, "--set", "console.enabled=true,networkPolicy.enabled=true", "--set-json", f"settings={_USERS}"),
 }
 """Arguments of `helm template` for each variant that the tests render."""
 

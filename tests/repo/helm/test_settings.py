@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace_console.settings import ConsoleSettings
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings, TorchSettings
@@ -27,7 +28,7 @@ from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, services
 from tests.repo.helm.chart import DATABASE_URL, SECRETS, VARIANTS, Container, containers, objects, of_kind, values
 
 KEYS = '[[keys]]\nname = "agent"\nsha256 = "' + "ab" * 32 + '"\n'
-WITH_DATABASE = {"collector", "scorer", "judge", "registry"}
+WITH_DATABASE = {"collector", "scorer", "judge", "registry", "console"}
 OWN_BY_VARIANT = {
     ("vllm", "inference"): "headrace-inference-vllm",
     ("trinity", "inference"): "headrace-inference-vllm",
@@ -121,10 +122,29 @@ def test_images_are_those_that_are_built() -> None:
 
 
 def test_every_service_of_the_compose_file_is_there() -> None:
-    """The chart does not deploy the console, which needs users and a proxy with TLS."""
-    composed = {container["build"]["args"]["SERVICE"] for container in ours().values()} - {"console"}
-    assert {container.service for container in containers(objects("production"))} == composed
-    assert {container.service for container in containers(objects("judge"))} == {*composed, "broker"}
+    """The console needs users and a proxy with TLS, so a value turns it on."""
+    composed = {container["build"]["args"]["SERVICE"] for container in ours().values()}
+    assert {container.service for container in containers(objects("production"))} == composed - {"console"}
+    assert {container.service for container in containers(objects("judge"))} == {*composed, "broker"} - {"console"}
+    assert {container.service for container in containers(objects("console"))} == composed - {"judge"}
+
+
+def test_the_console_reaches_every_other_service(tmp_path: Path) -> None:
+    console = next(container for container in containers(objects("console")) if container.service == "console")
+    _, settings = load_settings(console, tmp_path)
+    assert isinstance(settings, ConsoleSettings)
+    assert settings.behind_tls
+    others = of_kind("console", "Service").values()
+    addresses = {
+        service["metadata"]["labels"]["app.kubernetes.io/component"]: (
+            f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+        )
+        for service in others
+    }
+    assert settings.urls == addresses
+    for name, policy in of_kind("console", "NetworkPolicy").items():
+        peers = [peer for rule in policy["spec"]["ingress"] for peer in rule.get("from", [{"podSelector": {}}])]
+        assert name.endswith("-console") or any("podSelector" in peer for peer in peers), name
 
 
 def test_resources_are_those_of_the_compose_file() -> None:

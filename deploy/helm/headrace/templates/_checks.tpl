@@ -39,6 +39,9 @@
 {{- end -}}
 {{- $_ := set $lineages $trainer.lineage $name -}}
 {{- end -}}
+{{- if and .Values.console.enabled (not (dig "console" "users" list (fromToml .Values.settings))) -}}
+{{- fail "console.enabled is true and settings has no console.users: list at least one user with the SHA-256 of a token, or set console.enabled to false" -}}
+{{- end -}}
 {{- include "headrace.noSecrets" . -}}
 {{- end }}
 

@@ -12,7 +12,7 @@ for a number is a TOML string. */ -}}
 {{- if and (not $single) $values.blobs.url }}
 - { name: HEADRACE_BLOBS__URL, value: {{ $values.blobs.url | quote }} }
 {{- end }}
-{{- if and (not $single) (has .service (list "collector" "scorer" "judge" "registry")) }}
+{{- if and (not $single) (has .service (list "collector" "scorer" "judge" "registry" "console")) }}
 {{ include "headrace.fromSecret" (dict "name" "HEADRACE_DATABASE__URL" "secret" $values.database.urlSecret) }}
 {{- end }}
 - { name: HEADRACE_{{ upper .service }}__HOST, value: "0.0.0.0" }
@@ -90,3 +90,15 @@ for a number is a TOML string. */ -}}
 {{- define "headrace.environment.collector" }}{{ end }}
 {{- define "headrace.environment.scorer" }}{{ end }}
 {{- define "headrace.environment.broker" }}{{ end }}
+
+{{- define "headrace.environment.console" }}
+- { name: HEADRACE_CONSOLE__BEHIND_TLS, value: "true" }
+{{- if not .root.Values.single.enabled }}
+{{- $urls := list }}
+{{- range $service := splitList " " (include "headrace.services" .root) }}
+{{- $port := eq $service "gateway" | ternary ($.root.Values.gateway.service.port | toString) (include "headrace.port" (dict "service" $service)) }}
+{{- $urls = append $urls (printf "%s = \"http://%s-%s:%s\"" $service (include "headrace.fullname" $.root) $service $port) }}
+{{- end }}
+- { name: HEADRACE_CONSOLE__URLS, value: {{ printf "{%s}" (join ", " $urls) | quote }} }
+{{- end }}
+{{- end }}

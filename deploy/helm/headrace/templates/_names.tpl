@@ -34,6 +34,7 @@ scorer: 8032
 judge: 8033
 trainer: 8034
 broker: 8035
+console: 8040
 {{- end }}
 
 {{- define "headrace.port" -}}
@@ -45,6 +46,7 @@ broker: 8035
 {{- $services := list "gateway" "inference" "registry" "collector" "scorer" -}}
 {{- if .Values.judge.enabled }}{{ $services = append $services "judge" }}{{ end -}}
 {{- if .Values.trainers }}{{ $services = append $services "trainer" }}{{ end -}}
+{{- if .Values.console.enabled }}{{ $services = append $services "console" }}{{ end -}}
 {{- if .Values.single.enabled }}{{ $services = append $services "broker" }}{{ end -}}
 {{- $services | join " " -}}
 {{- end }}
