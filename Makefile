@@ -74,7 +74,7 @@ example_java = $(PROGRAM) java-agent $(ARGS)
 
 install: .venv$(GROUP:%=-%)/installed ## install the workspace in .venv, or what GROUP= names in an environment of its own
 
-#: GROUP=browser  Playwright for `make check NAME=attack` (190 MB); the browser is Debian's chromium
+#: GROUP=browser  Playwright and axe for `make check NAME=attack` and `console` (190 MB); the browser is Debian's chromium
 #: GROUP=clients  client libraries of agents (about 700 MB)
 #: GROUP=demo     what `make demo` needs without the workspace (4.7 GB, most of it torch)
 #: GROUP=docs     the generator of the site (90 MB)
@@ -197,6 +197,10 @@ endef
 
 #: NAME=compose        every image, built, and the shortened demo through the containers (Docker or podman)
 check_compose = $(PROGRAM) compose --seed $(SEED) $(ARGS)
+
+#: NAME=console        every page in a real browser, decisions, planted causes of missing training (ONLY="browser causes")
+needs_check_console = .venv-browser/installed
+check_console = $(PROGRAM) console $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
 
 #: NAME=feedback       10,000 feedback events of every kind in random order against an oracle, and planted faults
 define check_feedback

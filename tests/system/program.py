@@ -30,6 +30,7 @@ MODULES = {
     "chaos": "tests.chaos.program",
     "clients": "tests.clients.program",
     "compose": "tests.compose.program",
+    "console": "tests.console.program",
     "feedback": "tests.feedback.program",
     "java-agent": "tests.java_agent.program",
     "jobs": "tests.jobs.program",

@@ -11,32 +11,22 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from headrace_operations.supervisor import Supervisor
-from tests.support import tiny_model
+from tests.support import browser, tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.system.line import Line, at_least, none_of
 
 TITLE = "a hostile page and DNS rebinding, in a real browser"
 ROOT = Path(__file__).parents[3]
-PYTHON, CHROMIUM = ROOT / ".venv-browser/bin/python", Path("/usr/bin/chromium")
 _PROGRAM, _SEEN = ROOT / "tests/attack/browser.py", ROOT / "tests/attack/seen_requests"
-_BROWSER_S = 600.0
-
-
-def missing() -> str | None:
-    """Return why no browser can be driven here, None when one can."""
-    if not CHROMIUM.exists():
-        return "there is no chromium; apt-get install --no-install-recommends chromium"
-    return None if PYTHON.exists() else "there is no .venv-browser; make install GROUP=browser"
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    if reason := missing():
+    if reason := browser.missing():
         return [Line("a page in a real browser", f"not played: {reason}", "played where there is a browser", True)]
     base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=rng.randrange(2**31))
     notes = folder / "notes"
@@ -67,11 +57,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             }
             for module, name in names.items()
         ]
-        process = await asyncio.to_thread(
-            subprocess.run, [PYTHON, _PROGRAM], input=json.dumps({"targets": targets}), capture_output=True, text=True,
-            timeout=_BROWSER_S, check=True,
-        )  # fmt: skip
-        answers = json.loads(process.stdout)
+        answers = await asyncio.to_thread(browser.drive, _PROGRAM, {"targets": targets})
         arrived, reached = _notes(notes, "arrived"), _notes(notes, "reached")
     requests_by_service = Counter(entry["service"] for entry in arrived)
     silent = [name for module, name in names.items() if not requests_by_service[module]]

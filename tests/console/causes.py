@@ -1,0 +1,354 @@
+"""Planted causes of missing training on live stacks: the page Why has to name each one within ten seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+from aiokafka import AIOKafkaProducer
+
+from headrace.bus_access import client_options
+from tests.console.stack import BATCHES, MODEL, ConsoleStack, console_stack
+from tests.support.fake_llm import FakeLLM, status
+from tests.support.full_disk import SmallDisk
+from tests.support.processes import wait_until
+from tests.system.line import Line
+
+NAMED_S_MAX = 10.0
+_EFFECT_S_MAX = 60.0
+_TRAINS = r"Experiences are being trained"
+_GATE = """
+import json, pathlib, sys, time
+print(json.dumps({"gate": ["t"], "audit": ["a"]}), flush=True)
+first = None
+for line in sys.stdin:
+    play = json.loads(line)
+    first = first or pathlib.Path(sys.argv[1]).read_text()
+    while pathlib.Path(sys.argv[2]).exists():
+        time.sleep(0.05)
+    print(json.dumps(play | {"score": float(play["version"] == first)}), flush=True)
+"""
+"""A gate at which the first version always succeeds and every other one fails, and which waits for a file to go."""
+
+
+@dataclass(frozen=True)
+class Why:
+    """A reader of the page Why, logged in."""
+
+    stack: ConsoleStack
+    http: httpx2.Client
+
+    def text(self) -> str:
+        """Return the live part of the page without its tags."""
+        reply = self.http.get("/flow", headers={"hx-request": "true"})
+        assert reply.status_code == 200, reply.text
+        return " ".join(re.sub(r"<[^>]*>", " ", reply.text.partition("The numbers behind it")[0]).split())
+
+
+Act = Callable[["Why", contextlib.ExitStack], None]
+"""Plants a cause. What it adds to the exit stack is undone after the page was read."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A planted cause, and the sentence that must name it."""
+
+    cause: str
+    fault: str
+    sentence: str
+    act: Act
+    stalls: bool = False
+    """Whether the cause is named once training counts as stalled, so that the time counts from then on."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Settings of a stack, and the plants on it one after the other."""
+
+    settings: dict[str, object]
+    plants: tuple[Plant, ...]
+    serves: bool = True
+    """Whether the first version is served before the first plant."""
+    is_small_disk: bool = False
+    without: tuple[str, ...] = field(default=())
+
+
+def _calls(count: int, task: str, **options: object) -> Act:
+    def act(why: Why, _undo: contextlib.ExitStack) -> None:
+        for number in range(count):
+            why.stack.call(f"{task} {number}", **options)  # type: ignore[arg-type]
+
+    return act
+
+
+def _nothing(_why: Why, _undo: contextlib.ExitStack) -> None:
+    """Plant a cause that the settings have planted already."""
+
+
+def _stopped(service: str) -> Act:
+    def act(why: Why, undo: contextlib.ExitStack) -> None:
+        pid = why.stack.supervisor.pids[service]
+        os.kill(pid, signal.SIGSTOP)
+        undo.callback(os.kill, pid, signal.SIGCONT)
+
+    return act
+
+
+def _training(why: Why, _undo: contextlib.ExitStack) -> None:
+    """Let the trainer take a step, after which no earlier cause may be named."""
+    why.stack.call("none healed")  # a source that abstains no longer fails
+    for number in range(4):
+        why.stack.call(f"task {number}")
+    wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the stack trains again")
+
+
+def _after_training(act: Act) -> Act:
+    def trained_first(why: Why, undo: contextlib.ExitStack) -> None:
+        _training(why, undo)
+        act(why, undo)
+
+    return trained_first
+
+
+def _garbage(why: Why, _undo: contextlib.ExitStack) -> None:
+    """Send records to the scorer that are no events, more than it refuses in a row."""
+
+    async def send() -> None:
+        bus = why.stack.supervisor.plan.bus
+        async with AIOKafkaProducer(bootstrap_servers=bus, **client_options(bus)) as producer:
+            for number in range(20):
+                await producer.send_and_wait("trajectories", b"{}", str(number).encode())
+
+    asyncio.run(send())
+
+
+def _unfinished(why: Why, undo: contextlib.ExitStack) -> None:
+    undo.callback(why.stack.end, why.stack.call("open", ends=False)[0])
+
+
+def _feedback(count: int) -> Act:
+    def act(why: Why, _undo: contextlib.ExitStack) -> None:
+        for number in range(count):
+            why.stack.call(f"task {number}", value=number / count)
+
+    return act
+
+
+def _stale(why: Why, undo: contextlib.ExitStack) -> None:
+    """Train a version that does not take over, then call the first one."""
+    with why.stack.registry() as registry:
+        registry.pause(MODEL, reason="so that the first version goes on")
+    _feedback(4)(why, undo)
+    wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the first step is taken")
+    _feedback(4)(why, undo)
+
+
+def _gated(folder: Path) -> Act:
+    def act(why: Why, undo: contextlib.ExitStack) -> None:
+        with why.stack.registry() as registry:
+            champion = registry.model(MODEL).champion
+        assert champion is not None
+        (folder / "first").write_text(champion)
+        (folder / "hold").touch()
+        _calls(4, "task")(why, undo)
+
+    return act
+
+
+def _released(folder: Path) -> Act:
+    return lambda _why, _undo: (folder / "hold").unlink()
+
+
+def _full(why: Why, undo: contextlib.ExitStack) -> None:
+    disk = SmallDisk(why.stack.folder, 0)
+    disk.fill()
+    undo.callback(disk.free)
+
+
+def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
+    """Yield the stacks in the order in which they are played."""
+    trained = {**BATCHES, "trainer.base": str(base)}
+    yield Scene(
+        {},
+        (
+            Plant(
+                "service_not_started",
+                "no base model",
+                r"The trainer is not started: trainer\.base is not set",
+                _nothing,
+            ),
+        ),
+        serves=False,
+    )
+    yield Scene(
+        {**trained, "dead_letters.run_max": 3},
+        (
+            Plant("no_traffic", "no call", r"No call was captured since the gateway started", _nothing),
+            Plant(
+                "untrained_traffic",
+                "calls for evaluation only",
+                r"none became an experience",
+                _calls(2, "task", purpose="eval"),
+            ),
+            Plant("sessions_open", "a session that goes on", r"1 session is open", _unfinished),
+            Plant("batch_not_full", "one run of a batch of four", r"1 experience waits for a batch of 4", _nothing),
+            Plant(
+                "source_fails",
+                "a reward function that raises",
+                r"function:\S* failed \d+ times in a row: KeyError",
+                _after_training(_calls(3, "fail")),
+            ),
+            Plant("service_away", "a stopped trainer", r"The trainer does not answer", _stopped("trainer")),
+            Plant("service_away", "a stopped replica", r"The inference does not answer", _stopped("inference")),
+            Plant(
+                "left_out",
+                "calls with top_p",
+                r"Turns were left out of training: truncated sampling 2.*temperature=1",
+                _after_training(_calls(2, "task", top_p=0.5)),
+                stalls=True,
+            ),
+            Plant(
+                "dropped",
+                "runs that no source scores",
+                r"The trainer dropped experiences: no reward 2",
+                _after_training(_calls(2, "none")),
+                stalls=True,
+            ),
+            Plant(
+                "no_traffic",
+                "an agent that stopped calling",
+                r"No call was captured since an experience was last trained",
+                _training,
+                stalls=True,
+            ),
+            Plant("consumer_paused", "records that the scorer refuses", r"The scorer is paused", _garbage),
+        ),
+    )
+    yield Scene(
+        {**trained, "scorer.required": ["feedback"], "scorer.functions": [], "trainer.max_staleness": 0},
+        (
+            Plant("rewards_awaited", "no feedback", r"2 runs wait for rewards of feedback", _calls(2, "task")),
+            Plant(
+                "stale",
+                "answers of a version that is too old",
+                r"The trainer dropped experiences: stale \d",
+                _stale,
+                stalls=True,
+            ),
+        ),
+    )
+    yield Scene(
+        {
+            **trained,
+            "trainer.algorithm": "grpo",
+            "trainer.group_size": 2,
+            "trainer.group_wait_s": 2.0,
+            "disk_free_bytes_min": 1_000_000,
+        },
+        (
+            Plant("equal_rewards", "the same reward for every run", r"All runs of each task had equal rewards", _equal),
+            Plant("service_unready", "a full disk", r"The \w+ is not ready: .*(space|disk)", _full),
+        ),
+        is_small_disk=True,
+    )
+    yield Scene(
+        {
+            **trained,
+            "judge.endpoint.base_url": judge.base_url,
+            "judge.endpoint.model": "judge",
+            "judge.endpoint.api_key": "wrong",
+            "trainer.health.entropy_min": 100.0,
+            "trainer.health.patience_steps": 1,
+        },
+        (
+            Plant(
+                "source_fails",
+                "a wrong key of the judge's endpoint",
+                r"judge:\S+ failed .* in a row: .*401",
+                _calls(1, "task"),
+            ),
+            Plant(
+                "training_stopped",
+                "a health limit that is passed",
+                r"Training is stopped: a limit of its health",
+                _calls(4, "task"),
+            ),
+        ),
+    )
+    folder = base.parent
+    gate = [sys.executable, "-S", "-c", _GATE, str(folder / "first"), str(folder / "hold")]
+    yield Scene(
+        {**trained, "registry.gate.command": gate, "registry.gate.audit_tasks": 1},
+        (
+            Plant("version_at_gate", "a gate that takes long", r"is at the gate", _gated(folder), stalls=True),
+            Plant(
+                "weights_went_back",
+                "a gate that refuses",
+                r"The weights went back 1 time",
+                _released(folder),
+                stalls=True,
+            ),
+        ),
+    )
+    yield Scene(
+        {**trained, "registry.probe_timeout_s": 0.01},
+        (Plant("no_version", "a first version that fails its probe", r"no version serves", _nothing),),
+        serves=False,
+    )
+
+
+def _equal(why: Why, _undo: contextlib.ExitStack) -> None:
+    """Play two runs of each of two tasks, all with the same reward."""
+    for number in range(4):
+        why.stack.call(f"equal {number % 2}")
+
+
+def lines(folder: Path, base: Path) -> Iterator[Line]:
+    """Yield a line for each planted cause."""
+    named = total = 0
+    with FakeLLM(status(401)) as judge:
+        for number, scene in enumerate(scenes(base, judge)):
+            for line in _play(scene, folder / str(number)):
+                total, named = total + 1, named + line.holds
+                yield line
+    yield Line("planted causes that the page names", f"{named} of {total}", "all", named == total > 0)
+
+
+def _play(scene: Scene, folder: Path) -> Iterator[Line]:
+    with contextlib.ExitStack() as running:
+        if scene.is_small_disk:
+            try:
+                running.enter_context(SmallDisk(folder / "data", 300))
+            except PermissionError as error:
+                yield Line("a small disk", str(error), "can be mounted", holds=False)
+                return
+        stack = running.enter_context(console_stack(folder, scene.settings))
+        if scene.serves:
+            stack.supervisor.wait_ready(180)
+        http = running.enter_context(httpx2.Client(base_url=stack.url, timeout=30.0, trust_env=False))
+        assert http.get(stack.login_path()).status_code == 303
+        why = Why(stack, http)
+        for plant in scene.plants:
+            yield _read(plant, why)
+
+
+def _read(plant: Plant, why: Why) -> Line:
+    with contextlib.ExitStack() as undo:
+        plant.act(why, undo)
+        if plant.stalls:
+            wait_until(lambda: not re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "training counts as stalled")
+        began_s = time.monotonic()
+        while not (named := re.search(plant.sentence, text := why.text())) and time.monotonic() - began_s < NAMED_S_MAX:
+            time.sleep(0.25)
+        seconds = time.monotonic() - began_s
+    figure = f"named after {seconds:.1f} s" if named else f"the page states: {text[:200]}"
+    return Line(f"{plant.cause}: {plant.fault}", figure, f"named within {NAMED_S_MAX:g} s", bool(named), {"text": text})

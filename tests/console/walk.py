@@ -1,0 +1,202 @@
+"""Every page of the console in a real browser, and decisions that the registry carries out."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.routing import Route
+
+from headrace.rollouts import Rollouts
+from headrace_console.app import Console
+from headrace_console.settings import ConsoleSettings
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.settings.sections import Common
+from headrace_schemas.http.registry_api import VersionState
+from tests.console.stack import BATCHES, MODEL, USERS, ConsoleStack, console_stack
+from tests.support import browser
+from tests.support.processes import wait_until
+from tests.system.line import Line, caught, equals, no_problems, none_of
+
+PROGRAM = Path(__file__).with_name("browser.py")
+_VERSIONS = 6
+_WAIT_S = 60.0
+_NO_PAGES = ("/health", "/metrics", "/login", "/static/{name}", "/live", "/{path:path}")
+_REASON = "seen in the browser"
+
+
+def settings(base: Path) -> dict[str, object]:
+    """Return the settings of a stack with two users, whose rollouts begin at once and do not end by themselves."""
+    users = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "role": role}
+        for name, role in USERS.items()
+    ]
+    return {**BATCHES, "trainer.base": str(base), "console.users": users}
+
+
+def lines(folder: Path, base: Path) -> Iterator[Line]:
+    """Yield the lines of the pages and of the decisions."""
+    with console_stack(folder, settings(base)) as stack:
+        stack.supervisor.wait_ready(180)
+        make_versions(stack)
+        candidates = [version for version in versions(stack) if version.state == "registered"][::-1]
+        rollout = begin_rollout(stack, candidates[0].id)
+        with LiveTraffic(stack):
+            observed = browser.drive(
+                PROGRAM, {"task": "pages", "url": stack.url, **_pages(stack, candidates[1], rollout)}
+            )
+        yield from _page_lines(observed)
+        yield from _decision_lines(stack, candidates, rollout)
+
+
+def make_versions(stack: ConsoleStack) -> None:
+    """Let the trainer make versions, which wait because the model is paused."""
+    stack.call("task of the first version")
+    with stack.registry() as registry:
+        registry.pause(MODEL, reason="decisions are made in the browser")
+    for number in range(4 * _VERSIONS):
+        stack.call(f"task {number}")
+    wait_until(lambda: len(versions(stack)) > _VERSIONS, _WAIT_S, f"{_VERSIONS} versions are registered")
+
+
+def versions(stack: ConsoleStack) -> tuple[VersionState, ...]:
+    """Return the versions, the newest first."""
+    with stack.registry() as registry:
+        return registry.versions(MODEL)
+
+
+def begin_rollout(stack: ConsoleStack, version: str) -> str:
+    """Begin a canary and return its id once the version gets traffic."""
+    with stack.registry() as registry:
+        rollouts = Rollouts(registry)
+        rollouts.begin(MODEL, version, reason="to be decided in the browser")
+        wait_until(
+            lambda: (rollout := rollouts.newest_of(MODEL, version)) is not None and rollout.phase == "canary",
+            _WAIT_S,
+            f"the rollout of {version} is under way",
+        )
+        rollout = rollouts.newest_of(MODEL, version)
+        assert rollout is not None
+        return rollout.id
+
+
+class LiveTraffic:
+    """Calls while the block runs, so that live pages change."""
+
+    def __init__(self, stack: ConsoleStack) -> None:
+        self._stack = stack
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._call, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _call(self) -> None:
+        while not self._stop.wait(0.5):
+            self._stack.call("live", purpose="eval")
+
+
+def _pages(stack: ConsoleStack, version: VersionState, rollout: str) -> dict[str, Any]:
+    console = Console(Common(data_dir=stack.folder / "routes"), ConsoleSettings(), SystemClock())
+    routes = [route for route in console.app.routes if isinstance(route, Route) and route.path not in _NO_PAGES]
+    path = f"/models/{MODEL}/{version.id.partition('@')[2]}"
+    session, response = stack.call("found by its ids")
+    return {
+        "searched": [session, response, version.id],
+        "login": stack.login_path(),
+        "viewer": "eve",
+        "routes": [route.path_regex.pattern for route in routes if "GET" in (route.methods or ())],
+        "changes": [f"{path}/promote", f"{path}/withdraw", f"/rollouts/{rollout}/stop"],
+    }
+
+
+def _page_lines(observed: dict[str, Any]) -> Iterator[Line]:
+    pages = observed["pages"]
+    yield equals(
+        "login by the printed address: path, token left in the address, heading",
+        observed["login"],
+        ["/", False, "Loop"],
+    )
+    yield equals("the same address once more", observed["replay"], 401)
+    yield no_problems("routes that no link leads to", observed["unlinked"])
+    yield no_problems("ids that the search box does not find", observed["not_found"])
+    yield none_of("pages without one main heading", sum(page["headings"] != 1 for page in pages), len(pages))
+    yield no_problems("violations of axe-core, on every page in two themes", _listed(pages, "axe"))
+    wide = [f"{page['path']}: {page['overflow_px']} px" for page in pages if page["overflow_px"] > 0]
+    yield no_problems("pages that scroll sideways at 320 px", wide)
+    yield no_problems("controls that the tabulator key does not reach", _listed(pages, "unreached"))
+    yield no_problems("focused controls without a visible ring", _listed(pages, "without_ring"))
+    yield no_problems("violations of the Content Security Policy", _listed(pages, "policy"))
+    yield no_problems("errors in the browser's console", observed["errors"])
+    yield no_problems("requests to other origins", observed["foreign"])
+    yield equals(
+        "focus, open details and scroll position after a live refresh",
+        observed["refresh"]["after"],
+        observed["refresh"]["before"],
+    )
+    plain = [f"{path}: {status}" for path, status, length in observed["plain"] if status != 200 or length < 40]
+    yield no_problems("pages that cannot be read without JavaScript", plain)
+    yield equals("theme chosen without JavaScript", observed["plain_theme"], "dark")
+    yield no_problems("forms of decisions that a viewer sees", observed["viewer_forms"])
+    yield equals("answers to decisions that a viewer sends anyway", sorted(set(observed["viewer_posts"])), [403])
+    planted = observed["planted"]
+    for fault, field in (
+        ("an image without a text", "axe"),
+        ("an inline script", "policy"),
+        ("a wide picture", "overflow_px"),
+        ("a button that the tabulator key skips", "unreached"),
+    ):
+        yield caught(fault, by_the_suite=bool(planted[field]))
+
+
+def _listed(pages: list[dict[str, Any]], field: str) -> list[str]:
+    return [f"{page['path']}: {problem}" for page in pages for problem in page[field]]
+
+
+def _decision_lines(stack: ConsoleStack, candidates: list[VersionState], rollout: str) -> Iterator[Line]:
+    """Decide in the browser, and read from the registry what it did, for whom and why."""
+    held, chosen, rolled, promoted = (version.id for version in (*candidates[:2], candidates[-1], candidates[2]))
+    button = "Hold: no more traffic"
+    yield _decide(stack, "hold a rollout, by keyboard", f"/rollouts/{rollout}", button, held, "hold")
+    path, button = f"/rollouts/{begin_rollout(stack, chosen)}", "Promote now, without further evidence"
+    yield _decide(stack, "promote a rollout, by keyboard", path, button, chosen, "promoted")
+    path, button = f"/rollouts/{begin_rollout(stack, rolled)}", "Roll back for good, with its descendants"
+    yield _decide(stack, "roll a rollout back, without JavaScript", path, button, rolled, "rolled_back", script=False)
+    path, button = f"/models/{MODEL}/{promoted.partition('@')[2]}", "Make it the next candidate at the gate"
+    yield _decide(stack, "promote a version, by keyboard", path, button, promoted, "promoted")
+
+
+def _decide(
+    stack: ConsoleStack, name: str, path: str, button: str, version: str, decision: str, *, script: bool = True
+) -> Line:
+    task = {"task": "decide", "url": stack.url, "user": "ann", "path": path, "button": button, "reason": _REASON}
+    observed = browser.drive(PROGRAM, {**task, "script": script})
+    expected = (decision, "ann", True)
+    deadline = time.monotonic() + 10
+    while (seen := _decisions(stack, version)) and expected not in seen and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return Line(
+        name,
+        f"{decision if expected in seen else seen}, {observed['problem'] or 'no problem'}",
+        f"{decision} by ann with the reason, no problem",
+        expected in seen and not observed["problem"] and not observed["errors"],
+        observed,
+    )
+
+
+def _decisions(stack: ConsoleStack, version: str) -> list[tuple[str, str, bool]]:
+    """Return kind, author and whether the reason is that of the browser, of all decisions about a version."""
+    events = next((state.decisions for state in versions(stack) if state.id == version), ())
+    return [
+        (kind, event.who or "", _REASON in (event.reason or ""))
+        for event in events
+        for kind in filter(None, (event.decision, event.rollout.kind if event.rollout else None))
+    ]
