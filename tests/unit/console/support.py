@@ -42,7 +42,10 @@ class TestClock(SystemClock):
 
 @dataclass
 class Stand:
-    """A console of one test, with a user of each role whose token is the name of the role."""
+    """A console of one test, with a user of each role whose token is the name of the role.
+
+    `async with` makes its tables and closes it after the block.
+    """
 
     data_dir: Path
     read_only: bool = False
@@ -60,6 +63,13 @@ class Stand:
         )
         self.settings = ConsoleSettings(users=users, read_only=self.read_only, urls=self.urls)
         self.console = Console(Common(data_dir=self.data_dir, bus=self.bus), self.settings, self.clock)
+
+    async def __aenter__(self) -> Stand:
+        await make_tables(self.console.database, "headrace_console")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.console.close()
 
     def client(self) -> httpx2.AsyncClient:
         """Return a browser without a session. It follows no redirect."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,17 +20,15 @@ from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role, Scope
 from headrace_runtime.clock import SystemClock
 from headrace_schemas.http.stack_access import make_login_token
-from tests.support.migrated import make_tables
 from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, TestClock, form_token
 
 PACKAGE = Path(headrace_console.__file__).parent
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> Stand:
-    opened = Stand(tmp_path)
-    await make_tables(opened.console.database, "headrace_console")
-    return opened
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    async with Stand(tmp_path) as opened:
+        yield opened
 
 
 def routes(stand: Stand) -> list[tuple[str, str]]:
@@ -98,11 +97,11 @@ async def test_a_session_ends_after_twelve_hours_and_by_logout(stand: Stand) -> 
 async def test_sessions_go_on_after_a_restart_of_the_console(stand: Stand) -> None:
     client, ended = await stand.signed_in("operator"), await stand.signed_in()
     await ended.post("/logout", data={"form_token": await form_token(ended)}, headers=BY_PAGE)
-    again = Stand(stand.data_dir)
-    for earlier, status in ((client, 200), (ended, 303)):
-        later = again.client()
-        later.cookies = earlier.cookies
-        assert (await later.get("/")).status_code == status
+    async with Stand(stand.data_dir) as again:
+        for earlier, status in ((client, 200), (ended, 303)):
+            later = again.client()
+            later.cookies = earlier.cookies
+            assert (await later.get("/")).status_code == status
     file = stand.data_dir / "console" / "sessions.json"
     assert file.stat().st_mode & 0o077 == 0
     assert not any(cookie in file.read_text() for cookie in client.cookies.values())
@@ -112,11 +111,11 @@ async def test_sessions_go_on_after_a_restart_of_the_console(stand: Stand) -> No
 async def test_a_damaged_file_of_sessions_costs_a_login(stand: Stand, content: str) -> None:
     client = await stand.signed_in()
     (stand.data_dir / "console" / "sessions.json").write_text(content)
-    again = Stand(stand.data_dir)
-    later = again.client()
-    later.cookies = client.cookies
-    assert (await later.get("/")).headers["location"] == "/login"
-    assert (await (await again.signed_in()).get("/")).status_code == 200
+    async with Stand(stand.data_dir) as again:
+        later = again.client()
+        later.cookies = client.cookies
+        assert (await later.get("/")).headers["location"] == "/login"
+        assert (await (await again.signed_in()).get("/")).status_code == 200
 
 
 def test_another_token_ends_the_sessions_of_its_user(tmp_path: Path) -> None:

@@ -19,10 +19,8 @@ GROUP = "service=collector&topic=turns&reason=invalid_event"
 
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    opened = Stand(tmp_path)
-    await make_tables(opened.console.database, "headrace_console")
-    yield opened
-    await opened.console.close()
+    async with Stand(tmp_path) as opened:
+        yield opened
 
 
 def dead_letters(number: int) -> list[DeadLetter]:

@@ -38,7 +38,8 @@ async def opened(data_dir: Path, rig: Rig, *, read_only: bool = False) -> AsyncI
     application = web.app({}, [*api.routes(), *rollouts.routes()])
     async with web.serve(application, ServiceSettings()) as port:
         urls = {**dict.fromkeys(installed(), "http://127.0.0.1:1"), "registry": f"http://127.0.0.1:{port}"}
-        yield Stand(data_dir, read_only=read_only, urls=urls)
+        async with Stand(data_dir, read_only=read_only, urls=urls) as stand:
+            yield stand
 
 
 async def post(client: httpx2.AsyncClient, path: str, reason: str) -> httpx2.Response:

@@ -51,11 +51,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Gateway:
 
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    opened = Stand(tmp_path)
-    await make_tables(opened.console.database, "headrace_console")
-    await apply(opened, [*session_events(), *foreign_events()])
-    yield opened
-    await opened.console.close()
+    async with Stand(tmp_path) as opened:
+        await apply(opened, [*session_events(), *foreign_events()])
+        yield opened
 
 
 async def turn_number(client: httpx2.AsyncClient) -> str:

@@ -9,6 +9,7 @@ import pytest
 from headrace_console.charts import Line, Mark, interval_chart
 from headrace_console.flow import Cause, Facts, RewardRules, find_cause
 from headrace_console.learning import GateRule, describe_learning, describe_rule, describe_trial, scored_versions
+from headrace_console.pages.loop import reward_chart
 from headrace_console.sources.services import Progress, ServiceReport, StackReport, parse_samples
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState, VersionState
@@ -219,3 +220,12 @@ def test_a_chart_escapes_labels_and_draws_at_most_400_marks() -> None:
     assert interval_chart("nothing", []) == ""
     assert "<circle" in interval_chart("one", [Mark(0, 0.5, 0.5, 0.5, "")])
     assert interval_chart("not finite", [Mark(0, float("nan"), 0, 0, "")]) == ""
+
+
+def test_the_reward_chart_has_a_mark_for_each_step_with_the_version_that_it_made() -> None:
+    steps = [{"step": 1, "reward": 0.25, "version": None}, {"step": 2, "reward": 0.5, "version": "m@<b>"}]
+    chart = str(reward_chart("m", steps))
+    assert chart.count("<circle") == 2
+    assert "step 1: 0.250" in chart
+    assert "step 2: 0.500, made m@&lt;b&gt;" in chart
+    assert reward_chart("m", []) == ""

@@ -38,16 +38,16 @@ def test_services_that_were_left_out_are_read_from_the_state_file(tmp_path: Path
 
 
 async def test_the_loop_of_a_stack_that_is_away_says_so(tmp_path: Path) -> None:
-    stand = Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1"))
-    client = await stand.signed_in()
-    page = await client.get("/")
-    assert page.status_code == 200
-    assert "The broker does not answer." in page.text
-    assert "The registry does not answer at http://127.0.0.1:1" in page.text
-    assert "Calls cannot be counted" in page.text
-    fragment = await client.get("/", headers={"hx-request": "true"})
-    assert "<h1>" not in fragment.text
-    assert "The broker does not answer." in fragment.text
+    async with Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1")) as stand:
+        client = await stand.signed_in()
+        page = await client.get("/")
+        assert page.status_code == 200
+        assert "The broker does not answer." in page.text
+        assert "The registry does not answer at http://127.0.0.1:1" in page.text
+        assert "Calls cannot be counted" in page.text
+        fragment = await client.get("/", headers={"hx-request": "true"})
+        assert "<h1>" not in fragment.text
+        assert "The broker does not answer." in fragment.text
 
 
 async def test_a_subscriber_gets_each_change_at_most_once_a_second() -> None:

@@ -21,7 +21,6 @@ from headrace_console.users import Scope
 from headrace_schemas import Event, Feedback, Message, Reward
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, VERSION, experience, letter, report, trajectory, turn, verdict
-from tests.support.migrated import make_tables
 from tests.support.query_plans import recorded, scans
 from tests.unit.console.support import Stand
 
@@ -34,10 +33,8 @@ HOSTILE = "<script>alert(1)</script>\u202eevil"
 
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    opened = Stand(tmp_path)
-    await make_tables(opened.console.database, "headrace_console")
-    yield opened
-    await opened.console.close()
+    async with Stand(tmp_path) as opened:
+        yield opened
 
 
 async def apply(stand: Stand, events: Sequence[Event], *, titles: bool = True) -> None:

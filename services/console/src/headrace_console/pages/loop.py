@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -63,6 +64,9 @@ class ModelSummary:
     chart: Markup
     trial: str
     """Numbers of the gate's last decision, or an empty text."""
+    steps: tuple[queries.Row, ...]
+    """The last training steps with a mean reward, the oldest first."""
+    reward_chart: Markup
     decisions: tuple[ModelEvent, ...]
 
 
@@ -118,6 +122,15 @@ class LoopPages:
             counts=await self._counts(user),
             as_of=self._clock.now(),
         )
+
+    async def _steps(self, model: str) -> tuple[queries.Row, ...]:
+        """Return the last steps with a mean reward, or none if the database does not answer."""
+        try:
+            async with self._database.transaction() as tx:
+                reports = await queries.steps(tx, model)
+        except Unavailable:
+            return ()
+        return tuple(report for report in reports if report["reward"] is not None)
 
     async def _counts(self, user: User) -> Counts | None:
         """Return the counts of the captured turns that the user may see, or None if the database does not answer."""
@@ -185,8 +198,31 @@ class LoopPages:
         events = (event for version in versions for event in version.decisions)
         decisions = sorted((event for event in events if event.decision in _CONSEQUENCES), key=_time, reverse=True)
         described = learning.describe_learning(state.id, state.champion, versions)
-        trial = learning.describe_trial(versions)
-        return ModelSummary(state, described, scores, chart, trial, tuple(decisions[:_DECISIONS_SHOWN]))
+        steps = await self._steps(state.id)
+        return ModelSummary(
+            state,
+            described,
+            scores,
+            chart,
+            learning.describe_trial(versions),
+            steps,
+            reward_chart(state.id, steps),
+            tuple(decisions[:_DECISIONS_SHOWN]),
+        )
+
+
+def reward_chart(model: str, steps: Sequence[queries.Row]) -> Markup:
+    """Return the chart of the mean reward of the experiences that each step trained."""
+    marks = [
+        charts.Mark(report["step"], report["reward"], report["reward"], report["reward"], _step_label(report))
+        for report in steps
+    ]
+    return charts.interval_chart(f"Mean reward of the trained experiences of {model} by step", marks, below="step")
+
+
+def _step_label(report: queries.Row) -> str:
+    version = f", made {report['version']}" if report["version"] else ""
+    return f"step {report['step']}: {report['reward']:.3f}{version}"
 
 
 def _time(event: ModelEvent) -> datetime:
