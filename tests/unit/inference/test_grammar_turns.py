@@ -42,16 +42,33 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
     monkeypatch.setattr(grammars, "_try", lambda _grammar: None)
     first = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
     await asyncio.sleep(0.05)
-    second = asyncio.create_task(compile_form(grammars, tokenizer, json_form()))
+    second = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"const": 2})))
     await asyncio.sleep(0.01)
     with pytest.raises(Refused, match="wait to be compiled") as overloaded:
-        await compile_form(grammars, tokenizer, json_form())
+        await compile_form(grammars, tokenizer, json_form({"const": 3}))
     assert overloaded.value.status == 503
     with pytest.raises(Refused, match=r"longer than 0\.1 s"):
         await first
     assert not second.done(), "it waits for a thread, which is not its fault"
     go_on.set()
     assert (await second).record.text
+    grammars.close()
+
+
+async def test_equal_grammars_of_a_tenant_share_one_compilation(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    trials: list[str] = []
+    monkeypatch.setattr(grammars, "_try", lambda grammar: trials.append(grammar.text))
+    asked = [asyncio.create_task(compile_form(grammars, tokenizer, json_form())) for _ in range(100)]
+    asked.append(asyncio.create_task(compile_form(grammars, tokenizer, json_form(), tenant="another")))
+    await asyncio.sleep(0)
+    asked.pop(0).cancel()
+    answers = await asyncio.gather(*asked)
+    assert len({compiled.record.text for compiled in answers}) == 1
+    assert len(trials) == 2, "each tenant has compilations of its own"
+    assert not grammars._compilations
     grammars.close()
 
 

@@ -1,6 +1,7 @@
 """Compilation of grammars to guides, in separate threads, within bounds and with a cache.
 
-Tenants take turns. A grammar that is not in the cache is compiled on trial first (`trial`).
+Tenants take turns. Requests of a tenant with an equal grammar share one compilation. A grammar that is not in the cache
+is compiled on trial first (`trial`).
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class GrammarCompiler:
         self._text_pool = ThreadPoolExecutor(1, "grammar-text")
         self._pool = ThreadPoolExecutor(_THREADS, "grammar")
         self._turns: Turns[str] = Turns(_THREADS, WAITING_MAX)
+        self._compilations: dict[tuple[str, tuple[bytes, int, str]], asyncio.Task[GrammarGuide]] = {}
+        """Compilations that wait or run, by tenant and grammar. Requests with an equal grammar share one."""
         self._trials = threading.local()
         self._lock = threading.Lock()
         self._guides: TenantMemory[tuple[bytes, int, str], GrammarGuide] = TenantMemory(_CACHED_MAX)
@@ -153,9 +156,18 @@ class GrammarCompiler:
         guide = self._recall(tenant, grammar.key)
         metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
         if guide is None:
-            guide = await self._compile_in_turn(grammar, tenant)
+            guide = await asyncio.shield(self._compilation(grammar, tenant))
         guides = await loop.run_in_executor(self._text_pool, _copies, guide, resumed)
         return CompiledGrammar(grammar.record, guides)
+
+    def _compilation(self, grammar: _Grammar, tenant: str) -> asyncio.Task[GrammarGuide]:
+        """Return the compilation of a grammar for a tenant, which other requests of the tenant may have begun."""
+        name = tenant, grammar.key
+        if name not in self._compilations:
+            task = self._compilations[name] = asyncio.create_task(self._compile_in_turn(grammar, tenant))
+            task.add_done_callback(lambda _task: self._compilations.pop(name))
+            task.add_done_callback(_retrieve_error)
+        return self._compilations[name]
 
     async def _compile_in_turn(self, grammar: _Grammar, tenant: str) -> GrammarGuide:
         await self._turns.take(tenant)
@@ -188,8 +200,7 @@ class GrammarCompiler:
 
     def _done(self, future: asyncio.Future[GrammarGuide]) -> None:
         self._turns.give_back()
-        if not future.cancelled():
-            future.exception()  # retrieve the error, because the request may have been cancelled
+        _retrieve_error(future)
 
     # In a thread
 
@@ -219,14 +230,12 @@ class GrammarCompiler:
         return _Grammar(text, trial_text, tokenizer, vocabulary, library, field)
 
     def _compile(self, work: _Compilation) -> GrammarGuide:
-        """Compile a grammar after a trial, unless another request has compiled it meanwhile. Raises `Refused`."""
-        guide = self._recall(work.tenant, work.grammar.key)
-        if guide is None:
-            self._try(work.grammar)
-            work.begun_s = time.monotonic()
-            guide = self._guide(work.grammar)
-            with self._lock:
-                self._guides.set(work.tenant, work.grammar.key, guide)
+        """Compile a grammar after a trial. Raises `Refused`."""
+        self._try(work.grammar)
+        work.begun_s = time.monotonic()
+        guide = self._guide(work.grammar)
+        with self._lock:
+            self._guides.set(work.tenant, work.grammar.key, guide)
         return guide
 
     def _try(self, grammar: _Grammar) -> None:
@@ -276,6 +285,12 @@ class GrammarCompiler:
     def _recall(self, tenant: str, key: tuple[bytes, int, str]) -> GrammarGuide | None:
         with self._lock:
             return self._guides.get(tenant, key)
+
+
+def _retrieve_error(future: asyncio.Future[GrammarGuide]) -> None:
+    """Retrieve the error of a compilation whose requests may all have been cancelled."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _no_tokens(_text: str) -> None:
