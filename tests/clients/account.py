@@ -1,4 +1,5 @@
-"""The account of a client: the runs of its captured turns, as the collector divides them, and the trained turns."""
+"""The account of a client: the runs of its captured turns, as the collector divides them, and the turns that policy
+gradients train."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from headrace_collector.runs import partition_runs
 from headrace_collector.trajectories import build_trajectory
 from headrace_schemas import Trajectory, Turn
 from headrace_schemas.values.base import utcnow
+from headrace_trainer.experiences.restrictions import SetBuilder
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class ClientAccount:
     side_calls: int
     branches: int
     trained: int
+    """Turns whose sampling distribution the trainer computes again, which every algorithm can train."""
     left_out: dict[str, int]
-    """Turns that are not trained, by reason."""
+    """The other turns, by reason."""
 
 
 def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory]:
@@ -62,22 +65,26 @@ def _of_session(turns: Sequence[Turn]) -> list[Trajectory]:
     ]
 
 
-def account_of(turns: Sequence[Turn]) -> ClientAccount:
-    """Return the account of all turns that a client made."""
+def account_of(turns: Sequence[Turn], sets: SetBuilder) -> ClientAccount:
+    """Return the account of all turns that a client made. `sets` computes the tokens that answers were sampled from."""
     trajectories = trajectories_of(turns)
     tasks = [trajectory for trajectory in trajectories if trajectory.untrained is None]
-    reasons: Counter[str] = Counter()
+    reason_of: dict[str, str | None] = {}
     for trajectory in trajectories:
         if trajectory.untrained is not None:
-            reasons[trajectory.untrained] += len(trajectory.turn_ids)
-        else:
-            reasons.update(item.full_reason for item in trajectory.left_out)
+            reason_of |= dict.fromkeys(trajectory.turn_ids, trajectory.untrained)
+            continue
+        reason_of |= {item.turn_id: item.full_reason for item in trajectory.left_out}
+        for branch in trajectory.branches:
+            problem = None if branch.sampled is None else sets.problem(branch.sampled)
+            reason_of |= {span.turn_id: span.no_logprobs or problem for span in branch.spans}
+    reasons = Counter(reason for reason in reason_of.values() if reason is not None)
     return ClientAccount(
         calls=len(turns),
         sessions=len({turn.session_key for turn in turns}),
         runs=len(tasks),
         side_calls=reasons["side_call"],
         branches=sum(len(trajectory.branches) for trajectory in tasks),
-        trained=len({span.turn_id for trajectory in tasks for branch in trajectory.branches for span in branch.spans}),
+        trained=sum(reason is None for reason in reason_of.values()),
         left_out=dict(reasons),
     )

@@ -67,6 +67,8 @@ class Client:
     """Expected runs of two conversations."""
     branches: int | None = 2
     """Expected branches. None: the client rewrites its history, so each call may begin another branch."""
+    typed: bool = False
+    """Whether its usual way to an answer of a type holds turns to a grammar."""
 
 
 def _python(program: str, *arguments: str, environment: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
@@ -143,6 +145,7 @@ def _aider(call: Call) -> tuple[list[str], dict[str, str]]:
 
 
 _CHAT, _RESPONSES, _MESSAGES = (f"{api}, streamed, tools" for api in ("chat", "Responses", "Messages"))
+_TYPED = f"{_CHAT}, a typed answer"
 CLIENTS = (
     Client("openai, chat", "openai", "agents", _CHAT, _agents("openai_chat")),
     Client("openai, Responses", "openai", "agents", _RESPONSES, _agents("openai_responses")),
@@ -150,23 +153,31 @@ CLIENTS = (
            _agents("openai_responses", "stateful")),
     Client("anthropic", "anthropic", "agents", _MESSAGES, _agents("anthropic_messages")),
     Client("openai-agents, defaults", "openai-agents", "agents", _RESPONSES, _agents("openai_agents")),
+    Client("openai-agents, output_type", "openai-agents", "agents", f"{_RESPONSES}, a typed answer",
+           _agents("openai_agents", "typed"), typed=True),
     Client("pydantic-ai, openai-chat:gpt-5", "pydantic-ai-slim", "agents", _CHAT,
            _agents("pydantic_agent", "openai-chat:gpt-5")),
     Client("pydantic-ai, openai-responses:gpt-5", "pydantic-ai-slim", "agents", _RESPONSES,
            _agents("pydantic_agent", "openai-responses:gpt-5")),
+    Client("pydantic-ai, output_type", "pydantic-ai-slim", "agents", _TYPED,
+           _agents("pydantic_agent", "openai-chat:gpt-5", "typed"), typed=True),
     Client("pydantic-ai, anthropic", "pydantic-ai-slim", "pydantic", _MESSAGES,
            _python("pydantic_agent", "anthropic:claude-sonnet-4-5", environment="pydantic")),
     Client("LangGraph, ChatOpenAI", "langgraph", "agents", _CHAT, _agents("langchain_agent", "openai")),
     Client("LangGraph, ChatAnthropic", "langgraph", "agents", _MESSAGES, _agents("langchain_agent", "anthropic")),
-    Client("instructor", "instructor", "agents", "chat, a forced tool", _agents("instructor_model")),
+    Client("LangChain, response_format", "langchain", "agents", "chat, tools, a typed answer",
+           _agents("langchain_agent", "openai", "typed"), typed=True),
+    Client("instructor", "instructor", "agents", "chat, a forced tool", _agents("instructor_model"), typed=True),
     Client("litellm, openai", "litellm", "frameworks", _CHAT, _frameworks("litellm_chat", "openai")),
     Client("litellm, anthropic", "litellm", "frameworks", _MESSAGES, _frameworks("litellm_chat", "anthropic")),
     Client("smolagents, ToolCallingAgent", "smolagents", "frameworks", _CHAT,
-           _frameworks("smolagents_agent", "tools"), branches=None),
+           _frameworks("smolagents_agent", "tools"), branches=None, typed=True),
     Client("smolagents, CodeAgent", "smolagents", "frameworks", "chat, streamed, stop strings",
            _frameworks("smolagents_agent", "code"), branches=None),
     Client("DSPy, ReAct", "dspy", "frameworks", "chat", _frameworks("dspy_react"), runs=8, branches=None),
     Client("AgentScope", "agentscope", "frameworks", _CHAT, _frameworks("agentscope_agent")),
+    Client("AgentScope, structured_schema", "agentscope", "frameworks", _TYPED,
+           _frameworks("agentscope_agent", "typed"), typed=True),
     *_on_both_apis("agno", "agno", "agno_agent"),
     *_on_both_apis("Haystack", "haystack-ai", "haystack_agent"),
     *_on_both_apis("LlamaIndex", "llama-index-core", "llamaindex_agent"),
@@ -178,6 +189,8 @@ CLIENTS = (
     Client("openai for Node", "openai", "node", _CHAT, _node("openai_chat")),
     Client("anthropic for Node", "@anthropic-ai/sdk", "node", _MESSAGES, _node("anthropic_messages")),
     Client("Vercel AI SDK, openai", "ai", "node", _RESPONSES, _node("vercel_ai")),
+    Client("Vercel AI SDK, generateObject", "ai", "node", "Responses, a typed answer", _node("vercel_ai", "object"),
+           typed=True),
     Client("Vercel AI SDK, anthropic", "ai", "node", _MESSAGES, _node("vercel_ai", "anthropic")),
     Client("Claude Code", "@anthropic-ai/claude-code", "node", f"{_MESSAGES}, side calls", _claude_code),
     Client("Codex CLI, exec and resume", "@openai/codex", "node", _RESPONSES, _codex),

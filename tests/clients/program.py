@@ -16,11 +16,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from headrace_gateway.settings import UpstreamSettings
 from headrace_schemas import Turn
+from headrace_trainer.experiences.restrictions import SetBuilder
 from tests.clients.account import ClientAccount, account_of, trajectories_of
 from tests.clients.agents import CLIENTS, PACKAGES, Call, Client
-from tests.clients.replica import AgentReplica
+from tests.clients.replica import VOCABULARY, AgentReplica
 from tests.support.gateway import Gateway, gateway
 from tests.system.line import Line
 from tests.system.program import ROOT, Program, Run
@@ -28,6 +31,8 @@ from tests.system.program import ROOT, Program, Run
 TABLE = ROOT / "docs" / "clients.md"
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
 _TIMEOUT_S = 240.0
+_TRAINED_MIN = 0.95
+"""Required share of trained turns of clients with typed answers."""
 _QUIET = {
     "NO_COLOR": "1", "CI": "1", "DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
@@ -47,6 +52,7 @@ class Outcome:
 def play(run: Run) -> None:
     environments: Path = run.options.environments
     chosen = [client for client in CLIENTS if not run.options.only or client.name in run.options.only]
+    replica = AgentReplica(run.folder)
     rows = []
     for client in chosen:
         problem = _installed(environments, client.environment)
@@ -56,7 +62,7 @@ def play(run: Run) -> None:
         version = _version(environments, client)
         folder = run.folder / client.name.replace(" ", "-").replace("/", "-")
         folder.mkdir()
-        outcome = asyncio.run(_converse(client, environments, folder))
+        outcome = asyncio.run(_converse(client, environments, folder, replica))
         run.add(*_lines(client, outcome))
         rows.append(_row(client, version, outcome))
     run.figures["rows"] = rows
@@ -64,11 +70,11 @@ def play(run: Run) -> None:
         _write_table(rows)
 
 
-async def _converse(client: Client, environments: Path, folder: Path) -> Outcome:
+async def _converse(client: Client, environments: Path, folder: Path, replica: AgentReplica) -> Outcome:
     began_s = time.monotonic()
-    replica = AgentReplica()
     problems: list[str] = []
-    async with replica.running(), gateway(folder, replica, any_model_name="always") as served:
+    settings: dict[str, Any] = {"any_model_name": "always", "upstream": UpstreamSettings()}
+    async with replica.running(), gateway(folder, replica, **settings) as served:
         calls = [_call(environments, folder, served, number) for number in range(2)]
         outputs = await asyncio.gather(*(_run(client, call) for call in calls))
         for number, (status, output) in enumerate(outputs):
@@ -76,7 +82,7 @@ async def _converse(client: Client, environments: Path, folder: Path) -> Outcome
                 problems.append(f"conversation {number} ended with status {status}: {output[-1500:]}")
             elif f"The word is WORD-{number}" not in output:
                 problems.append(f"conversation {number} has another answer: {output[-500:]}")
-        account = account_of(served.turns)
+        account = account_of(served.turns, SetBuilder(replica.base, VOCABULARY))
         problems += _mixed_runs(served.turns)
     return Outcome(account, tuple(problems), time.monotonic() - began_s)
 
@@ -131,6 +137,10 @@ def _lines(client: Client, outcome: Outcome) -> Iterator[Line]:
     figure = f"{account.trained} and {dropped} of {account.calls}"
     holds = account.trained + dropped == account.calls > 0
     yield Line(f"{client.name}: turns trained and left out", figure, "all", holds, {"left_out": account.left_out})
+    if client.typed:
+        share = account.trained / max(1, account.calls)
+        yield Line(f"{client.name}: share of turns trained", f"{share:.0%}", f"{_TRAINED_MIN:.0%}",
+                   share >= _TRAINED_MIN)  # fmt: skip
     if client.branches is not None:
         yield Line(f"{client.name}: branches", str(account.branches), str(client.branches),
                    account.branches == client.branches)  # fmt: skip
@@ -148,6 +158,7 @@ def _row(client: Client, version: str, outcome: Outcome) -> dict[str, object]:
         "runs": account.runs,
         "branches": account.branches,
         "trained": account.trained,
+        "share": f"{account.trained / max(1, account.calls):.0%}".replace("%", " %"),
         "left_out": left_out or "none",
     }
 

@@ -1,8 +1,7 @@
 """A replica whose model plays any tool loop: two calls, then an answer that repeats the word of the question.
 
-Prompts are rendered by a chat template, one token for each word, so that an answer that a client sends back unchanged
-is an exact token prefix of the next prompt. As in vLLM, the template gets the arguments of a call as an object, so that
-other spaces in their JSON make no difference.
+Its HTTP interface, chat template, tokenizer, parsers and grammars are those of `headrace_inference`. Only the model is
+scripted, and its answers must be ones that the grammar of their request allows.
 """
 
 from __future__ import annotations
@@ -10,82 +9,113 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import uuid
-import zlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
-from tests.support.chat_templates import render
-from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
+from aiohttp import web
+
+from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN
+from headrace_inference.engine import NOBODY, Sampling, Share, Start
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.settings import GrammarSettings
+from headrace_inference.http.completions import Completions
+from headrace_inference.http.request import parse
+from headrace_runtime.errors import Refused
+from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.storage import versions
+from headrace_runtime.storage.blobs import BlobStore
+from tests.support import tiny_model
+from tests.support.fake_replica import VERSION, Called, FakeReplica
+from tests.unit.inference.scripted import ScriptedEngine, ScriptedGeneration
 
 CALLS = 2
 _WORD = re.compile(r"WORD-\w+")
 _TOOLS = ("search", "mail-search", "Read", "exec_command", "shell", "read", "read_file", "bash", "run_shell_command")
 """Tools that the model calls, the first one that is on offer."""
-_TEMPLATE = "qwen2"
-_ASSISTANT, _END = "<|im_start|>assistant\n", "<|im_end|>"
-_TOKEN = re.compile(r"<\|im_start\|>\w+\n|<\|im_end\|>|\s+(?=<\|im_)|\s*[^\s<]+|\s*<|\s+")
+_ANSWER: ContextVar[str] = ContextVar("answer")
+"""Text of the answer to the request that is being served."""
+VOCABULARY = 320
+"""Number of token ids of the model."""
 Json = dict[str, Any]
 
 
-@dataclass
 class AgentReplica(FakeReplica):
-    """Serves an agent of any framework without a script of its own. `file` is the file that coding agents read."""
+    """Serves an agent of any framework without a script of its own. `base` is the folder of its model."""
 
-    grammars: tuple[str, ...] = ("response_format", "tool_choice")
-    file: str = "note.txt"
+    def __init__(self, folder: Path) -> None:
+        super().__init__(grammars=("response_format", "tool_choice"))
+        self.base = tiny_model.build(folder / "base", vocabulary=VOCABULARY)
+        blobs = BlobStore((folder / "versions").as_uri())
+        manifest = versions.read_manifest(blobs, tiny_model.publish(blobs, self.base).manifest)
+        parsers = Parsers(HERMES)
+        self._tokenizer = ChatTokenizer(self.base, manifest)
+        self._engine = AgentEngine(self._tokenizer)
+        self._completions = Completions(
+            self._engine,
+            ExactPrompts(4_000_000, parsers),
+            parsers,
+            WorkerThreads(1, 1 << 30),
+            GrammarCompiler(parsers, GrammarSettings()),
+        )
 
-    def _work(self, body: Json, fault: Fault) -> Generation:
-        return AgentGeneration(body, body["model"], (), answer_to(body, self.file))
-
-
-@dataclass
-class AgentGeneration(Generation):
-    """One answer with its text in the form of the chat template."""
-
-    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        messages = [_with_parsed_arguments(message) for message in self.body["messages"]]
-        prompt = json.dumps(self.body.get("tools")) + render(_TEMPLATE, messages)
-        return [_token_id(piece) for piece in _TOKEN.findall(prompt)]
-
-    @property
-    def limit(self) -> int:
-        return len(self.tokens(0))
-
-    def tokens(self, index: int) -> list[int]:
-        return [_token_id(piece) for piece in self._pieces_of(index)]
-
-    def _pieces_of(self, index: int) -> list[str]:
-        message: Json = {"content": self.scripted_answer}
-        if isinstance(self.scripted_answer, Called):
-            message = {"content": "", "tool_calls": [self.tool_call(index)]}
-        messages = [{"role": "assistant", **message}]
-        rendered = render(_TEMPLATE, messages, add_generation_prompt=False)
-        return _TOKEN.findall(rendered.removeprefix(_ASSISTANT).removesuffix("\n"))
-
-    def text(self, at: int, token: int) -> str:
-        return self._pieces_of(0)[at].removesuffix(_END)
-
-    def tool_call(self, index: int) -> Json:
-        assert isinstance(self.scripted_answer, Called)
-        function = {"name": self.scripted_answer.name, "arguments": json.dumps(self.scripted_answer.arguments)}
-        return {"id": f"{self.call_id}{index}", "type": "function", "function": function}
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        answer = answer_to(json.loads(raw), "note.txt")
+        _ANSWER.set(answer if isinstance(answer, str) else _call_text(answer))
+        try:
+            chat = parse(raw, choices_max=4, values_max=1_000_000)
+            completion = await self._completions.begin(chat, VERSION, self._tokenizer, len(raw))
+        except Refused as error:
+            body = {"error": {"message": str(error), "code": error.code, "param": error.param}}
+            return web.json_response(body, status=error.status)
+        try:
+            if not chat.stream:
+                return web.Response(body=await completion.complete(), content_type="application/json")
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            async for event in completion.stream(include_usage=True):
+                await response.write(event)
+            return response
+        finally:
+            completion.close()
 
 
-def _with_parsed_arguments(message: Json) -> Json:
-    if not message.get("tool_calls"):
-        return message
-    parsed = json.loads(json.dumps(message))
-    for call in parsed["tool_calls"]:
-        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
-    return dict(parsed)
+class AgentEngine(ScriptedEngine):
+    """Each choice generates `_ANSWER`, which the guide of the choice must allow."""
+
+    reports_sets = True
+
+    def tokens_of(self, choice: int) -> list[int]:
+        assert self._tokenizer.eos_id is not None
+        return [*self._tokenizer.encode(_ANSWER.get()), self._tokenizer.eos_id]
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        version: str,
+        starts: Sequence[Start],
+        *,
+        stream: bool,
+        share: Share = NOBODY,
+    ) -> ScriptedGeneration:
+        for start in starts:
+            guide = start.guide
+            for token in self.tokens_of(start.choice) if guide else ():
+                assert guide
+                guide.accept(token)
+            if guide and guide.error:
+                raise Refused(500, "script", f"the grammar does not allow the scripted answer {_ANSWER.get()}")
+        return super().generate(prompt, sampling, version, starts, stream=stream, share=share)
 
 
-def _token_id(piece: str) -> int:
-    return zlib.crc32(piece.encode()) & 0x7FFFFFFF
+def _call_text(call: Called) -> str:
+    return f"{OPEN}{json.dumps({'name': call.name, 'arguments': call.arguments}, ensure_ascii=False)}{CLOSE}"
 
 
 def answer_to(body: Json, file: str) -> str | Called:
@@ -99,8 +129,6 @@ def answer_to(body: Json, file: str) -> str | Called:
     if isinstance(forced, dict):
         name = forced["function"]["name"]
         return Called(name, _arguments(tools[name], file, final))
-    if "response_format" in body:
-        return json.dumps(_filled(body["response_format"].get("json_schema", {}).get("schema", {}), final))
     result_count = _results_since_the_question(body["messages"])
     if "[[ ## next_tool_name ## ]]" in texts[0]:
         return _dspy_step(texts[-1])
@@ -111,18 +139,20 @@ def answer_to(body: Json, file: str) -> str | Called:
         return f"I act.\n<code>\n{code}\n"
     if name is not None and result_count < CALLS:
         return Called(name, _arguments(tools[name], file, final))
-    if "final_answer" in tools:
-        return Called("final_answer", {"answer": final})
-    forced_tool = next(iter(tools), "") if forced == "required" else ""
-    return Called(forced_tool, _arguments(tools[forced_tool], file, final)) if forced_tool else final
+    typed = next((name for name, tool in tools.items() if "answer" in _properties(tool)), None)
+    if typed is not None:
+        return Called(typed, _arguments(tools[typed], file, final))
+    if "response_format" in body:
+        return json.dumps(_filled(body["response_format"].get("json_schema", {}).get("schema", {}), final))
+    return final
 
 
 def _results_since_the_question(messages: list[Json]) -> int:
-    """Count the results of tools after the last message of the user; results may be a user's messages themselves."""
+    """Count the results of tools after the last question; results and reminders may be a user's messages themselves."""
     results = 0
     for message in reversed(messages):
         is_result = message["role"] == "tool" or "Observation:" in _text(message)
-        if message["role"] == "user" and not is_result:
+        if message["role"] == "user" and not is_result and _WORD.search(_text(message)):
             break
         results += is_result
     return results
@@ -137,6 +167,10 @@ def _dspy_step(text: str) -> str:
     )
 
 
+def _properties(tool: Json) -> Json:
+    return dict((tool.get("parameters") or {}).get("properties", {}))
+
+
 def _arguments(tool: Json, file: str, final: str) -> Json:
     return {} if not tool.get("parameters") else _filled(tool["parameters"], final, file)
 
@@ -145,7 +179,10 @@ def _filled(schema: Json, final: str, file: str = "note.txt") -> Any:
     """Return a value of a JSON Schema, with required properties only."""
     properties = schema.get("properties", {})
     values: Json = {}
-    for name in schema.get("required", list(properties)):
+    required: Any = schema.get("required", properties)
+    for name in properties:  # in the order of a grammar
+        if name not in required:
+            continue
         kind = properties.get(name, {}).get("type", "string")
         if name in ("file_path", "filePath", "path", "absolute_path"):
             values[name] = file

@@ -1,4 +1,4 @@
-"""AgentScope's ReAct agent, streamed."""
+"""AgentScope's ReAct agent, streamed; with `typed` for an answer of a type."""
 
 import asyncio
 import sys
@@ -11,6 +11,13 @@ from agentscope.model import OpenAIChatModel
 from agentscope.permission import PermissionContext, PermissionMode
 from agentscope.state import AgentState
 from agentscope.tool import FunctionTool, Toolkit
+from pydantic import BaseModel
+
+
+class Answer(BaseModel):
+    """The answer."""
+
+    answer: str
 
 
 async def search(query: str) -> str:
@@ -24,8 +31,10 @@ async def main() -> None:
     state: Any = AgentState(permission_context=PermissionContext(mode=PermissionMode.BYPASS))
     toolkit: Any = Toolkit(tools=[FunctionTool(search)])
     agent: Any = Agent(name="searcher", system_prompt="You search.", model=model, toolkit=toolkit, state=state)
-    reply = await agent.reply(UserMsg(name="user", content=sys.argv[2]))
-    print("\n" + str(reply.get_text_content()))
+    typed = "typed" in sys.argv
+    schema = Answer if typed else None
+    reply = await agent.reply(UserMsg(name="user", content=sys.argv[2]), structured_schema=schema)
+    print("\n" + str(reply.structured_output if typed else reply.get_text_content()))
 
 
 asyncio.run(main())

@@ -1,10 +1,17 @@
-"""LangChain's agent on LangGraph, streamed, with ChatOpenAI or ChatAnthropic."""
+"""LangChain's agent on LangGraph with ChatOpenAI or ChatAnthropic: streamed, or with `typed` for a typed answer."""
 
 import sys
 from typing import Any
 
 from langchain.agents import create_agent
 from langchain_core.tools import tool
+from pydantic import BaseModel
+
+
+class Answer(BaseModel):
+    """The answer."""
+
+    answer: str
 
 
 @tool  # type: ignore[untyped-decorator, unused-ignore]
@@ -22,9 +29,14 @@ else:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model="gpt-5", base_url=f"{sys.argv[1]}/v1", api_key="none")  # type: ignore[arg-type, unused-ignore]
+inputs: Any = {"messages": [{"role": "user", "content": sys.argv[2]}]}
+if "typed" in sys.argv:
+    typed_agent: Any = create_agent(model, [search], system_prompt="You search.", response_format=Answer)
+    print(typed_agent.invoke(inputs)["structured_response"].answer)
+    sys.exit()
 agent: Any = create_agent(model, [search], system_prompt="You search.")
 text: Any = ""
-for message, _ in agent.stream({"messages": [{"role": "user", "content": sys.argv[2]}]}, stream_mode="messages"):
+for message, _ in agent.stream(inputs, stream_mode="messages"):
     if message.type == "AIMessageChunk":
         text = "" if message.tool_call_chunks else text + str(message.text)
 print(text)

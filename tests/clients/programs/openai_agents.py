@@ -1,4 +1,4 @@
-"""openai-agents with its default model and API, streamed."""
+"""openai-agents with its default model and API, streamed; with `typed` for an answer of a type."""
 
 import asyncio
 import sys
@@ -6,6 +6,13 @@ from typing import Any
 
 from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+
+class Answer(BaseModel):
+    """The answer."""
+
+    answer: str
 
 
 @function_tool  # type: ignore[untyped-decorator, unused-ignore]
@@ -17,7 +24,9 @@ def search(query: str) -> str:
 async def main() -> None:
     set_tracing_disabled(True)
     set_default_openai_client(AsyncOpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none"))
-    result: Any = Runner.run_streamed(Agent(name="searcher", instructions="You search.", tools=[search]), sys.argv[2])
+    output_type = Answer if "typed" in sys.argv else None
+    agent: Any = Agent(name="searcher", instructions="You search.", tools=[search], output_type=output_type)
+    result: Any = Runner.run_streamed(agent, sys.argv[2])
     async for _ in result.stream_events():
         pass
     print(result.final_output)

@@ -1,7 +1,7 @@
-// The Vercel AI SDK with its default provider of OpenAI (Responses) or with that of Anthropic, streamed.
+// The Vercel AI SDK with its default provider of OpenAI (Responses) or with that of Anthropic, streamed, or an object of a type.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
-import { stepCountIs, streamText, tool } from "ai";
+import { generateObject, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [base, question, provider] = process.argv.slice(2);
@@ -14,5 +14,10 @@ const search = tool({
   inputSchema: z.object({ query: z.string() }),
   execute: async ({ query }) => `Ada wrote about ${query}`,
 });
+if (provider === "object") {
+  const schema = z.object({ answer: z.string() });
+  console.log((await generateObject({ model, schema, prompt: question })).object.answer);
+  process.exit();
+}
 const result = streamText({ model, system: "You search.", prompt: question, tools: { search }, stopWhen: stepCountIs(5) });
 console.log(await result.text);
