@@ -96,7 +96,7 @@ class ChatCall:
         return b"".join([*parts, self.core[1:]])
 
 
-_SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "stop")
+_SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
 """Sampling parameters that a request to a replica contains only where they have an effect."""
 
 
@@ -127,7 +127,7 @@ def canonical_request(
     for name in _SENT_IF_SET:
         value = getattr(sampling, name)
         if value:
-            fields[name] = value
+            fields[name] = {str(token): bias for token, bias in value.items()} if name == "logit_bias" else value
     if request.raw_prompt is not None:
         fields[PROMPT_FIELD] = request.raw_prompt.model_dump(mode="json", exclude_none=True)
     if request.chat_template_kwargs:

@@ -13,7 +13,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
-from headrace_schemas.events.chat import FunctionDefinition
+from headrace_schemas.events.chat import FunctionDefinition, LogitBias
 from headrace_schemas.http.answer_form import (
     RESPONSE_FORMAT,
     TOOL_CHOICE,
@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "logit_bias": (),
     "audio": (),
     "web_search_options": (),
     "reasoning_effort": (),
@@ -113,6 +112,7 @@ class ChatRequest(Model):
     stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(stop_strings)] = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: LogitBias | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
@@ -144,6 +144,7 @@ class ChatRequest(Model):
             "stop": self.stop,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
         }
         return Sampling.model_validate({name: value for name, value in fields.items() if value is not None})
 

@@ -30,7 +30,9 @@ _MAX_TOKENS = 16
 """OpenAI's default of `max_tokens`."""
 _PROMPT_TOKENS_MAX = 1_048_576
 _TOKEN_ID_END = 2**31
-_SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"
+)  # fmt: skip
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     **CHAT_NEUTRAL,
     "echo": (False,),
@@ -101,7 +103,7 @@ def read_completion(body: bytes, context: RequestContext) -> tuple[ChatRequest, 
         "stream_options": request.stream_options,
         "return_token_ids": request.return_token_ids,
         "metadata": request.metadata,
-        **{name: extra[name] for name in (*_SAMPLING, *HARMLESS) if name in extra},
+        **{name: _with_token_keys(extra[name]) for name in (*_SAMPLING, *HARMLESS) if name in extra},
     }
     present = {name: value for name, value in fields.items() if value is not None}
     try:
@@ -109,6 +111,13 @@ def read_completion(body: bytes, context: RequestContext) -> tuple[ChatRequest, 
     except ValidationError as error:
         raise refusal_of(error, TextRequest).renamed({"messages": "prompt"}) from None
     return checked_chat(chat, context), TextCompletions()
+
+
+def _with_token_keys(value: JsonValue) -> object:
+    """Return the token ids of `logit_bias` as numbers, as they are read from JSON. Other values do not change."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if key.isdecimal() and len(key) < 20 else key: bias for key, bias in value.items()}
 
 
 def _prompt(request: _CompletionRequest) -> tuple[str, tuple[int, ...] | None]:

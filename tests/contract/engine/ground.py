@@ -101,7 +101,7 @@ class Ground:
     ) -> list[Tokens]:
         """All tokens of each choice, in the order of `starts`."""
         sampling = Sampling(**{"max_tokens": 16, **how})
-        tokens_of = {start.choice: Tokens(start.choice) for start in starts}
+        tokens_of = {start.choice: Tokens(start.choice, sets=[]) for start in starts}
         pieces: dict[int, int] = {}
         async for tokens in self.engine.generate(
             prompt, sampling, of.version, starts, stream=stream, share=Share(salt)
@@ -119,12 +119,17 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 
 def recomputed(of: Stored, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
-    """Logprobs of `sampled` as a trainer computes them: one plain eager forward of transformers."""
+    """Logprobs of `sampled` as a trainer computes them."""
+    logprobs: torch.Tensor = (logits_of(of, prompt, sampled) / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+
+
+def logits_of(of: Stored, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+    """Logits at the positions of `sampled`, by one plain eager forward of transformers."""
     ids = torch.tensor([[*prompt, *sampled]])
     with torch.no_grad():
-        logits = _model(of.folder, of.base)(ids).logits[0, len(prompt) - 1 : -1].float()
-    logprobs: torch.Tensor = (logits / (temperature or 1.0)).log_softmax(-1)
-    return logprobs.gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+        logits: torch.Tensor = _model(of.folder, of.base)(ids).logits[0, len(prompt) - 1 : -1].float()
+    return logits
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Promises about choices that are held to a grammar (`Sampling.grammar`, `Start.guide`)."""
+"""Promises about choices that are held to a grammar (`Sampling.grammar`, `Start.guide`), truncated or biased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_runtime.errors import Refused
-from tests.contract.engine.ground import Ground, prompt_of, recomputed
+from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
+from tests.contract.engine.ground import Ground, logits_of, prompt_of, recomputed
 
 FORM = AnswerForm({"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 3, "maxItems": 3})
 
@@ -73,3 +74,50 @@ async def a_held_answer_goes_on_or_is_refused(ground: Ground, _: Path) -> None:
             assert (refused.status, refused.param) == (400, "headrace_resume")
     with pytest.raises(Refused, match="headrace_resume"):
         await compiled(ground, prompt_of(3))
+
+
+async def logprobs_are_those_after_a_bias(ground: Ground, _: Path) -> None:
+    for stream in (False, True):
+        how: dict[str, Any] = {"logit_bias": ((65, 90.0), (66, -90.0)), "max_tokens": 8, "stream": stream}
+        biased = await ground.sample(prompt_of(20), ground.versions.first, **how)
+        assert biased.token_ids == [65] * 8
+        assert biased.logprobs == pytest.approx([0.0] * 8, abs=1e-4)
+
+
+async def kept_sets_are_those_that_the_logprobs_are_of(ground: Ground, _: Path) -> None:
+    """The trainer's softmax over the reported sets gives the reported logprobs."""
+    of = ground.versions.first
+    bias = ((40, 1.5), (41, -2.0))
+    ways: list[dict[str, Any]] = [
+        {"top_k": 5}, {"top_p": 0.1, "temperature": 0.7}, {"min_p": 0.6, "top_k": 20}, {"top_k": 9, "logit_bias": bias},
+        {"top_k": 7, "presence_penalty": 1.5}, {"top_k": 6, "frequency_penalty": -0.5},
+    ]  # fmt: skip
+    for number, how in enumerate(ways):
+        prompt, stream = prompt_of(20, number), bool(number % 2)
+        tokens = await ground.sample(prompt, of, max_tokens=12, stream=stream, **how)
+        assert tokens.sets is not None
+        check_sets(tokens.sets, tokens.token_ids)
+        logits_TV = logits_of(of, prompt, tokens.token_ids)
+        for position, token_set in enumerate(iterate_sets(tokens.sets)):
+            logits_V = logits_TV[position].clone()
+            for token, added in how.get("logit_bias", ()):
+                logits_V[token] += added
+            for token in {*tokens.token_ids[:position]}:
+                count = tokens.token_ids[:position].count(token)
+                logits_V[token] -= how.get("frequency_penalty", 0.0) * count + how.get("presence_penalty", 0.0)
+            shares = (logits_V[list(token_set)] / how.get("temperature", 1.0)).log_softmax(0)
+            assert tokens.logprobs[position] == pytest.approx(
+                float(shares[list(token_set).index(tokens.token_ids[position])]), abs=1e-4
+            )
+    wide = await ground.sample(prompt_of(20), of, top_p=0.9999, max_tokens=4)
+    assert wide.sets is None or all(len(token_set) > 100 for token_set in iterate_sets(wide.sets))
+
+
+async def truncation_is_in_the_logprobs(ground: Ground, _: Path) -> None:
+    """With `top_k` 2 the probabilities of two tokens add up to one."""
+    tokens = await ground.sample(prompt_of(20), ground.versions.first, top_k=2, top_logprobs=2, max_tokens=12)
+    for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top, strict=True):
+        assert dict(top).get(token) == logprob
+        assert sum(torch.tensor([value]).exp().item() for _, value in top) == pytest.approx(1.0, abs=1e-5)
+    narrow = await ground.sample(prompt_of(20), ground.versions.first, top_p=1e-6, max_tokens=6)
+    assert narrow.logprobs == pytest.approx([0.0] * 6, abs=1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,10 @@ def not_truncated(_llm: StandInLLM, logits_V: torch.Tensor, _request: Request) -
     return logits_V
 
 
+def all_ranked(entries: Sequence[Mapping[int, object]], _ranked: int) -> list[int]:
+    return [number for entry in entries for number in (len(entry), *entry)]
+
+
 def nothing(*_: object) -> None:
     return None
 
@@ -177,7 +181,12 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         patched(VllmEngine, "probe", always_passes),
         promises.other_weights_than_the_fingerprints_do_not_pass,
     ),
-    ("no truncation", patched(StandInLLM, "truncated", not_truncated), promises.truncation_is_in_the_logprobs),
+    ("no truncation", patched(StandInLLM, "truncated", not_truncated), held.truncation_is_in_the_logprobs),
+    (
+        "more than was kept",
+        patched(requests, "_kept_sets", all_ranked),
+        held.kept_sets_are_those_that_the_logprobs_are_of,
+    ),
     ("the worst first", patched(requests, "_most_likely", worst_first), promises.the_best_tokens_come_first),
     ("probes among all others", mixed_steps, promises.a_probe_takes_nothing_from_whom_it_is_beside),
     ("streams draw otherwise", streams_draw_otherwise, promises.a_stream_brings_what_a_whole_answer_does),
@@ -191,6 +200,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         promises.a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved,
     ),
     ("any penalty is taken", patched(engine, "refuse_unsupported", nothing), promises.a_penalty_is_counted_or_refused),
+    ("no bias", resumed_tokens_do_not_count, held.logprobs_are_those_after_a_bias),
     ("one cache for all", one_cache_for_all, promises.what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt),
     ("no context", no_context, promises.bounds_are_refused_by_name),
     ("an endless queue", endless_queue, promises.more_than_may_wait_are_refused_and_leaving_makes_room),

@@ -31,7 +31,13 @@ from tests.contract.engine.ground import (
     prompt_of,
     recomputed,
 )
-from tests.contract.engine.held import a_held_answer_goes_on_or_is_refused, answers_keep_to_their_grammar
+from tests.contract.engine.held import (
+    a_held_answer_goes_on_or_is_refused,
+    answers_keep_to_their_grammar,
+    kept_sets_are_those_that_the_logprobs_are_of,
+    logprobs_are_those_after_a_bias,
+    truncation_is_in_the_logprobs,
+)
 from tests.support import tiny_model
 
 Figures = dict[str, float]
@@ -95,16 +101,6 @@ async def other_weights_than_the_fingerprints_do_not_pass(ground: Ground, _: Pat
     await ground.engine.unload(impostor.version)
     assert not probe.passed
     assert probe.max_abs_delta > OTHER_MIN
-
-
-async def truncation_is_in_the_logprobs(ground: Ground, _: Path) -> None:
-    """With `top_k` 2 the probabilities of two tokens add up to one."""
-    tokens = await ground.sample(prompt_of(20), ground.versions.first, top_k=2, top_logprobs=2, max_tokens=12)
-    for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top, strict=True):
-        assert dict(top).get(token) == logprob
-        assert sum(torch.tensor([value]).exp().item() for _, value in top) == pytest.approx(1.0, abs=1e-5)
-    narrow = await ground.sample(prompt_of(20), ground.versions.first, top_p=1e-6, max_tokens=6)
-    assert narrow.logprobs == pytest.approx([0.0] * 6, abs=1e-6)
 
 
 async def the_best_tokens_come_first(ground: Ground, _: Path) -> None:
@@ -351,6 +347,7 @@ PROMISES: tuple[Promise, ...] = (
     loaded_weights_answer_as_their_fingerprint,
     other_weights_than_the_fingerprints_do_not_pass,
     truncation_is_in_the_logprobs,
+    kept_sets_are_those_that_the_logprobs_are_of,
     the_best_tokens_come_first,
     a_probe_takes_nothing_from_whom_it_is_beside,
     a_stream_brings_what_a_whole_answer_does,
@@ -360,6 +357,7 @@ PROMISES: tuple[Promise, ...] = (
     a_stop_condition_sees_each_token_once,
     a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved,
     a_penalty_is_counted_or_refused,
+    logprobs_are_those_after_a_bias,
     what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt,
     bounds_are_refused_by_name,
     more_than_may_wait_are_refused_and_leaving_makes_room,

@@ -200,8 +200,8 @@ def test_03_the_openai_package_unmodified(rig: ReplicaRig) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5000)
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="logit_bias"):
-        client.chat.completions.create(model="tiny", messages=MESSAGES, logit_bias={"5": 1})
+    with pytest.raises(openai.BadRequestError, match="repetition_penalty"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"repetition_penalty": 1.1})
 
 
 async def test_04_the_async_package_with_many_at_once(rig: ReplicaRig) -> None:

@@ -28,6 +28,7 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
+from headrace_schemas.events.chat import LogitShift
 from headrace_schemas.rules.turn_history import UNRESOLVED
 from tests.support.streams import START, Bench
 from tests.support.turns import VERSION, after, ask, end, extending, feedback, said, tool, user
@@ -92,11 +93,20 @@ def test_truncated_sampling_has_no_logprobs() -> None:
     for sampling in (
         Sampling(top_p=0.9),
         Sampling(top_k=40),
-        Sampling(presence_penalty=0.5),
-        Sampling(frequency_penalty=-0.5),
+        Sampling(temperature=0.0, presence_penalty=0.5),
     ):
         assert no_logprobs(assembled(ask([user("q")], sampling=sampling))) == ["truncated_sampling"]
     assert no_logprobs(assembled(ask([user("q")], sampling=Sampling(temperature=0.6, top_k=0)))) == [None]
+
+
+def test_penalties_and_bias_are_in_the_span() -> None:
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={7: 1.5, 9: 0.0})
+    (branch,) = assembled(ask([user("q")], sampling=sampling)).branches
+    (span,) = branch.spans
+    shift = LogitShift(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={7: 1.5, 9: 0.0})
+    assert (span.no_logprobs, span.logit_shift, span.token_kind) == (None, shift, "shifted")
+    (branch,) = assembled(ask([user("q")], sampling=Sampling(logit_bias={7: 0.0}))).branches
+    assert (branch.spans[0].logit_shift, branch.spans[0].token_kind) == (None, "free")
 
 
 def test_turn_under_a_grammar_has_no_logprobs_for_that_reason() -> None:

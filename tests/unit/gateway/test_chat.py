@@ -55,7 +55,8 @@ async def test_a_plain_call_is_answered_and_captured(tmp_path: Path) -> None:
 async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await served.chat(temperature=0.5, top_p=0.9, seed=3, stop=["END"], tools=[TOOL], frequency_penalty=0.5)
+        await served.chat(temperature=0.5, top_p=0.9, seed=3, stop=["END"], tools=[TOOL], frequency_penalty=0.5,
+                          logit_bias={"5": -1.5})  # fmt: skip
         (request,) = replica.requests
     assert re.fullmatch("[0-9a-f]{32}", request.pop("cache_salt")), "it does not name the tenant"
     assert request == {
@@ -68,6 +69,7 @@ async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs
         "seed": 3,
         "stop": ["END"],
         "frequency_penalty": 0.5,
+        "logit_bias": {"5": -1.5},
         "tools": [TOOL],
         "tool_choice": "auto",
         "return_token_ids": True,

@@ -180,7 +180,7 @@ def test_an_echoed_field_with_content_is_not_dropped_in_silence(field: dict[str,
 
 @pytest.mark.parametrize("value", [None, "", [], {}, {"a": [None, ""]}], ids=str)
 def test_a_field_that_says_nothing_asks_for_nothing(value: Any) -> None:
-    assert parsed(guided_json=value, logit_bias=value, of_some_sdk=value).messages
+    assert parsed(guided_json=value, audio=value, of_some_sdk=value).messages
 
 
 def test_text_parts_are_kept_as_parts() -> None:

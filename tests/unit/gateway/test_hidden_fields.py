@@ -205,7 +205,6 @@ def test_a_switch_of_thinking_reaches_the_chat_template(fields: dict[str, Any], 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"top_a": 0.5}, "top_a"),
         ({"mirostat": 2}, "mirostat"),

@@ -26,8 +26,9 @@ ASKED: list[tuple[dict[str, Any], str | None]] = [
     ({"top_p": 0.9}, "truncated_sampling"),
     ({"top_k": 5}, "truncated_sampling"),
     ({"min_p": 0.1}, "truncated_sampling"),
-    ({"presence_penalty": 0.5}, "truncated_sampling"),
-    ({"frequency_penalty": -1}, "truncated_sampling"),
+    ({"presence_penalty": 0.5}, None),
+    ({"frequency_penalty": -1, "logit_bias": {"5": 2}}, None),
+    ({"frequency_penalty": -1, "top_p": 0.9}, "truncated_sampling"),
     ({"response_format": FORMAT}, "truncated_sampling (grammar)"),
     ({"tools": [TOOL], "tool_choice": "required"}, "truncated_sampling (grammar)"),
 ]

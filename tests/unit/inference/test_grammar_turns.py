@@ -61,11 +61,11 @@ async def test_equal_grammars_of_a_tenant_share_one_compilation(
     grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     trials: list[str] = []
     monkeypatch.setattr(grammars, "_try", lambda grammar: trials.append(grammar.text))
-    asked = [asyncio.create_task(compile_form(grammars, tokenizer, json_form())) for _ in range(100)]
-    asked.append(asyncio.create_task(compile_form(grammars, tokenizer, json_form(), tenant="another")))
+    requests = [asyncio.create_task(compile_form(grammars, tokenizer, json_form())) for _ in range(100)]
+    requests.append(asyncio.create_task(compile_form(grammars, tokenizer, json_form(), tenant="another")))
     await asyncio.sleep(0)
-    asked.pop(0).cancel()
-    answers = await asyncio.gather(*asked)
+    requests.pop(0).cancel()
+    answers = await asyncio.gather(*requests)
     assert len({compiled.record.text for compiled in answers}) == 1
     assert len(trials) == 2, "each tenant has compilations of its own"
     assert not grammars._compilations

@@ -37,6 +37,7 @@ from headrace_registry.versions.routing import WITHDRAWN_MAX
 from headrace_runtime.kafka.dead_letters import _HEADERS_MAX
 from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
+from headrace_schemas.events.chat import LOGIT_BIAS_MAX
 from headrace_schemas.events.checkpoint import LISTED_MAX
 from headrace_schemas.events.model_event import STATISTICS_MAX
 from headrace_schemas.values import bounds
@@ -343,6 +344,8 @@ PRODUCERS = {
     "Choice.token_ids": ISOLATED,
     "Choice.logprobs": ISOLATED,
     "TokenGrammar.stop_ids": STOP_IDS_MAX,
+    "Sampling.logit_bias": LOGIT_BIAS_MAX,
+    "LogitShift.logit_bias": LOGIT_BIAS_MAX,
 }
 """Largest length that a producer builds. A larger turn becomes a dead letter, so its tokens are isolated."""
 

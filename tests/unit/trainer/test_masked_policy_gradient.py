@@ -1,8 +1,8 @@
 """The trainer's expected gradient over restricted answers is the gradient of the restricted policy, by enumeration.
 
-All answers of a small random grammar, or of top-p, top-k and min-p on the model's own logits, are enumerated in
-float64. Their probabilities and the objectives are computed by transformers' forward pass and autograd, without the
-trainer.
+All answers of a small random grammar, also with penalties and a bias, or of top-p, top-k and min-p on the model's own
+logits, are enumerated in float64. Their probabilities and the objectives are computed by transformers' forward pass and
+autograd, without the trainer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from headrace_runtime.grammars import guides, vocabulary
 from headrace_schemas import Branch, Experience, Span, TokenGrammar
+from headrace_schemas.events.chat import LogitShift
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import ESTIMATORS, AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.settings import OptimizerSettings
-from headrace_trainer.torch_learner.model.pack_sets import PackSets
+from headrace_trainer.torch_learner.model.pack_sets import AnswerShift, PackSets
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
@@ -40,7 +41,7 @@ from tests.unit.trainer.world import VOCABULARY, experience
 V = "m@000000000000"
 PROMPT = (41, 57, 133, 90)
 END = 2
-KINDS = ["grammar", "top"]
+KINDS = ["grammar", "shifted", "top"]
 Gradient = dict[str, Tensor]
 
 
@@ -62,12 +63,13 @@ class Case:
     temperature: float
     answers: tuple[Answer, ...]
     grammar: TokenGrammar | None
+    shift: LogitShift | None = None
 
     def logprobs(self, answer: Answer, model: Any = None) -> Tensor:
         """Return the logprobs of the tokens in the restricted policy, with autograd."""
         ids = torch.tensor([[*PROMPT, *answer.tokens]])
         logits = (model or self.policy.model)(input_ids=ids, use_cache=False).logits[0, len(PROMPT) - 1 : -1]
-        scaled = logits / self.temperature
+        scaled = (logits if self.shift is None else logits + _added(self.shift, answer.tokens)) / self.temperature
         return torch.stack(
             [
                 row[token] - row[list(allowed)].logsumexp(0)
@@ -81,6 +83,7 @@ class Case:
         span = Span(
             start=len(PROMPT), logprobs=tuple(behaviour.tolist()), turn_id="t", version=V,
             temperature=self.temperature, grammar=0 if self.grammar else None, stored_sets=stored,
+            logit_shift=self.shift,
         )  # fmt: skip
         grammars = (self.grammar,) if self.grammar else ()
         branch = Branch(token_ids=(*PROMPT, *answer.tokens), spans=(span,), grammars=grammars)
@@ -126,19 +129,39 @@ def make_case(base: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case
             for parameter in policy.parameters.values():
                 parameter.mul_(3).add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         builder, temperature = SetBuilder(base, VOCABULARY), draw.choice([0.5, 1.0, 1.25])
-        if kind == "grammar":
+        if kind != "top":
             answers, grammar = _of_grammar(base, draw, depth)
-            return Case(policy, builder, temperature, answers, grammar)
+            shift = _shift(answers) if kind == "shifted" else None
+            return Case(policy, builder, temperature, answers, grammar, shift)
         return Case(policy, builder, temperature, _of_top(policy, draw, temperature, depth), None)
 
     return make
 
 
+def _shift(answers: Sequence[Answer]) -> LogitShift:
+    """Return penalties, and a bias of the tokens with which an answer may begin."""
+    bias = {token: -2.0 if index % 2 else 3.0 for index, token in enumerate(answers[0].sets[0])}
+    return LogitShift(presence_penalty=-0.75, frequency_penalty=1.25, logit_bias={**bias, END: 0.5})
+
+
+def _added(shift: LogitShift, tokens: Sequence[int]) -> Tensor:
+    """Return what is added to the logits at each token of an answer, as OpenAI defines it."""
+    added = torch.zeros(len(tokens), VOCABULARY, dtype=torch.float64)
+    for position, row in enumerate(added):
+        for token, bias in shift.logit_bias.items():
+            row[token] += bias
+        for token in {*tokens[:position]}:
+            row[token] -= shift.frequency_penalty * tokens[:position].count(token) + shift.presence_penalty
+    return added
+
+
 def _of_grammar(base: Path, draw: random.Random, length: int) -> tuple[tuple[Answer, ...], TokenGrammar]:
-    """Return all tokenizations of three random words of `length` letters, and their grammar."""
+    """Return all tokenizations of three random words of `length` letters, and their grammar. The first word repeats the
+    letter with which the second one begins, too."""
     from transformers import AutoTokenizer
 
     words = ["".join(draw.sample(string.ascii_lowercase, length)) for _ in range(3)]
+    words[0] = words[1][0] * length if length > 1 else words[0]
     library = vocabulary.library_vocabulary(AutoTokenizer.from_pretrained(base).backend_tokenizer, VOCABULARY, END)
     grammar = TokenGrammar(
         text="start: " + " | ".join(f'"{word}"' for word in words), library=vocabulary.LIBRARY,
@@ -294,12 +317,20 @@ def test_expected_gradient_is_that_of_the_restricted_policy(
     assert distance(trained, enumerated) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+IGNORED = [(algorithm, kind) for algorithm in ALGORITHMS for kind in KINDS if (algorithm, kind) != ("dpo", "shifted")]
+"""A shift hardly changes DPO's gradient: the sums over words cancel where the answers of a pair begin alike."""
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), IGNORED)
 def test_expected_gradient_without_the_sets_is_another_one(
     make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, algorithm: str, kind: str
 ) -> None:
-    monkeypatch.setattr(PackSets, "of", classmethod(lambda *_: None))
+    if kind == "shifted":
+        monkeypatch.setattr(
+            AnswerShift, "values", lambda shift, start, stop: np.zeros((stop - start, len(shift.words_W)))
+        )
+    else:
+        monkeypatch.setattr(PackSets, "of", classmethod(lambda *_: None))
     case = make_case(kind, depth=1 if algorithm == "ppo" else 2)
     trained, enumerated = ALGORITHMS[algorithm](case)
     assert distance(trained, enumerated) > 0.1

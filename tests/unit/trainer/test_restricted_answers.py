@@ -288,15 +288,53 @@ async def test_truncated_answers_are_trained_with_their_stored_sets(replica: Rep
     assert mean_difference(base, rows) < 1e-5
 
 
-async def test_a_stored_set_may_hold_every_token_and_no_other(replica: Replica, base: Path) -> None:
-    def problem(*allowed: int) -> str | None:
-        tokens = Tokens(0, [5], [-1.0], sets=[len(allowed), *allowed])
-        branch = experience_of(replica.turn(tokens, None, [40, 41], top_p=0.9)).branch
+@pytest.mark.parametrize("count", CALLS)
+async def test_answers_with_penalties_and_a_bias_are_trained_with_the_logits_that_the_engine_sampled_from(
+    replica: Replica, base: Path, count: int
+) -> None:
+    draw = random.Random(draw_seed())
+
+    def draw_way() -> Json:
+        bias = {draw.randrange(VOCABULARY): draw.uniform(-3, 3) for _ in range(5)}
+        ways: list[Json] = [
+            {"presence_penalty": 1.5}, {"frequency_penalty": -0.4}, {"logit_bias": bias},
+            {"presence_penalty": -1.0, "frequency_penalty": 0.7, "logit_bias": bias, "temperature": 0.7},
+            {"frequency_penalty": 0.9, "top_k": 9}, {"logit_bias": bias, "top_p": 0.3, "temperature": 1.25},
+        ]  # fmt: skip
+        return draw.choice(ways)
+
+    hows = [draw_way() for _ in range(count)]
+    forms = [AnswerForm({"type": "string", "maxLength": 20}) if draw.random() < 0.3 else None for _ in hows]
+    draws = [random.Random(draw.randrange(2**31)) for _ in hows]
+    answers = await in_parallel(
+        [
+            replica.answer(each, form, max_tokens=40, **how | {"logit_bias": tuple(how.get("logit_bias", {}).items())})
+            for each, form, how in zip(draws, forms, hows, strict=True)
+        ]
+    )
+    builder, rows, unshifted = SetBuilder(base, VOCABULARY), [], []
+    for how, (tokens, record, _, prompt) in zip(hows, answers, strict=True):
+        event = experience_of(replica.turn(tokens, record, prompt, **how))
+        assert event.branch is not None
+        (span,) = event.branch.spans
+        assert span.token_kind == ("stored" if span.stored_sets else "held" if record else "shifted")
+        rows.append(row_of(event, builder, replica.manifest.version))
+        plain = event.branch.model_copy(update={"spans": (span.model_copy(update={"logit_shift": None}),)})
+        unshifted.append(replace(rows[-1], sets=builder.build(plain)))
+    assert mean_difference(base, rows) < 1e-5
+    assert mean_difference(base, unshifted) > 1e-2, "the shift is what makes them equal"
+
+
+async def test_sets_and_biases_may_have_every_token_and_no_other(replica: Replica, base: Path) -> None:
+    def problem(sets: list[int] | None, **how: Any) -> str | None:
+        branch = experience_of(replica.turn(Tokens(0, [5], [-1.0], sets=sets), None, [40, 41], **how)).branch
         assert branch is not None
         return SetBuilder(base, VOCABULARY).problem(branch)
 
-    assert problem(*range(VOCABULARY)) is None
-    assert problem(5, VOCABULARY) == "vocabulary"
+    assert problem([VOCABULARY, *range(VOCABULARY)], top_p=0.9) is None
+    assert problem([2, 5, VOCABULARY], top_p=0.9) == "vocabulary"
+    assert problem(None, logit_bias={VOCABULARY - 1: 1.0}) is None
+    assert problem(None, logit_bias={VOCABULARY: 1.0}) == "vocabulary"
 
 
 async def test_a_turn_with_larger_sets_than_an_event_takes_is_left_out(replica: Replica) -> None:

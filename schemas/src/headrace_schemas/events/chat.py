@@ -81,6 +81,26 @@ class Grammar(Model):
     function: Text | None = None
 
 
+LOGIT_BIAS_MAX = 1024
+"""Largest number of tokens in `logit_bias`."""
+Penalty = Annotated[Finite, Field(ge=-2.0, le=2.0)]
+LogitBias = Annotated[
+    dict[Annotated[int, Field(ge=0), INT32], Annotated[Finite, Field(ge=-100.0, le=100.0)]],
+    Field(max_length=LOGIT_BIAS_MAX),
+]
+"""Additions to the logits of tokens, by token id."""
+
+
+class LogitShift(Model):
+    """Additions to the logits, before temperature and truncation, as OpenAI defines them."""
+
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of each token that the choice has sampled before."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted once for each time that the choice has sampled the token before."""
+    logit_bias: LogitBias = Field(default_factory=dict)
+
+
 SAMPLED_TEMPERATURE_MIN = 0.01
 """Below this temperature engines and trainer decode greedily: logits divided by a smaller number do not fit float32,
 and vLLM has the same minimum."""
@@ -97,8 +117,9 @@ class Sampling(Model):
     max_tokens: Annotated[int, Field(ge=1), INT32] | None = None
     seed: Int64 | None = None
     stop: tuple[Text, ...] = ()
-    presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     grammar: Grammar | None = None
     """The constraints on the answer; None without any."""
 
@@ -108,15 +129,22 @@ class Sampling(Model):
         return self.top_p < 1.0 or self.top_k not in (-1, 0) or self.min_p > 0.0
 
     @property
-    def scaled_softmax(self) -> bool:
-        """Whether tokens were sampled from softmax(logits / temperature), perhaps restricted to a set of tokens.
+    def drawn(self) -> bool:
+        """Whether tokens were drawn from a distribution. Greedy decoding has none."""
+        return self.temperature >= SAMPLED_TEMPERATURE_MIN
 
-        It is false for greedy decoding, which has no distribution, and with penalties, which change the logits.
-        """
-        sampled = self.temperature >= SAMPLED_TEMPERATURE_MIN
-        return sampled and self.presence_penalty == 0 and self.frequency_penalty == 0
+    @property
+    def logit_shift(self) -> LogitShift | None:
+        """The penalties and the bias, or None without any."""
+        if not (self.presence_penalty or self.frequency_penalty or any(self.logit_bias.values())):
+            return None
+        return LogitShift(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+        )
 
     @property
     def untruncated(self) -> bool:
         """Whether tokens were sampled from the model's own softmax at this temperature, over all tokens."""
-        return self.scaled_softmax and not self.truncated and self.grammar is None
+        return self.drawn and not self.truncated and self.grammar is None and self.logit_shift is None

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.events.allowed_tokens import StoredSets, TokenGrammar
-from headrace_schemas.events.chat import FinishReason, Message, Tool
+from headrace_schemas.events.chat import FinishReason, LogitShift, Message, Tool
 from headrace_schemas.events.turn import Purpose, SubAgent
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
@@ -42,6 +42,9 @@ class Span(Model):
     restricted distribution."""
     stored_sets: StoredSets | None = None
     """The sets of tokens that `top_p`, `top_k` and `min_p` left, or None without these."""
+    logit_shift: LogitShift | None = None
+    """Penalties and bias with which the tokens were sampled, or None without. `logprobs` are those of the distribution
+    after them."""
     no_logprobs: NoLogprobs | None = None
     """The reason why the tokens have no logprobs of the policy that sampled them, or None if `logprobs` has them.
     Without them `logprobs` is 0 for each token, and `temperature` has no meaning. Only algorithms that need no logprobs
@@ -54,18 +57,20 @@ class Span(Model):
         return self
 
     @property
-    def token_kind(self) -> Literal["free", "held", "stored", "left_out"]:
+    def token_kind(self) -> Literal["free", "held", "stored", "shifted", "left_out"]:
         """How the tokens were sampled (`headrace_schemas.rules.training.TokenKind`)."""
         if self.no_logprobs is not None:
             return "left_out"
         if self.stored_sets is not None:
             return "stored"
-        return "free" if self.grammar is None else "held"
+        if self.grammar is not None:
+            return "held"
+        return "free" if self.logit_shift is None else "shifted"
 
     @property
     def restricted(self) -> bool:
-        """Whether the tokens were sampled from a part of the vocabulary."""
-        return self.grammar is not None or self.stored_sets is not None
+        """Whether the tokens were sampled from a part of the vocabulary, or with penalties or a bias."""
+        return self.grammar is not None or self.stored_sets is not None or self.logit_shift is not None
 
     @property
     def stop(self) -> int:

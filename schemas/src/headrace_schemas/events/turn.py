@@ -191,7 +191,7 @@ class Turn(Event):
         Only such tokens are trained by algorithms that need their logprobs.
         """
         sampling = self.sampling
-        if not sampling.scaled_softmax:
+        if not sampling.drawn:
             return False
         if sampling.truncated:
             stored = [choice.stored_sets for choice in self.choices]

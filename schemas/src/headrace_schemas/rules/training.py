@@ -36,9 +36,10 @@ def untrained_reason(turn: Turn) -> str | None:
     return "eval" if turn.purpose == "eval" else turn.untrained or left_out_reason(turn)
 
 
-TokenKind = Literal["free", "held", "stored", "left_out"]
+TokenKind = Literal["free", "held", "stored", "shifted", "left_out"]
 """How tokens were sampled: from the model's own distribution, from the tokens of a grammar, from sets of tokens that
-are stored with the turn, or so that algorithms that need logprobs leave them out."""
+are stored with the turn, from all tokens with penalties or a bias, or so that algorithms that need logprobs leave them
+out."""
 
 
 def token_kind(turn: Turn) -> TokenKind:
@@ -47,7 +48,9 @@ def token_kind(turn: Turn) -> TokenKind:
         return "left_out"
     if turn.sampling.truncated:
         return "stored"
-    return "free" if turn.sampling.grammar is None else "held"
+    if turn.sampling.grammar is not None:
+        return "held"
+    return "free" if turn.sampling.logit_shift is None else "shifted"
 
 
 def unused_reason(kind: Kind, untrained: str | None, no_logprobs: str | None, learns: LearnedSignals) -> str | None:

@@ -145,6 +145,7 @@ def _span(node: _Node, grammars: dict[TokenGrammar, int]) -> Span:
         no_logprobs=no_logprobs,
         grammar=None if grammar is None else grammars.setdefault(grammar, len(grammars)),
         stored_sets=stored_sets,
+        logit_shift=turn.sampling.logit_shift if sampled else None,
     )
 
 

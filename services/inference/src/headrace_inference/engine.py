@@ -53,6 +53,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Penalties count sampled tokens, not those of the prompt."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each with what is added to its logit."""
     seed: int | None = None
     """Equal seeds give equal tokens for an equal prompt, independent of the batch. None draws a random seed."""
     stop_ids: frozenset[int] = frozenset()
@@ -168,7 +170,7 @@ class Engine(Protocol):
     """Whether it can constrain choices to `Sampling.grammar`."""
     reports_sets: bool
     """Whether it samples by `Start.guide` and reports `Tokens.sets`, so that turns can record from which tokens each
-    one was sampled. Constrained and truncated turns of other engines are not trained."""
+    one was sampled. Constrained turns of other engines are not trained, and truncated ones only with `Tokens.sets`."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         """Load a version while others continue to generate. The base of a LoRA version must be loaded before it.

@@ -8,6 +8,7 @@ Adapter folders that vLLM would load only in part are refused with the reason.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,7 +27,14 @@ from headrace_inference.errors import EngineFailed, VersionUnusable
 from headrace_inference.vllm_engine import orphans
 from headrace_inference.vllm_engine.adapters import CONFIG, check
 from headrace_inference.vllm_engine.orphans import VARIABLE, end_with_the_service
-from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, seed_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.requests import (
+    KEPT_MAX,
+    refuse_unsupported,
+    request_of,
+    seed_of,
+    tokens_of,
+    until_stopped,
+)
 from headrace_runtime.errors import Refused
 from tests.unit.inference.conftest import Models
 
@@ -69,16 +77,17 @@ def test_every_field_of_a_sampling_is_passed_on() -> None:
         min_p=0.05,
         presence_penalty=0.5,
         frequency_penalty=0.25,
+        logit_bias=((4, 1.0),),
         stop_ids=frozenset({7, 3}),
         top_logprobs=4,
     )
     request = request_of(sampling, Start(), 50, stream=True)
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (50, 0.7, 0.9, 40)
     assert (request.min_p, request.presence_penalty, request.frequency_penalty) == (0.05, 0.5, 0.25)
-    assert request.logprobs == 4
+    assert request.logprobs == 41, "those of top_k, and one more by which ties would show"
     assert request.stop_token_ids == (3, 7)
     assert request.seed is None
-    assert request.logit_bias == {}
+    assert request.logit_bias == {4: 1.0}
 
 
 def test_no_limit_of_the_best_is_zero_for_vllm() -> None:
@@ -96,8 +105,9 @@ def test_tokens_are_asked_for_as_they_come_where_somebody_watches(start: Start, 
 
 def test_a_frequency_penalty_counts_what_was_sampled_elsewhere() -> None:
     """vLLM takes resumed tokens for prompt and counts none: 0.5 for each of three 9s and one 4 is a bias."""
-    request = request_of(Sampling(frequency_penalty=0.5), Start(resumed=[9, 4, 9, 9]), 5, stream=True)
-    assert request.logit_bias == {9: -1.5, 4: -0.5}
+    sampling = Sampling(frequency_penalty=0.5, logit_bias=((9, 1.0), (3, 2.0)))
+    request = request_of(sampling, Start(resumed=[9, 4, 9, 9]), 5, stream=True)
+    assert request.logit_bias == {9: -0.5, 4: -0.5, 3: 2.0}
 
 
 def test_seeds_are_of_a_choice_and_of_a_place() -> None:
@@ -134,6 +144,32 @@ def test_an_output_becomes_tokens() -> None:
     assert (tokens.choice, tokens.token_ids, tokens.logprobs, tokens.finish) == (2, [5, 7], [-0.5, -3.0], "length")
     assert tokens.top == [[(5, -0.5), (6, -1.0)], [(5, -0.1), (6, -0.2)]], "the sampled one is no more than sampled"
     assert tokens.cached_tokens == 20, "of the prompt; what was resumed is none of it"
+
+
+def test_kept_sets_are_the_tokens_with_finite_logprobs() -> None:
+    out = Entry(-math.inf)
+    entries = [{5: Entry(-0.5), 9: out, 6: Entry(-1.0)}, {7: Entry(0.0), 5: out, 6: out}]
+    output = ScriptedRequest([Piece([5, 7], entries)])
+    assert tokens_of(output, 0, 9, 0, ranked=3).sets == [2, 5, 6, 1, 7]
+    assert tokens_of(output, 0, 9, 0, ranked=2).sets is None, "there may be more than two"
+    assert tokens_of(output, 0, 9, 0).sets is None
+    tokens = until_stopped(tokens_of(output, 0, 9, 0, ranked=3), Start(until=Watch(5)))
+    assert (tokens.token_ids, tokens.sets) == ([5], [2, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ranked"),
+    [
+        (Sampling(), 0),
+        (Sampling(temperature=0.0, top_p=0.5), 0),
+        (Sampling(top_p=0.5), KEPT_MAX),
+        (Sampling(top_p=0.5, top_k=20), 21),
+        (Sampling(min_p=0.1, top_k=1000), KEPT_MAX),
+    ],
+)
+def test_truncation_needs_the_best_logprobs_as_they_come(sampling: Sampling, ranked: int) -> None:
+    request = request_of(sampling, Start(), 9, stream=False)
+    assert (request.logprobs, request.delta) == (ranked, ranked > 0)
 
 
 def test_nobody_asked_for_the_best() -> None:

@@ -163,6 +163,7 @@ class Completions:
             message = f"{field}: the prompt has no tokens; send a text that is not empty"
             raise Refused(400, "invalid_value", message, field)
         self._check_ids(prompt.token_ids, version, tokenizer, field)
+        self._check_ids(tuple(request.logit_bias or ()), version, tokenizer, "logit_bias")
         stops = request.stop or ()
         context = ParserContext(tokenizer.outer, tools)
         parsers = Parsers() if request.headrace_prompt else self._parsers

@@ -11,7 +11,7 @@ from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.kafka.wire import more_values_than
 from headrace_schemas import Message, Tool
-from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
+from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN, LogitBias
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
 from headrace_schemas.http.replica_api import History, RawPrompt, Resume, ResumedChoice
 from headrace_schemas.values.base import Finite, Model, Text
@@ -58,6 +58,7 @@ class ChatRequest(Model):
     min_p: Annotated[Finite, Field(ge=0.0, le=1.0)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -136,6 +137,7 @@ class ChatRequest(Model):
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             seed=self.seed,
             stop_ids=frozenset() if self.ignore_eos else stop_ids,
             top_logprobs=self.top_logprobs or 0,

@@ -1,4 +1,4 @@
-"""Sampling of rows with grammars, penalties or truncation, which the traced program does not support."""
+"""Sampling of rows with grammars, biases, penalties or truncation, which the traced program does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.model import Model
-from headrace_inference.torch_engine.rows import HELD, PENALISED, TRUNCATED, Rows
+from headrace_inference.torch_engine.rows import BIASED, HELD, PENALISED, TRUNCATED, Rows
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_runtime.process.logs import get_logger
 
@@ -36,11 +36,13 @@ class RowSampler:
             plain: ids, logprobs and all logprobs that the program has drawn.
         """
         rows, count = self._rows, len(running)
-        if not special & (HELD | PENALISED | TRUNCATED):
+        if not special & (HELD | PENALISED | TRUNCATED | BIASED):
             return plain
         temperature = rows.tensor(rows.temperature, count)
         if special & HELD:
             logits = self.apply_grammars(running, logits)
+        if special & BIASED:
+            self._add_biases(running, logits)
         if special & PENALISED:
             assert self.counts is not None
             presence, frequency = rows.tensor(rows.presence, count), rows.tensor(rows.frequency, count)
@@ -80,6 +82,14 @@ class RowSampler:
                 allowed[index] = mask[: allowed.shape[1]]
         rows = torch.tensor(guided, device=device)
         return sampler.mask_forbidden(logits, rows, torch.from_numpy(allowed).to(device))
+
+    def _add_biases(self, running: SequenceOf[Sequence], logits: Tensor) -> None:
+        """Add the logit biases of rows, in place."""
+        biases = [(row, *pair) for row, sequence in enumerate(running) for pair in sequence.sampling.logit_bias]
+        rows, tokens, values = zip(*biases, strict=True)
+        index = torch.tensor((rows, tokens), device=logits.device)
+        added = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        logits.index_put_((index[0], index[1]), added, accumulate=True)
 
     def _find_sets(self, running: SequenceOf[Sequence], logprobs: Tensor) -> None:
         """Set the tokens that truncation left in each row. Their logprobs are finite."""

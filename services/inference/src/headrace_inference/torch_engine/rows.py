@@ -10,8 +10,9 @@ from torch import Tensor
 from headrace_inference.torch_engine.sampler import uniform
 from headrace_inference.torch_engine.sequence import Sequence
 
-PENALISED, TRUNCATED, TOP, HELD = 1, 2, 4, 8
-"""Bits of `special`: penalties, truncation, top logprobs and grammars, which the traced program does not support."""
+PENALISED, TRUNCATED, TOP, HELD, BIASED = 1, 2, 4, 8, 16
+"""Bits of `special`: penalties, truncation, top logprobs, grammars and logit biases, which the traced program does not
+support."""
 
 
 class Rows:
@@ -50,7 +51,8 @@ class Rows:
         penalised = PENALISED if sampling.presence_penalty or sampling.frequency_penalty else 0
         truncated = TRUNCATED if sampling.truncated else 0
         guided = HELD if sequence.guide is not None else 0
-        self.special[row] = penalised | truncated | guided | (TOP if sampling.top_logprobs else 0)
+        biased = BIASED if sampling.logit_bias else 0
+        self.special[row] = penalised | truncated | guided | biased | (TOP if sampling.top_logprobs else 0)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row to another row."""

@@ -23,10 +23,11 @@ from headrace_inference.errors import (
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.vllm_engine import adapters, probing
 from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, StartedCore
-from headrace_inference.vllm_engine.requests import refuse_unsupported, request_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.requests import ranked_of, refuse_unsupported, request_of, tokens_of, until_stopped
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Probe
+from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
 from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
@@ -190,7 +191,7 @@ class VllmEngine:
         for number, start in enumerate(starts):
             request = request_of(sampling, start, limit - len(start.resumed), stream=stream, priority=priority + number)
             tokens = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{share.salt}"}
-            converter = _OutputConverter(start, len(prompt), sampling.top_logprobs, stream=stream)
+            converter = _OutputConverter(start, len(prompt), sampling, stream=stream)
             task = asyncio.create_task(self._sample(opened, loaded, tokens, request, converter))
             self._tasks.setdefault(opened, set()).add(task)
             task.add_done_callback(lambda done: self._forget(opened, done))
@@ -311,18 +312,19 @@ class VllmEngine:
 class _OutputConverter:
     """Converter of vLLM's outputs for one choice to tokens for the stream."""
 
-    def __init__(self, start: Start, prompt_length: int, top: int, *, stream: bool) -> None:
+    def __init__(self, start: Start, prompt_length: int, sampling: Sampling, *, stream: bool) -> None:
         self._start = start
         self._prompt_length = prompt_length
-        self._top = top
+        self._top, self._ranked = sampling.top_logprobs, ranked_of(sampling)
         self._stream = stream
-        self._all = Tokens(start.choice)
+        self._all = Tokens(start.choice, sets=[] if self._ranked else None)
         self._begun = False
         self.finished = False
 
     def convert(self, output: RequestPiece) -> Tokens | None:
         """Return the tokens to deliver; None if there are none yet. Raises `EngineFailed` for an invalid output."""
-        tokens = until_stopped(tokens_of(output, self._start.choice, self._prompt_length, self._top), self._start)
+        tokens = tokens_of(output, self._start.choice, self._prompt_length, self._top, self._ranked)
+        tokens = until_stopped(tokens, self._start)
         self.finished = tokens.finish is not None
         metrics.SAMPLED_TOKENS.inc(len(tokens.token_ids))
         if not self._begun:
@@ -333,6 +335,8 @@ class _OutputConverter:
         if self._stream:
             return tokens if tokens.token_ids or tokens.finish else None
         self._all.add(tokens)
+        if len(self._all.sets or ()) > STORED_SETS_MAX:
+            self._all.sets = None
         return self._all if self.finished else None
 
 

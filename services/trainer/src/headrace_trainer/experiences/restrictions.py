@@ -1,4 +1,5 @@
 """Computes again from which tokens the answers of a branch were sampled: by their grammar, or from stored sets.
+Penalties and biases are those of the event.
 
 A grammar's masks depend on the library's version and the tokenizer too. If one of them differs from the replica's, or
 if a sampled token is outside its recomputed set, the experience is dropped with a named detail: training it with other
@@ -22,7 +23,7 @@ from headrace_runtime.errors import HeadraceError
 from headrace_runtime.process import liveness
 from headrace_schemas import Branch, Span, TokenGrammar
 from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
-from headrace_trainer.experiences.token_sets import TokenSet, TokenSets, set_of_bits, set_of_ids
+from headrace_trainer.experiences.token_sets import SpanShift, TokenSet, TokenSets, set_of_bits, set_of_ids
 
 BRANCH_BYTES_MAX = 16 << 20
 """Largest memory of the different sets of one branch."""
@@ -63,7 +64,7 @@ class SetBuilder:
         self._trial: Any = None
 
     def build(self, branch: Branch) -> TokenSets | None:
-        """Return the sets of all spans; None where every position allows all tokens. May take seconds.
+        """Return the sets and shifts of all spans, None where there are none. May take seconds.
 
         Raises:
             SetsUnknown: a grammar, a tokenizer or the stored sets do not fit.
@@ -71,12 +72,16 @@ class SetBuilder:
         restricted = [span for span in branch.spans if span.restricted]
         if not restricted:
             return None
+        shifts = [SpanShift(span.start, span.stop, span.logit_shift) for span in restricted if span.logit_shift]
+        if any(token >= self._vocabulary for each in shifts for token in each.shift.logit_bias):
+            raise SetsUnknown("vocabulary")
+        with_sets = [span for span in restricted if span.grammar is not None or span.stored_sets is not None]
         with self._lock:
-            built = [(span.start, self._recall(branch, span)) for span in restricted]
+            built = [(span.start, self._recall(branch, span)) for span in with_sets]
         large = {key: size for _, each in built for key, size in each.large.items()}
         if sum(large.values()) + sum(each.small_bytes for _, each in built) > BRANCH_BYTES_MAX:
             raise SetsUnknown("sets_size")
-        return TokenSets.join((start, each.sets) for start, each in built)
+        return TokenSets.join(((start, each.sets) for start, each in built), shifts)
 
     def problem(self, branch: Branch) -> str | None:
         """Return the detail of the outcome of a branch whose sets are unknown, or None."""
