@@ -1,8 +1,9 @@
 """Peak memory of the output head in a training step, in a process of its own. Prints one line of JSON.
 
-It runs forward and backward of logprobs and entropies, from hidden states and a float32 weight with a gradient. The
-figure is the memory on top of weight and hidden states: the gradients of both, and intermediate values. With `again`,
-logits are computed a second time for the gradient.
+It runs forward and backward of logprobs and entropies, from hidden states and a float32 weight with a gradient. Half of
+the tokens have sets, and a quarter are one answer with penalties. The figure is the memory on top of weight and hidden
+states: the gradients of both, and intermediate values. With `again`, logits are computed a second time for the
+gradient.
 """
 
 from __future__ import annotations
@@ -11,22 +12,46 @@ import argparse
 import json
 import time
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks._run_processes import peak_bytes
+from headrace_schemas.events.chat import LogitShift
 from headrace_trainer.torch_learner.model import head
 from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.pack_sets import AnswerShift, PackSets
+
+_LARGE_SETS, _SMALL_SET = 64, 8
+
+
+def sets_of(targets: Tensor, vocabulary: int) -> PackSets:
+    """Return large sets for a quarter of the tokens, small ones for the next, and penalties for the third."""
+    quarter = len(targets) // 4
+    bits_UW = np.full((_LARGE_SETS, (vocabulary + 7) // 8), 0xFF, np.uint8)
+    bits_UW[:, -2:] = 0
+    large_N = np.full(len(targets), -1, np.int64)
+    large_N[:quarter] = np.arange(quarter) % _LARGE_SETS
+    small_M = np.arange(quarter, 2 * quarter)
+    ids_MK = (targets[small_M].numpy()[:, None] + np.arange(_SMALL_SET)) % vocabulary
+    answer = targets[2 * quarter : 3 * quarter].numpy().astype(np.int32)
+    shift = AnswerShift.of(2 * quarter, answer, LogitShift(presence_penalty=0.5, frequency_penalty=0.5))
+    changed_N = torch.arange(len(targets)) < 3 * quarter
+    ids_K = torch.from_numpy(ids_MK.ravel())
+    row_K = np.repeat(small_M, _SMALL_SET)
+    return PackSets(changed_N, torch.from_numpy(bits_UW), large_N, ids_K, row_K, small_M, (shift,))
 
 
 def once(module: nn.Linear, hidden: Tensor, method: str) -> None:
     tokens = len(hidden)
-    targets, temperature = torch.arange(tokens) % module.out_features, torch.full((tokens,), 0.7)
+    targets, temperature = torch.arange(tokens) % (module.out_features - 16), torch.full((tokens,), 0.7)
+    sets = sets_of(targets, module.out_features)
     if method == "chunked":
-        Head(module).backward(hidden, targets, temperature, lambda logprobs, _: torch.full_like(logprobs, 1 / tokens))
+        slope = torch.full((tokens,), 1 / tokens)
+        Head(module).backward(hidden, targets, temperature, lambda _, part: slope[part], sets=sets)
         return
     if method == "again":
-        result = Head(module).logprobs(hidden, targets, temperature)[0]
+        result = Head(module).logprobs(hidden, targets, temperature, sets)[0]
     else:
         result = head.logprobs(module(hidden), targets, temperature)[0]
     torch.autograd.backward(result.mean())

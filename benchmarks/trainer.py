@@ -2,8 +2,8 @@
 
 The lines:
 
-- logprobs and gradients of 32,768 loss tokens at 152,000 words take at most 1.5 GB above the weights, measured in a
-  process of its own;
+- logprobs and gradients of 32,768 loss tokens at 152,000 words, half of them with sets and a quarter with penalties,
+  take at most 1.5 GB above the weights, measured in a process of its own;
 - attention over a sequence four times as long takes at most 16 times as long, with a window 4 times, and at most 4
   times the memory (each with a fifth more for noise);
 - a step whose tokens are half held by JSON Schemas takes at most 1.15 times the CPU seconds of the same step without
