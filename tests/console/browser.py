@@ -268,7 +268,7 @@ def press_until(page: Page, condition: str, text: str) -> None:
 
 
 def pictures(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
-    """Write a picture of each page, in the light theme."""
+    """Write a picture of each page without its navigation, in the light theme."""
     written = []
     with opened(browser, task["url"], color_scheme="light", device_scale_factor=task["scale"]) as (page, _):
         page.goto(task["login"])
@@ -276,7 +276,7 @@ def pictures(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             page.set_viewport_size({"width": task["width"], "height": height})
             page.goto(path)
             page.wait_for_load_state("load")
-            page.locator("header").evaluate("(header) => header.querySelector('.account')?.remove()")
+            page.locator("header").evaluate("(header) => header.remove()")
             target = Path(task["folder"]) / f"{name}.png"
             page.screenshot(path=target, animations="disabled")
             written.append(str(target))
