@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -223,7 +224,10 @@ def test_a_chart_escapes_labels_and_draws_at_most_400_marks() -> None:
 
 
 def test_the_reward_chart_has_a_mark_for_each_step_with_the_version_that_it_made() -> None:
-    steps = [{"step": 1, "reward": 0.25, "version": None}, {"step": 2, "reward": 0.5, "version": "m@<b>"}]
+    steps: list[Mapping[str, object]] = [
+        {"step": 1, "reward": 0.25, "version": None},
+        {"step": 2, "reward": 0.5, "version": "m@<b>"},
+    ]
     chart = str(reward_chart("m", steps))
     assert chart.count("<circle") == 2
     assert "step 1: 0.250" in chart
