@@ -54,6 +54,8 @@ _CHAT = Operation(
 )
 _MESSAGES = Operation("Answer a conversation, streamed or not.", "Anthropic MessageCreateParams", "Anthropic Message")
 _RESPONSES = Operation("Answer an input, streamed or not.", "OpenAI ResponseCreateParams", "OpenAI Response")
+_CONVERSATION = "/v1/conversations/{conversation_id}"
+_ITEMS = f"{_CONVERSATION}/items"
 _EVENT_IDS = "event_ids of the published events; for feedback also teaches and reason"
 GATEWAY: Operations = {
     **_COMMON,
@@ -73,6 +75,24 @@ GATEWAY: Operations = {
     ),
     ("GET", "/v1/responses/{response_id}"): Operation("Return a stored response.", answer="OpenAI Response"),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Delete a stored response.", answer="OpenAI ResponseDeleted"),
+    ("POST", "/v1/conversations"): Operation(
+        "Create a conversation.", "OpenAI ConversationCreateParams", "OpenAI Conversation"
+    ),
+    ("GET", _CONVERSATION): Operation("Return a conversation without its items.", answer="OpenAI Conversation"),
+    ("POST", _CONVERSATION): Operation(
+        "Replace the metadata of a conversation.", "OpenAI ConversationUpdateParams", "OpenAI Conversation"
+    ),
+    ("DELETE", _CONVERSATION): Operation(
+        "Delete a conversation. Its responses stay.", answer="OpenAI ConversationDeletedResource"
+    ),
+    ("GET", _ITEMS): Operation(
+        "List items of a conversation.", answer="OpenAI ConversationItemList", parameters=("order", "limit", "after")
+    ),
+    ("POST", _ITEMS): Operation(
+        "Add items to a conversation.", "OpenAI ItemCreateParams", "OpenAI ConversationItemList"
+    ),
+    ("GET", _ITEMS + "/{item_id}"): Operation("Return an item of a conversation.", answer="OpenAI ConversationItem"),
+    ("DELETE", _ITEMS + "/{item_id}"): Operation("Remove an item from a conversation.", answer="OpenAI Conversation"),
     ("GET", "/v1/models"): Operation("List the models, in the form of the caller's API.", answer="OpenAI or Anthropic"),
     ("GET", "/v1/models/{model}"): Operation("Return one model, by any of its names.", answer="OpenAI or Anthropic"),
     ("POST", "/v1/feedback"): Operation(

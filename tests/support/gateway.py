@@ -25,6 +25,7 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.replica_watch import ReplicaWatch
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
 from headrace_gateway.spool import Spool
 from headrace_runtime.clock import SystemClock
@@ -145,6 +146,7 @@ async def gateway(
     values: SourceValues | None = None,
     learns: LearnedSignals | None = None,
     captured: CapturedTurns | None = None,
+    responses: ResponseStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
@@ -195,6 +197,7 @@ async def gateway(
                 signals_of=lambda *_: learns,
                 values=values or SourceValues(),
                 captured=captured,
+                responses=responses,
             )
         )
         try:

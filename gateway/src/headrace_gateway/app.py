@@ -25,6 +25,7 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.replica_watch import ReplicaWatch
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
 from headrace_gateway.table_cache import TableCache
@@ -34,7 +35,7 @@ from headrace_runtime.http import web
 from headrace_runtime.http.guard import ReplicaTrust
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.consumer import Offsets, TopicTable
-from headrace_runtime.kafka.dead_letters import SentDeadLetters, dead_letter
+from headrace_runtime.kafka.dead_letters import NameFile, dead_letter
 from headrace_runtime.kafka.known_versions import KnownVersions
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record
@@ -89,7 +90,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             tenants=tenants,
         )
 
-        sent_letters = SentDeadLetters(common.data_dir / "gateway" / "refused")
+        sent_letters = NameFile(common.data_dir / "gateway" / "refused")
 
         async def refuse(record: Record, error: InvalidEvent) -> None:
             letter = dead_letter("gateway", record, error.reason, str(error))
@@ -125,6 +126,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
                 return KnownModels()
 
         captured = CapturedTurns(settings.capture.references_bytes_max, recalls=True)
+        forgotten = known_folder / "forgotten-responses"
+        responses = ResponseStore(settings.responses_bytes_max, clock, recalls=True, forgotten=forgotten)
         watch = ReplicaWatch(replica_set, engines, settings.upstream, clock)
         work = (
             publisher.run(),
@@ -134,12 +137,12 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             replica_cache.run(),
             versions.run(),
             watch.run(),
-            recall_turns(common.bus, blobs, captured, f"{SOURCE}-turns"),
+            recall_turns(common.bus, blobs, captured, responses, f"{SOURCE}-turns"),
         )
         beside = [group.create_task(coroutine) for coroutine in work]
         admission = Admission(ring, limits, publisher)
         known = (known_models, versions.signals_of, values)
-        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, *known, captured)
+        parts = Parts(settings, admission, catalog, replica_set, engines, clock, common, *known, captured, responses)
         app = application(parts)
         try:
             async with (
@@ -177,7 +180,7 @@ def spool_folder(common: Common, settings: GatewaySettings) -> Path:
 
 
 def known_folder_of(common: Common, settings: GatewaySettings) -> Path:
-    """Return the folder of the tables' files. The folder is next to the spool and, like the spool, belongs to one
-    process."""
+    """Return the folder of the tables' files and of the names that must not be recalled. The folder is next to the
+    spool and, like the spool, belongs to one process."""
     spool = spool_folder(common, settings)
     return spool.with_name(f"{spool.name}-known")

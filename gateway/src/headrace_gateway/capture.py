@@ -126,6 +126,7 @@ def _turn(
             "side_call": call.side_call,
             "repeats": call.repeats,
             "sub_agent": call.sub_agent,
+            "response": call.response,
             "rendered": call.request.raw_prompt is None,
         }
     )

@@ -1,6 +1,7 @@
 """The newest turns on the bus, from which a gateway that was restarted remembers the sessions in progress.
 
-So their next turns are small, and replicas that were restarted, too, continue their exact tokens.
+So their next turns are small, replicas that were restarted, too, continue their exact tokens, and clients may refer to
+their responses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from aiokafka.errors import KafkaError
 
 from headrace_gateway.captured_turns import CapturedTurns, read_turn
 from headrace_gateway.identity import CallIdentity
+from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.responses_api.recalled import recall_response
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
 from headrace_runtime.kafka.wire import decode
@@ -30,17 +33,19 @@ _HISTORY_TOKENS_MAX = 8_000_000
 _TRIES, _PAUSE_S, _POLL_MS = 20, 1.0, 500
 
 
-async def recall_turns(bus: BusSettings, blobs: BlobStore, captured: CapturedTurns, client_id: str) -> None:
+async def recall_turns(
+    bus: BusSettings, blobs: BlobStore, captured: CapturedTurns, responses: ResponseStore, client_id: str
+) -> None:
     """Read the newest turns once. A bus that does not answer is tried again for a while; then the memory stays empty.
 
     Turns that this process captures meanwhile are newer and keep their place.
     """
     try:
-        for _ in range(_TRIES if captured.remembers else 0):
+        for _ in range(_TRIES if captured.remembers or responses.remembers else 0):
             reader = consumer(bus, client_id)
             try:
                 await reader.start()
-                count = await _read(reader, blobs, captured)
+                count = await _read(reader, blobs, captured, responses)
                 log.info("turns_recalled", turns=count)
                 return
             except (KafkaError, OSError, Unavailable) as error:
@@ -50,9 +55,10 @@ async def recall_turns(bus: BusSettings, blobs: BlobStore, captured: CapturedTur
             await asyncio.sleep(_PAUSE_S)
     finally:
         captured.end_recall()
+        responses.end_recall()
 
 
-async def _read(reader: AIOKafkaConsumer, blobs: BlobStore, captured: CapturedTurns) -> int:
+async def _read(reader: AIOKafkaConsumer, blobs: BlobStore, captured: CapturedTurns, responses: ResponseStore) -> int:
     partitions = await assign_all(reader, Turn.topic)
     begins, ends = await reader.beginning_offsets(partitions), await reader.end_offsets(partitions)
     for partition in partitions:
@@ -77,6 +83,7 @@ async def _read(reader: AIOKafkaConsumer, blobs: BlobStore, captured: CapturedTu
                     turn.tenant, turn.session_id, turn.session_key, turn.session_source, None, None, turn.purpose
                 )
                 captured.recall(identity, read_turn(turn))
+                recall_response(turn, responses)
                 count += 1
                 await asyncio.sleep(0)
     return count

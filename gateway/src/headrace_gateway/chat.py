@@ -124,7 +124,7 @@ class Chat:
             metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
         size_bytes = max(len(admitted.body), context.referred_bytes)
         call = await self.workers.run(
-            size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context.ignored)
+            size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context)
         )
         return call, shape
 
@@ -135,7 +135,7 @@ class Chat:
         request: ChatRequest,
         target: Target,
         started_at: datetime,
-        ignored: tuple[str, ...],
+        context: RequestContext,
     ) -> ChatCall:
         """Build the call. The method may run in any thread."""
         messages = tuple(message.event for message in request.messages)
@@ -161,7 +161,8 @@ class Chat:
             side_call=side_call(admitted.headers, self.settings.side_calls, messages, has_tools=bool(request.tools)),
             sub_agent=sub_agent(admitted.headers),
             message_digests=message_digests(encoded),
-            ignored=ignored,
+            ignored=context.ignored,
+            response=context.record,
         )
 
     async def _routing_is_known(self) -> None:

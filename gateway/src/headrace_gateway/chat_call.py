@@ -15,6 +15,7 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling, SubAgent
+from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.http.answer_form import constraint_fields
 from headrace_schemas.http.replica_api import (
     BACKGROUND,
@@ -49,6 +50,8 @@ class ChatCall:
     side_call: str | None = None
     """The kind of a call beside the client's task (`headrace_gateway.client_calls`)."""
     sub_agent: SubAgent | None = None
+    response: ResponseRecord | None = None
+    """The place of the call among responses that its client may refer to."""
     repeats: str | None = None
     """The turn whose request came again, if its client may not have got the answer."""
     message_digests: bytes = b""

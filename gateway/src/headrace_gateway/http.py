@@ -31,6 +31,7 @@ from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.responses_api.answers import read_responses
+from headrace_gateway.responses_api.conversations import Conversations
 from headrace_gateway.responses_api.request import parse_input_tokens
 from headrace_gateway.responses_api.stored import StoredResponses
 from headrace_gateway.sessions_api import SessionsApi
@@ -65,6 +66,8 @@ class Parts:
     values: SourceValues = field(default_factory=SourceValues)
     captured: CapturedTurns | None = None
     """The remembered turns; None for an empty memory."""
+    responses: ResponseStore | None = None
+    """The stored responses; None for an empty store."""
 
 
 async def _root(_request: Request) -> Response:
@@ -81,7 +84,8 @@ def application(parts: Parts) -> ASGIApp:
     upstream = parts.settings.upstream
     relay = Relay(parts.engines, parts.replica_set, placement, dispatchers, upstream, parts.clock, captured)
     workers, recent = WorkerThreads(_PARSE_THREADS), RecentTurns(parts.signals_of)
-    repeated, stored = RepeatedRequests(parts.clock), ResponseStore(parts.settings.responses_bytes_max)
+    repeated = RepeatedRequests(parts.clock)
+    stored = parts.responses or ResponseStore(parts.settings.responses_bytes_max, parts.clock)
     memories = (recent, repeated, captured, MessageMemory())
     shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, workers, *memories)
     chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared, stored)
@@ -89,6 +93,8 @@ def application(parts: Parts) -> ASGIApp:
     message_tokens = TokenCounting(Chat(reader(parse_count), *shared), {})
     input_tokens = TokenCounting(Chat(reader(parse_input_tokens), *shared, stored), {"object": "response.input_tokens"})
     stored_responses = StoredResponses(parts.admission, stored)
+    conversations = Conversations(parts.admission, stored, parts.settings.request_rules, workers)
+    conversation, items = "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"
     sessions = SessionsApi(
         parts.admission,
         sticky_versions,
@@ -109,6 +115,14 @@ def application(parts: Parts) -> ASGIApp:
             Route("/v1/responses/input_tokens", input_tokens.count, methods=["POST"]),
             Route("/v1/responses/{response_id}", stored_responses.get),
             Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
+            Route("/v1/conversations", conversations.create, methods=["POST"]),
+            Route(conversation, conversations.get),
+            Route(conversation, conversations.update, methods=["POST"]),
+            Route(conversation, conversations.delete, methods=["DELETE"]),
+            Route(items, conversations.list_items),
+            Route(items, conversations.add_items, methods=["POST"]),
+            Route(items + "/{item_id}", conversations.get_item),
+            Route(items + "/{item_id}", conversations.delete_item, methods=["DELETE"]),
             Route("/v1/messages", messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
             Route("/", _root),

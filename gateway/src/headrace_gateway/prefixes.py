@@ -14,7 +14,7 @@ from headrace_schemas.values.ids import decode_segment
 
 KEY = "headrace.key"
 SESSION = "headrace.session"
-_WITHOUT_VERSION = (b"/chat/completions", b"/completions", b"/responses", b"/messages", b"/models")
+_WITHOUT_VERSION = (b"/chat/completions", b"/completions", b"/responses", b"/conversations", b"/messages", b"/models")
 """Paths that are served without `/v1`, too."""
 _NAMES = {"t": KEY, "sessions": SESSION}
 

@@ -13,6 +13,7 @@ from headrace_gateway.settings import RequestRules
 if TYPE_CHECKING:
     from headrace_gateway.known_messages import KnownMessages
     from headrace_gateway.response_store import CallerResponses
+from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.values.text import printable
 
 IGNORED_HEADER = "x-headrace-ignored"
@@ -38,6 +39,8 @@ class RequestContext:
     """Messages of earlier requests of the tenant."""
     referred_bytes: int = 0
     """Bytes of the conversation that the body refers to, once it was read."""
+    record: ResponseRecord | None = None
+    """The place of the call among responses that its client may refer to, once the body was read."""
     _ignored: dict[str, None] = field(default_factory=dict)
 
     @property

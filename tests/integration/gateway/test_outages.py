@@ -236,3 +236,27 @@ async def test_a_call_of_a_megabyte_and_its_tokens_is_captured_whole(mortal_bus:
         assert [message.content for message in turn.messages] == [QUESTION]
         assert len(turn.to_json()) > topics.catalogue()["turns"].max_message_bytes
         assert list((tmp_path / "data" / "blobs" / "sha256").rglob("[0-9a-f]*")), "by way of the blob store"
+
+
+async def test_a_killed_gateway_continues_responses_and_conversations(tmp_path: Path, embedded_bus: str) -> None:
+    async with circle(tmp_path, embedded_bus, FakeReplica()) as running_circle:
+        gateway, model = running_circle.gateway, running_circle.model
+        async with openai.AsyncOpenAI(base_url=running_circle.base_url, api_key="-", max_retries=5) as client:
+            first = await client.responses.create(model=model, input="Hello.", instructions="Be brief.")
+            deleted = await client.responses.create(model=model, input="Forget this.")
+            hidden = await client.responses.create(model=model, input="Hush.", store=False)
+            conversation = await client.conversations.create()
+            one = await client.responses.create(model=model, input="One.", conversation=conversation.id)
+            await client.responses.delete(deleted.id)
+            await asyncio.to_thread(gateway.kill)
+            await asyncio.to_thread(gateway.start)
+            await asyncio.to_thread(wait_healthy, gateway.url)
+            await client.responses.create(model=model, input="And?", previous_response_id=first.id)
+            await client.responses.create(model=model, input="Two.", conversation=conversation.id)
+            for missing in (deleted.id, hidden.id):
+                with pytest.raises(openai.NotFoundError):
+                    await client.responses.retrieve(missing)
+        turns = await drained(running_circle, 6)
+    histories = [[message.text for message in turn.messages] for turn in turns]
+    assert ["Hello.", first.output_text, "And?"] in histories
+    assert ["One.", one.output_text, "Two."] in histories

@@ -74,7 +74,7 @@ async def test_it_is_the_turn_that_a_chat_call_would_be(tmp_path: Path) -> None:
             response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
         )  # fmt: skip
         responses_turn, chat_turn = server.turns
-    differing = {"time", "turn_id", "started_at", "messages", "repeats"}
+    differing = {"time", "turn_id", "started_at", "messages", "repeats", "response"}
     assert responses_turn.model_dump(exclude=differing) == chat_turn.model_dump(exclude=differing)
     assert replica.requests[0] == replica.requests[1]
     assert [message.text for message in responses_turn.messages] == ["hello"]

@@ -11,11 +11,14 @@ import openai
 import pytest
 
 from headrace_gateway.request_context import RequestContext
-from headrace_gateway.response_store import Conversation, ResponseStore, StoredResponse
+from headrace_gateway.response_store import EarlierItems, ResponseStore, StoredConversation, StoredResponse
 from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
 from headrace_gateway.settings import KeySettings, LimitSettings
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import Called, FakeReplica
 from tests.support.gateway import gateway
+from tests.support.streams import ManualClock
 from tests.unit.gateway.test_responses_api import SEARCH, served
 
 
@@ -86,33 +89,53 @@ async def test_tenants_and_bound_keys_read_their_own_responses_only(tmp_path: Pa
     assert read == {pair: 200 if pair in allowed else 404 for pair in read}
 
 
+NAMES = {number: ids.response_id(ids.session_key("a", "s")) for number in range(1, 5)}
+ENTRY_BYTES = 1054
+
+
+def stored_response(number: int, previous: int = 0) -> StoredResponse:
+    """Return a response with one item, its number."""
+    return StoredResponse(NAMES[number], b"{}", NAMES.get(previous), (), (number,), (), ENTRY_BYTES - 1026)
+
+
 def test_the_store_drops_the_oldest_response_of_the_largest_tenant() -> None:
-    store = ResponseStore(100)
-    for tenant, name in (("a", "1"), ("a", "2"), ("b", "3"), ("a", "4")):
-        store.add(tenant, stored_response(name))
-    stored_ids = [(tenant, name) for tenant in "ab" for name in "1234" if store.get(tenant, name)]
-    assert stored_ids == [("a", "2"), ("a", "4"), ("b", "3")]
-    assert not store.delete("b", "1")
-    assert store.delete("b", "3")
-
-
-def stored_response(name: str, previous_id: str | None = None) -> StoredResponse:
-    """Return a response of 30 bytes with one item, its name."""
-    return StoredResponse(name, b"{}", previous_id, (), (name,), (), 28)
+    store = ResponseStore(3 * ENTRY_BYTES)
+    for tenant, number in (("a", 1), ("a", 2), ("b", 3), ("a", 4)):
+        store.add(tenant, stored_response(number))
+    stored_ids = [(tenant, number) for tenant in "ab" for number in NAMES if store.get(tenant, NAMES[number])]
+    assert stored_ids == [("a", 2), ("a", 4), ("b", 3)]
+    assert not store.delete("b", NAMES[1])
+    assert store.delete("b", NAMES[3])
 
 
 def test_a_conversation_ends_with_the_first_of_its_responses_that_is_dropped() -> None:
     """A response that kept the items of those before it would fill the memory beyond its bound."""
-    store = ResponseStore(100)
-    for name, previous_id in (("1", None), ("2", "1"), ("3", "2")):
-        store.add("a", stored_response(name, previous_id))
-    assert store.conversation("a", "3") == Conversation(("1", "2", "3"), 84)
-    assert store.conversation("b", "3") is None
-    assert store.bytes_of("a") == 90
-    store.add("a", stored_response("4", "3"))
-    assert store.conversation("a", "4") is None
-    assert store.delete("a", "4")
-    assert (store.bytes_of("a"), store.bytes_of("b")) == (60, 0)
+    store = ResponseStore(3 * ENTRY_BYTES)
+    for number in (1, 2, 3):
+        store.add("a", stored_response(number, number - 1))
+    assert store.items_up_to("a", NAMES[3]) == EarlierItems((1, 2, 3), 84)
+    assert store.items_up_to("b", NAMES[3]) is None
+    assert store.bytes_of("a") == 3 * ENTRY_BYTES
+    store.add("a", stored_response(4, 3))
+    assert store.items_up_to("a", NAMES[4]) is None
+    assert store.delete("a", NAMES[4])
+    assert (store.bytes_of("a"), store.bytes_of("b")) == (2 * ENTRY_BYTES, 0)
+
+
+def test_responses_and_conversations_are_dropped_after_thirty_days() -> None:
+    clock = ManualClock()
+    clock.at = utcnow()
+    store = ResponseStore(2**20, clock)
+    conversation = StoredConversation()
+    store.add("a", stored_response(1))
+    store.add_conversation("a", conversation)
+    clock.advance(29 * 86_400)
+    assert store.get("a", NAMES[1])
+    assert store.conversation("a", conversation.conversation_id)
+    clock.advance(2 * 86_400)
+    assert store.get("a", NAMES[1]) is None
+    assert store.conversation("a", conversation.conversation_id) is None
+    assert store.bytes_of("a") == 0
 
 
 async def test_a_conversation_is_bounded_with_all_that_it_refers_to(tmp_path: Path) -> None:

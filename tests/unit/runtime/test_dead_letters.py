@@ -20,7 +20,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.kafka import damage
-from headrace_runtime.kafka.dead_letters import DeadLetterSender, SentDeadLetters, dead_letter
+from headrace_runtime.kafka.dead_letters import DeadLetterSender, NameFile, dead_letter
 from headrace_runtime.kafka.wire import Record, decode
 from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.blobs import BlobStore
@@ -79,10 +79,10 @@ def test_a_key_that_a_retry_cannot_restore_is_marked(key: bytes) -> None:
 
 def test_the_newest_ten_thousand_ids_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "refused"
-    sent = SentDeadLetters(path)
+    sent = NameFile(path)
     for number in range(10_001):
         sent.add(f"letter-{number}")
-    again = SentDeadLetters(path)
+    again = NameFile(path)
     assert ["letter-0" in again, "letter-1" in again, "letter-10000" in again] == [False, True, True]
     assert len(path.read_text().split()) == 10_000, "the file has not grown for ever"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from pydantic import TypeAdapter
@@ -14,13 +15,19 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
-from headrace_gateway.response_store import CallerResponses, StoredResponse
+from headrace_gateway.response_store import CallerResponses, StoredResponse, named_items
 from headrace_gateway.responses_api.events import ResponseWriter
 from headrace_gateway.responses_api.items import Item, size_of
 from headrace_gateway.responses_api.output import Json, ResponseFrame
-from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
+from headrace_gateway.responses_api.request import ParsedResponses, ResponsesRequest, parse_responses
+from headrace_schemas.events.turn import ResponseRecord
 
 _ITEMS: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
+
+
+def is_stored(request: ResponsesRequest) -> bool:
+    """Return whether later requests may refer to the items of a request and of its answer."""
+    return request.store is not False or request.conversation is not None
 
 
 class Responses:
@@ -50,22 +57,33 @@ class Responses:
         return _Events(self, self._writer(call), answer_headers(call))
 
     def store(self, response: Json, body: bytes) -> None:
-        """Store the response for later references, unless the request forbids it. `body` is the response as JSON."""
+        """Store the response for later references, unless the request forbids it, and add its items to the
+        conversation of the request. `body` is the response as JSON."""
         request = self._parsed.request
-        if self._responses is None or request.store is False:
+        if self._responses is None or not is_stored(request):
             return
         output = tuple(_ITEMS.validate_python(response["output"]))
-        self._responses.add(
-            StoredResponse(
-                response_id=response["id"],
-                body=body,
-                previous_id=request.previous_response_id,
-                input=self._parsed.added,
-                output=output,
-                output_ids=tuple(item.get("id") for item in response["output"]),
-                item_bytes=self._parsed.added_bytes + size_of(output),
+        output_ids = tuple(item["id"] for item in response["output"])
+        added, item_bytes = self._parsed.added, self._parsed.added_bytes + size_of(output)
+        if request.store is not False:
+            self._responses.add(
+                StoredResponse(
+                    response_id=response["id"],
+                    body=body,
+                    previous_id=request.previous_response_id,
+                    input=added,
+                    output=output,
+                    output_ids=output_ids,
+                    item_bytes=item_bytes,
+                    conversation_id=request.conversation,
+                )
             )
-        )
+        if request.conversation is not None:
+            items = [*named_items(added), *zip(output_ids, output, strict=True)]
+            with contextlib.suppress(ApiError):  # the conversation was deleted meanwhile
+                self._responses.change(
+                    request.conversation, lambda current: current.extended(items, item_bytes, response["id"])
+                )
 
     def _writer(self, call: ChatCall) -> ResponseWriter:
         frame = ResponseFrame(self._parsed, call)
@@ -97,4 +115,13 @@ class _Events:
 def read_responses(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
     """Read a body of `POST /v1/responses`."""
     parsed = parse_responses(body, context)
+    request = parsed.request
+    if is_stored(request):
+        context.record = ResponseRecord(
+            stored=request.store is not False,
+            instructions=bool(request.instructions),
+            previous_response_id=request.previous_response_id,
+            added_messages=parsed.added_messages,
+            conversation=request.conversation,
+        )
     return parsed.chat, Responses(parsed, context.responses)

@@ -200,6 +200,13 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
     return messages
 
 
+def begins_with_answer(items: Iterable[Item]) -> bool:
+    """Return whether the first message of items is an answer of the model, which may join the message before them."""
+    first = next((item for item in items if not isinstance(item, ToolsItem | LeftOutItem)), None)
+    is_message = isinstance(first, MessageItem) and first.role == "assistant"
+    return is_message or isinstance(first, ReasoningItem | CallItem | CustomCallItem)
+
+
 def _call(item: CallItem | CustomCallItem) -> Json:
     if isinstance(item, CustomCallItem):
         arguments = json.dumps({"input": item.input}, ensure_ascii=False)

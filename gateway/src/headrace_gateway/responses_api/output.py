@@ -60,6 +60,7 @@ class ResponseFrame:
             "model": version,
             "output": list(output),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
+            **({"conversation": {"id": request.conversation}} if request.conversation else {}),
             "previous_response_id": request.previous_response_id,
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,

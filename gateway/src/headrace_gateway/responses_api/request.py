@@ -12,16 +12,18 @@ from pydantic_core import to_json
 from headrace_gateway.chat_messages import says_something
 from headrace_gateway.chat_request import HARMLESS, ChatRequest, parse_chat
 from headrace_gateway.hints import HINTS, is_honoured
+from headrace_gateway.identity import CLIENT_SESSION
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
-from headrace_gateway.response_store import Conversation
+from headrace_gateway.response_store import EarlierItems
 from headrace_gateway.responses_api.items import (
     Item,
     Json,
     MessageItem,
     ReferenceItem,
     ToolsItem,
+    begins_with_answer,
     messages_of,
     size_of,
 )
@@ -34,7 +36,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
-    "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
@@ -42,7 +43,6 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 }
 """Fields that we cannot honour, with the values, besides empty ones, that have no effect."""
 _REASONS = {
-    "conversation": "no conversation is stored; use previous_response_id, or send earlier items in input",
     "background": "the answer comes with the response",
     "prompt": "no prompts are stored; send instructions",
 }
@@ -60,6 +60,11 @@ def _input(value: Any) -> Any:
     if isinstance(value, str):
         return ({"type": "message", "role": "user", "content": value},)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _conversation(value: Any) -> Any:
+    """Return the id of the conversation, which clients also send as an object."""
+    return value.get("id", value) if isinstance(value, dict) else value
 
 
 class TextFormat(Model):
@@ -110,6 +115,7 @@ class ResponsesRequest(Model):
     input: Annotated[tuple[Item, ...], BeforeValidator(_input)] = Field(min_length=1, max_length=16_384)
     instructions: LongText | None = None
     previous_response_id: Text | None = None
+    conversation: Annotated[Text | None, BeforeValidator(_conversation)] = None
     store: bool | None = None
     tools: tuple[RequestTool, ...] | None = Field(default=None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
@@ -146,6 +152,8 @@ class ParsedResponses:
     """The items of the request, in the place of references the items that they name."""
     added_bytes: int
     """Bytes of `added` as JSON."""
+    added_messages: int
+    """Number of messages that only `added` is part of; 0 if one has earlier items, too."""
     tools: ToolSet
     chat: ChatRequest
 
@@ -187,7 +195,7 @@ def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
 
 
 def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedResponses:
-    added = tuple(_item(item, number, context) for number, item in enumerate(request.input))
+    added = tuple(resolved(item, f"input.{number}", context) for number, item in enumerate(request.input))
     earlier = _earlier(request, context)
     items = (*earlier.items, *added)
     added_bytes = 0
@@ -206,14 +214,26 @@ def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedRes
         chat = parse_chat(document, context.for_translation())
     except ApiError as error:
         raise error.renamed(_CHAT_NAMES) from None
-    return ParsedResponses(request, added, added_bytes, tools, chat)
+    added_messages = 0 if begins_with_answer(added) else len(messages_of(added))
+    return ParsedResponses(request, added, added_bytes, added_messages, tools, chat)
 
 
-def _earlier(request: ResponsesRequest, context: RequestContext) -> Conversation:
-    """Return the conversation that the request continues; an empty one without a previous response."""
-    if request.previous_response_id is None:
-        return Conversation((), 0)
-    earlier = context.responses.conversation(request.previous_response_id) if context.responses else None
+def _earlier(request: ResponsesRequest, context: RequestContext) -> EarlierItems:
+    """Return the items that the request continues; none without a conversation or a previous response."""
+    stored, previous_id = context.responses, request.previous_response_id
+    if request.conversation is not None and previous_id is not None:
+        message = "conversation: has the earlier items as previous_response_id has; send one of them"
+        raise ApiError(400, "invalid_value", message, "conversation")
+    if request.conversation is not None and stored is not None:
+        conversation = stored.conversation(request.conversation)
+        return EarlierItems(tuple(item for _, item in conversation.items), conversation.item_bytes)
+    if previous_id is None:
+        return EarlierItems((), 0)
+    previous = stored.get(previous_id) if stored else None
+    if previous is not None and previous.conversation_id is not None:
+        message = "previous_response_id: the response is part of a conversation; send that as conversation"
+        raise ApiError(400, "invalid_value", message, "previous_response_id")
+    earlier = stored.items_up_to(previous_id) if stored else None
     if earlier is None:
         message = (
             "previous_response_id: no such response is stored here; send the earlier items in input. Responses are "
@@ -224,17 +244,18 @@ def _earlier(request: ResponsesRequest, context: RequestContext) -> Conversation
 
 
 def _too_large(request: ResponsesRequest, context: RequestContext) -> ApiError:
-    field = "input" if request.previous_response_id is None else "previous_response_id"
+    fields = ("conversation", "previous_response_id")
+    field = next((name for name in fields if getattr(request, name) is not None), "input")
     message = f"{field}: the conversation with everything that it refers to is larger than {context.bytes_max} bytes"
     return ApiError(413, "body_too_large", message, field)
 
 
-def _item(item: Item, number: int, context: RequestContext) -> Item:
+def resolved(item: Item, field: str, context: RequestContext) -> Item:
+    """Return the item, or the stored item that it refers to. Raises `ApiError` 404 that names `field`."""
     if not isinstance(item, ReferenceItem):
         return item
     referenced: Item | None = context.responses.item(item.id) if context.responses else None
     if referenced is None:
-        field = f"input.{number}"
         message = f"{field}: no item with this id is stored here; send the item itself"
         raise ApiError(404, "item_not_found", message, field)
     return referenced
@@ -260,12 +281,19 @@ def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet)
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": request.shows_logprobs or None,
         "top_logprobs": request.top_logprobs or None,
-        "metadata": request.metadata,
+        "metadata": _labels(request),
         "chat_template_kwargs": request.chat_template_kwargs,
         "reasoning": reasoning if is_honoured("reasoning", reasoning) else None,
         **{name: extra[name] for name in HARMLESS if name in extra},
     }
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _labels(request: ResponsesRequest) -> JsonValue:
+    """Return the metadata with the conversation, which is a session unless the client names one."""
+    if request.conversation is None:
+        return request.metadata
+    return {CLIENT_SESSION: request.conversation, **(request.metadata or {})}
 
 
 def _choice(request: ResponsesRequest, tools: ToolSet) -> JsonValue:

@@ -73,6 +73,21 @@ class SubAgent(Model):
     """The agent that called it: another sub-agent, or None for the session's own agent."""
 
 
+class ResponseRecord(Model):
+    """The place of a turn among the responses of the Responses API, which later requests refer to."""
+
+    stored: bool = True
+    """Whether the client may refer to the response by its id (`store`)."""
+    instructions: bool = False
+    """Whether the first message is the request's `instructions`, which later requests do not repeat."""
+    previous_response_id: Text | None = None
+    added_messages: Annotated[int, Field(ge=0), INT32] = 0
+    """The number of last messages that the request added to those of the previous response; 0 if a message has parts
+    of both."""
+    conversation: Text | None = None
+    """The conversation that the request and its answer were added to."""
+
+
 class TurnReference(Model):
     """The beginning of a prompt that an earlier turn of the same session contains already.
 
@@ -152,6 +167,8 @@ class Turn(Event):
     closed before its end, or the request came again within seconds."""
     sub_agent: SubAgent | None = None
     """The sub-agent that made the call. None for the session's own agent."""
+    response: ResponseRecord | None = None
+    """None for calls of other APIs, and for responses that no later request may refer to."""
     rendered: bool = True
     """Whether the chat template rendered the messages. False for a text completion: its prompt is the content of the
     only message, and no other call can be made from its messages."""

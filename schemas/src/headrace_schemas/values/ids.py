@@ -98,6 +98,12 @@ def key_of_response(response: str) -> str | None:
     return match.group(1) if match else None
 
 
+def created_ms(name: str) -> int:
+    """Return the time, in milliseconds since 1970, of a name that ends in the 32 digits of a `uuid7`. Raises
+    `ValueError` for other names."""
+    return uuid.UUID(hex=name[-32:]).int >> 80
+
+
 NAME = r"^[^\x00-\x1f\x7f-\x9f]{1,512}$"
 """A name that a caller chooses: 1 to 512 characters without control characters, which would break ids and logs."""
 _NAME = re.compile(NAME)

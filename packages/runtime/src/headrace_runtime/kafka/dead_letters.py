@@ -91,10 +91,10 @@ def _text(text: str | bytes) -> str:
     return storable(text if isinstance(text, str) else decode_name(text))
 
 
-class SentDeadLetters:
-    """File with the ids of the last durable dead letters.
+class NameFile:
+    """File with the last names of one kind, for example the ids of durable dead letters.
 
-    A service reads a table from its beginning at each start, and would dead-letter the same records again.
+    A service reads a topic again at each start, and would dead-letter the same records again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class SentDeadLetters:
         return name in self._names
 
     def add(self, name: str) -> None:
-        """Add an id. After a power failure it may be missing, so that its letter is sent once more."""
+        """Add a name. After a power failure it may be missing."""
         self._names[name] = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="ascii") as file:
@@ -121,7 +121,7 @@ class DeadLetterSender:
     def __init__(self, service: str, producer: EventProducer, folder: Path | None = None) -> None:
         self._service = service
         self._producer = producer
-        self._sent = SentDeadLetters(folder / "refused") if folder is not None else None
+        self._sent = NameFile(folder / "refused") if folder is not None else None
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
         """Send the dead letter of a record and wait until it is durable. Raises `Unavailable`."""
