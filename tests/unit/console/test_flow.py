@@ -11,6 +11,7 @@ from headrace_console.charts import Line, Mark, interval_chart
 from headrace_console.flow import Cause, Facts, RewardRules, find_cause
 from headrace_console.learning import GateRule, describe_learning, describe_rule, describe_trial, scored_versions
 from headrace_console.pages.loop import reward_chart
+from headrace_console.pages.models import describe_decision
 from headrace_console.sources.services import Progress, ServiceReport, StackReport, parse_samples
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState, VersionState
@@ -202,8 +203,11 @@ def test_the_last_decision_of_the_gate_is_stated_with_its_numbers() -> None:
         decision_id="r", time=time, model="m", version="m@000000000002", decision="rejected", statistics=numbers
     )
     versions = [version(2, None).model_copy(update={"decisions": (refused,)}), version(1, 0.5)]
+    audit = versions[1].decisions[-1]
     expected = "m@000000000002 was rejected after 253 tasks (-0.10 ± 0.04 against the champion, margin 0.05)."
     assert describe_trial(versions) == f"Last decision: {expected}"
+    sentence = describe_decision(versions[0].model_copy(update={"decisions": (refused, audit)}))
+    assert sentence == "m@000000000002 was refused after 253 tasks (-0.10 ± 0.04 against the champion, margin 0.05)"
 
 
 def test_a_score_without_failures_has_an_interval() -> None:

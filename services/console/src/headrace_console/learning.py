@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from headrace_runtime.settings.sections import Section
+from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import VersionState
 
 _Z95 = 1.96
@@ -87,15 +88,24 @@ def describe_trial(versions: Sequence[VersionState]) -> str:
     if not decisions:
         return ""
     event = max(decisions, key=lambda event: event.time)
+    return f"Last decision: {event.version} was {event.decision} {describe_numbers(event)}."
+
+
+def describe_numbers(event: ModelEvent) -> str:
+    """Return the tasks and differences of a decision of the gate, or an empty text for another decision."""
     numbers = event.statistics
+    if "tasks" not in numbers or event.decision not in ("promoted", "rejected"):
+        return ""
     parts = []
     for name, prefix in (("champion", ""), ("anchor", "anchor_")):
         if (difference := numbers.get(f"{prefix}difference")) is not None:
             error = numbers.get(f"{prefix}standard_error")
             width = "" if error is None else f" ± {_Z95 * error:.2f}"
-            parts.append(f"{difference:+.2f}{width} against the {name}, margin {numbers[f'{prefix}margin']:g}")
+            margin = numbers.get(f"{prefix}margin")
+            limit = "" if margin is None else f", margin {margin:g}"
+            parts.append(f"{difference:+.2f}{width} against the {name}{limit}")
     against = f" ({'; '.join(parts)})" if parts else ""
-    return f"Last decision: {event.version} was {event.decision} after {numbers['tasks']:,.0f} tasks{against}."
+    return f"after {numbers['tasks']:,.0f} tasks{against}"
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:

@@ -113,5 +113,6 @@ def describe_decision(version: VersionState) -> str:
         verb = {"begin": "began a rollout", "advance": "got a larger share", "hold": "was held"}[event.rollout.kind]
     author = f" by {event.who}" if event.who else ""
     against = f", compared with {event.previous}" if event.previous else ""
+    numbers = f" {numbers}" if (numbers := learning.describe_numbers(event)) else ""
     reason = f": {event.reason}" if event.reason else ""
-    return f"{version.id} {verb}{author}{against}{reason}"
+    return f"{version.id} {verb}{author}{against}{numbers}{reason}"
