@@ -175,7 +175,7 @@ def _sessions(number: int) -> list[Event]:
     return events
 
 
-async def test_session_page_shows_turn_fate_and_rewards(stand: Stand) -> None:
+async def test_session_page_shows_turns_outcomes_and_rewards(stand: Stand) -> None:
     await apply(stand, session_events())
     client = await stand.signed_in()
     page = (await client.get(f"/s/{KEY}")).text
@@ -299,7 +299,8 @@ async def test_queries_never_scan_whole_tables(stand: Stand) -> None:
     with recorded(stand.console.database) as statements:
         for query in ("", "thumb=down", "status=trained", f"version={VERSION}", "task=invoices", "outcome=failed"):
             assert (await client.get(f"/sessions?{query}")).status_code == 200
-        for address in (f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards"):
+        letters = "/dead-letters/group?service=collector&topic=turns&reason=invalid_event"
+        for address in (f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards", "/dead-letters", letters, "/"):
             assert (await client.get(address)).status_code in (200, 303)
         await apply(stand, [*_sessions(3), *session_events(), letter(session_events()[0], "trainer")])
     assert len(statements.found) > 20
