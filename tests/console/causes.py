@@ -29,13 +29,14 @@ _TRAINS = r"Experiences are being trained"
 _GATE = """
 import json, pathlib, sys, time
 print(json.dumps({"gate": ["t"], "audit": ["a"]}), flush=True)
-first = None
+first, hold = map(pathlib.Path, sys.argv[1:])
 for line in sys.stdin:
     play = json.loads(line)
-    first = first or pathlib.Path(sys.argv[1]).read_text()
-    while pathlib.Path(sys.argv[2]).exists():
+    if not first.exists():  # the audit of the first version comes before any trial
+        first.write_text(play["version"])
+    while hold.exists():
         time.sleep(0.05)
-    print(json.dumps(play | {"score": float(play["version"] == first)}), flush=True)
+    print(json.dumps(play | {"score": float(play["version"] == first.read_text())}), flush=True)
 """
 """A gate at which the first version always succeeds and every other one fails, and which waits for a file to go."""
 
@@ -47,11 +48,22 @@ class Why:
     stack: ConsoleStack
     http: httpx2.Client
 
-    def text(self) -> str:
-        """Return the live part of the page without its tags."""
+    def page(self) -> tuple[str, str]:
+        """Return the answer of the page and its numbers, without tags."""
         reply = self.http.get("/flow", headers={"hx-request": "true"})
         assert reply.status_code == 200, reply.text
-        return " ".join(re.sub(r"<[^>]*>", " ", reply.text.partition("The numbers behind it")[0]).split())
+        answer, _, numbers = " ".join(re.sub(r"<[^>]*>", " ", reply.text).split()).partition("The numbers behind it")
+        return answer, numbers
+
+    def text(self) -> str:
+        """Return the answer of the page."""
+        return self.page()[0]
+
+    def runs_to_batch(self) -> int:
+        """Return the number of runs that complete the trainer's batch."""
+        waiting = re.search(r"experiences that wait for a batch ([0-9]+)", self.page()[1])
+        assert waiting is not None
+        return 4 - int(waiting[1]) % 4
 
 
 Act = Callable[["Why", contextlib.ExitStack], None]
@@ -104,9 +116,8 @@ def _stopped(service: str) -> Act:
 
 
 def _training(why: Why, _undo: contextlib.ExitStack) -> None:
-    """Let the trainer take a step, after which no earlier cause may be named."""
-    why.stack.call("none healed")  # a source that abstains no longer fails
-    for number in range(4):
+    """Let the trainer take a step that leaves no experience waiting, after which no earlier cause may be named."""
+    for number in range(why.runs_to_batch()):
         why.stack.call(f"task {number}")
     wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the stack trains again")
 
@@ -135,29 +146,26 @@ def _unfinished(why: Why, undo: contextlib.ExitStack) -> None:
     undo.callback(why.stack.end, why.stack.call("open", ends=False)[0])
 
 
-def _feedback(count: int) -> Act:
-    def act(why: Why, _undo: contextlib.ExitStack) -> None:
-        for number in range(count):
-            why.stack.call(f"task {number}", value=number / count)
-
-    return act
+def _unrewarded(why: Why, undo: contextlib.ExitStack) -> None:
+    for number in range(2):
+        session, _ = why.stack.call(f"task {number}")
+        undo.callback(why.stack.feedback, session, 0.5)
 
 
-def _stale(why: Why, undo: contextlib.ExitStack) -> None:
+def _stale(why: Why, _undo: contextlib.ExitStack) -> None:
     """Train a version that does not take over, then call the first one."""
     with why.stack.registry() as registry:
         registry.pause(MODEL, reason="so that the first version goes on")
-    _feedback(4)(why, undo)
+    wait_until(lambda: why.runs_to_batch() == 2, _EFFECT_S_MAX, "the two runs that got feedback wait for a batch")
+    for number in range(2):
+        why.stack.call(f"task {number}", value=number / 4)
     wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the first step is taken")
-    _feedback(4)(why, undo)
+    for number in range(4):
+        why.stack.call(f"task {number}", value=number / 4)
 
 
 def _gated(folder: Path) -> Act:
     def act(why: Why, undo: contextlib.ExitStack) -> None:
-        with why.stack.registry() as registry:
-            champion = registry.model(MODEL).champion
-        assert champion is not None
-        (folder / "first").write_text(champion)
         (folder / "hold").touch()
         _calls(4, "task")(why, undo)
 
@@ -219,7 +227,7 @@ def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
             Plant(
                 "dropped",
                 "runs that no source scores",
-                r"The trainer dropped experiences: no reward 2",
+                r"The trainer dropped experiences: no reward \d",
                 _after_training(_calls(2, "none")),
                 stalls=True,
             ),
@@ -236,7 +244,7 @@ def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
     yield Scene(
         {**trained, "scorer.required": ["feedback"], "scorer.functions": [], "trainer.max_staleness": 0},
         (
-            Plant("rewards_awaited", "no feedback", r"2 runs wait for rewards of feedback", _calls(2, "task")),
+            Plant("rewards_awaited", "no feedback", r"2 runs wait for rewards of feedback", _unrewarded),
             Plant(
                 "stale",
                 "answers of a version that is too old",

@@ -95,6 +95,11 @@ class ConsoleStack:
                 session.end()
             return session.session_id, reply.json()["id"]
 
+    def feedback(self, session_id: str, value: float) -> None:
+        """Send feedback about a session."""
+        with Client(self.supervisor.url("gateway")) as client:
+            client.session(session_id).feedback(value)
+
     def end(self, session_id: str) -> None:
         """End a session."""
         with Client(self.supervisor.url("gateway")) as client:
