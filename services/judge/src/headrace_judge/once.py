@@ -19,7 +19,6 @@ from headrace_judge.verdict import Unreadable, Verdict, reader
 from headrace_runtime.errors import HeadraceError
 
 _INSTRUCTIONS = "Judge the answer by each criterion alone. Abstain only where nothing is there that could be judged."
-_RETRY_AFTER_MAX_S = 60.0
 
 
 class NoVerdict(HeadraceError):
@@ -55,7 +54,7 @@ def scores(
 async def _scores(settings: EndpointSettings, key: str, rubric: Rubric, run: RunTranscript) -> dict[str, float]:
     prompts, read = Prompts(), reader(rubric)
     messages = prompts.single(rubric, run)
-    endpoint = Endpoint(settings, key, _RETRY_AFTER_MAX_S)
+    endpoint = Endpoint(settings, key)
     try:
         verdict: Verdict | None = None
         for again in (True, False):
