@@ -28,7 +28,7 @@ from docs.site.pages import ROOT
 from headrace_operations.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
-PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md")
+PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md", "examples/smollm2/README.md")
 TEMPLATES = ROOT / "docs" / "site" / "templates.toml"
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")

@@ -31,7 +31,7 @@ import pytest
 from tests.mutants.covering import planned
 from tests.mutants.overlay import ROOT, split
 
-_OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "werewolf")
+_OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "smollm2", "werewolf")
 _OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not postgres", "-o", "timeout=30")
 """No test of these takes long; one that a mutant hangs is not waited for."""
 
