@@ -21,9 +21,7 @@ from tests.chaos.client import Client, ClientLedger
 from tests.chaos.facts import Facts, Reader
 from tests.chaos.ledgers import Findings, compare
 from tests.chaos.load import Load
-from tests.chaos.nemeses import NEMESES
-from tests.chaos.nemeses.base import Nemesis
-from tests.chaos.nemeses.disk import DiskFull, small_disk
+from tests.chaos.nemeses import NEMESES, DiskFull, Nemesis, small_disk
 from tests.chaos.schedule import Strike, plan
 from tests.chaos.stack import LINEAGE, MODEL, Stack
 from tests.support import tiny_model

@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.bus.clients import administering, eventually
 from tests.support import presence
 from tests.support.broker_process import BrokerProcess
 from tests.support.kafka_node import KafkaNode
-from tests.support.wiping import wipe
+
+
+async def wipe(bus: str) -> None:
+    async with administering(bus) as admin:
+
+        async def topics() -> list[str]:
+            return [name for name in await admin.list_topics() if not name.startswith("__")]
+
+        async def empty() -> bool:
+            return not await topics()
+
+        await admin.delete_topics(await topics())
+        await eventually(empty)
 
 
 @pytest.fixture(scope="package")

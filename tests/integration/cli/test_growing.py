@@ -20,10 +20,10 @@ from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
 from tests.support.broker_process import BrokerProcess
+from tests.support.own_bus import wipe
 from tests.support.postgres_node import PostgresNode
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import after, ask, end, feedback, user
-from tests.support.wiping import wipe
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long]
 SETTINGS = {"SCORER__REQUIRED": ["feedback"]}

@@ -23,8 +23,8 @@ from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
 from tests.support.marks import on_each_bus
+from tests.support.own_bus import wipe
 from tests.support.seeds import draw_seed
-from tests.support.wiping import wipe
 
 NOW_MS = int(time.time() * 1000)
 DAY_MS = 86_400_000

@@ -22,14 +22,14 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from headrace.errors import UsageError
-from headrace_cli.demo import recipe, runner, settled
+from headrace_cli.demo import performance, recipe, runner
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredPlays, PromisedLine, lines
+from headrace_cli.demo.performance import TrainingWait
 from headrace_cli.demo.report import Report, ShownTask
 from headrace_cli.demo.rows import Row, RowsRecipe, row_lines
 from headrace_cli.demo.runner import _example
 from headrace_cli.demo.seeds import SeedsReport
-from headrace_cli.demo.settled import TrainingWait
 from headrace_cli.demo.watch import Watch
 from headrace_operations.errors import StartFailed
 from headrace_schemas import Experience, TrainingMetrics
@@ -277,9 +277,9 @@ async def looks_until_settled(
     async def connected(_bus: str) -> AsyncIterator[None]:
         yield
 
-    monkeypatch.setattr(settled, "connected", connected)
-    monkeypatch.setattr(settled, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(settled, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(performance, "connected", connected)
+    monkeypatch.setattr(performance, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(performance, "asyncio", SimpleNamespace(sleep=sleep))
     settling = TrainingWait("bus", "m")
     monkeypatch.setattr(settling, "_follow", Bus(*looks))
     await settling.until_settled(Watch("bus", "m", champions=list(champions)), 60.0)

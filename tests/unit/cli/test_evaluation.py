@@ -20,8 +20,7 @@ import pytest
 from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_operations.evaluation import asking, gate_program, measures, runner
 from headrace_operations.evaluation.asking import Playthrough
-from headrace_operations.evaluation.intervals import bootstrap, measure
-from headrace_operations.evaluation.runner import EvaluationOptions, evaluate
+from headrace_operations.evaluation.runner import EvaluationOptions, bootstrap, evaluate, measure
 from headrace_operations.evaluation.task_metrics import TaskMetric, applicable_metrics, compute_metric, load_metrics
 from headrace_operations.evaluation.tasks import EvaluationTask, read, splits
 from headrace_schemas.programs.gate import Played, Tasks

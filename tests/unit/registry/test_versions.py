@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace_registry.versions import probe
-from headrace_registry.versions.reconcile import Reconciler
+from headrace_registry.versions.routing import Reconciler
 from headrace_runtime.errors import CorruptBlob
 from headrace_schemas import Checkpoint, LoadedVersion, Replica, Routing
 from headrace_schemas.http.registry_api import ModelState

@@ -18,8 +18,8 @@ from headrace_registry.shadow.gateway_client import GatewayAnswers
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.tables import STREAM
-from headrace_registry.versions.reconcile import Reconciler
 from headrace_registry.versions.registration import CheckpointHandler, CheckpointReader
+from headrace_registry.versions.routing import Reconciler
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused, Unavailable
 from headrace_runtime.http import web

@@ -1,0 +1,317 @@
+"""Kinds of faults. `NEMESES` lists them; `Nemesis.missing` returns the reason why one cannot strike here."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tests.chaos import blob_faults
+from tests.chaos.balancer import Balancer
+from tests.chaos.victims import BUS, MACHINES, victims_on
+from tests.support import postgres_node, wrong_clock
+from tests.support.processes import alive
+
+if TYPE_CHECKING:
+    from tests.chaos.stack import Stack
+
+
+class Nemesis(abc.ABC):
+    """Interface of a kind of fault: `prepare` before the stack starts, `strike` on schedule, `heal` once at the end."""
+
+    name: ClassVar[str]
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._lasting: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    def missing(cls, bus: str) -> str | None:
+        """Why it cannot be played here on this bus, None when it can."""
+        return None
+
+    @classmethod
+    @abc.abstractmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        """Return the possible victims."""
+
+    def prepare(self, machine: str) -> Mapping[str, str]:
+        """Return environment variables for the processes of a machine."""
+        return {}
+
+    @abc.abstractmethod
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        """Strike. Return a short description at once; lasting effects go on in the background."""
+
+    async def heal(self) -> None:
+        """Return when every effect is repaired."""
+        await asyncio.gather(*self._lasting.values())
+
+    def struck(self, victim: str) -> bool:
+        """Whether the victim still suffers from an earlier strike."""
+        task = self._lasting.get(victim)
+        return task is not None and not task.done()
+
+    def lasting(self, victim: str, work: Coroutine[None, None, None]) -> None:
+        """Run `work` in the background. It ends the effect of the strike."""
+        self._lasting[victim] = asyncio.create_task(work)
+
+
+class Kill(Nemesis):
+    """A gateway or replica is killed only while its twin can stand in for it."""
+
+    name: ClassVar[str] = "kill"
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return victims_on(bus)
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        await self.stack.spare_twin(victim)
+        if victim == BUS["kafka"]:
+            await self.stack.kill_kafka()
+            return "killed"
+        pid = await self.stack.pid_of(victim)
+        if victim.startswith("gateway"):
+            balancer.killing(self.stack.url(victim))
+        os.kill(pid, signal.SIGKILL)
+        return "killed"
+
+
+SHORT_S = (0.5, 6.0)
+LONG_S = 75.0
+"""Longer than a supervisor may take to notice and to start another."""
+LONG_SHARE = 0.25
+
+
+class Stop(Nemesis):
+    """Stop the process without any report: processes that wait for it have to notice by themselves."""
+
+    name: ClassVar[str] = "stop"
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return victims_on(bus)
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        short = choose.uniform(*SHORT_S)
+        unsupervised = victim == BUS["kafka"]
+        for_s = LONG_S if choose.random() < LONG_SHARE and not unsupervised else short
+        await self.stack.spare_twin(victim)
+        pid = self.stack.kafka_pid if unsupervised else await self.stack.pid_of(victim)
+        if victim.startswith("gateway"):
+            balancer.killing(self.stack.url(victim))
+        os.kill(pid, signal.SIGSTOP)
+        self.lasting(victim, _resume(pid, for_s))
+        return f"stopped for {'as long as it is let' if for_s == LONG_S else f'{for_s:.1f} s'}"
+
+
+async def _resume(pid: int, after_s: float) -> None:
+    """Wait, and return early after a kill of the process."""
+    deadline = time.monotonic() + after_s
+    while alive(pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (a death of somebody else's child has no event)
+        await asyncio.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+FOR_S = (2.0, 12.0)
+
+
+class Partition(Nemesis):
+    """Each machine reaches the bus through a proxy of its own, whose address the bus advertises to it."""
+
+    name: ClassVar[str] = "partition"
+
+    @classmethod
+    def missing(cls, bus: str) -> str | None:
+        return None if bus == "kafka" else "the embedded broker and its services share a machine"
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return MACHINES
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        silent, for_s = choose.random() < 0.5, choose.uniform(*FOR_S)
+        await self.stack.spare_other_machine(victim)
+        proxy = self.stack.proxies[victim]
+        proxy.cut(silent=silent)
+
+        async def mend() -> None:
+            await asyncio.sleep(for_s)
+            proxy.mend()
+
+        self.lasting(victim, mend())
+        return f"{'hears nothing from' if silent else 'loses its connections to'} the bus for {for_s:.1f} s"
+
+
+SIZE_MIB = 1536
+DISK_FULL_S = (3.0, 15.0)
+_CHUNK = 1 << 20
+
+
+class DiskFull(Nemesis):
+    """Fill the disk. This machine may refuse users' requests meanwhile; their load balancer chooses the other one."""
+
+    name: ClassVar[str] = "disk-full"
+
+    @classmethod
+    def missing(cls, bus: str) -> str | None:
+        if os.geteuid() != 0 or shutil.which("mount") is None:
+            return "mounting a small file system needs root"
+        return None
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return ("a",)
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        for_s = choose.uniform(*DISK_FULL_S)
+        await self.stack.spare_other_machine(victim)
+        filler = self.stack.folder / victim / "filler"
+        balancer.refusing(self.stack.url("gateway"))
+        await asyncio.to_thread(fill, filler)
+
+        async def empty() -> None:
+            await asyncio.sleep(for_s)
+            filler.unlink(missing_ok=True)
+            await asyncio.sleep(5.0)  # what it refused meanwhile is on its way to the users
+            balancer.refusing_no_more(self.stack.url("gateway"))
+
+        self.lasting(victim, empty())
+        return f"has no space left on its disk for {for_s:.1f} s"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_mib: int = SIZE_MIB) -> Iterator[None]:
+    """`folder` on a file system of its own while the body runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=0755", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all free space, and then the space that was freed meanwhile."""
+    with path.open("wb", buffering=0) as file:
+        for size in (_CHUNK, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    _grow(file.fileno(), size)
+
+
+def _grow(fd: int, size: int) -> None:
+    os.lseek(fd, 0, os.SEEK_END)
+    if os.write(fd, bytes(size)) < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+SKEW_S = 5.0
+
+
+class Clock(Nemesis):
+    """A step to anywhere within `SKEW_S`, forwards or back."""
+
+    name: ClassVar[str] = "clock"
+
+    @classmethod
+    def missing(cls, bus: str) -> str | None:
+        return wrong_clock.missing()
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return MACHINES
+
+    def prepare(self, machine: str) -> Mapping[str, str]:
+        return wrong_clock.environ(self.stack.folder, self._file(machine))
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        by_s = choose.uniform(-SKEW_S, SKEW_S)
+        wrong_clock.step(self._file(victim), by_s)
+        return f"has a clock that is {by_s:+.1f} s off"
+
+    def _file(self, machine: str) -> Path:
+        return self.stack.folder / f"clock-{machine}"
+
+
+BLOB_TROUBLE_S = (2.0, 10.0)
+BLOB_TROUBLES = {"slow": {"delay_s": 1.0}, "failing": {"fail": 0.5}, "away": {"fail": 1.0}}
+
+
+class BlobTrouble(Nemesis):
+    """`tests/chaos/blob_faults/sitecustomize.py` runs in every service and reads its instructions from a file."""
+
+    name: ClassVar[str] = "blobs"
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return tuple(BLOB_TROUBLES)
+
+    def prepare(self, machine: str) -> Mapping[str, str]:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("{}")
+        return {"PYTHONPATH": str(Path(blob_faults.__file__).parent), "CHAOS_BLOBS": str(self._file)}
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        for_s = choose.uniform(*BLOB_TROUBLE_S)
+        self._file.write_text(json.dumps(BLOB_TROUBLES[victim]))
+
+        async def mend() -> None:
+            await asyncio.sleep(for_s)
+            self._file.write_text("{}")
+
+        for task in self._lasting.values():
+            task.cancel()
+        await asyncio.gather(*self._lasting.values(), return_exceptions=True)
+        self._lasting.clear()
+        self.lasting(victim, mend())
+        return f"is what the blob store is for {for_s:.1f} s"
+
+    @property
+    def _file(self) -> Path:
+        return self.stack.folder / "blob-faults.json"
+
+
+class KillPostgres(Nemesis):
+    """The database under the stream services and the registry."""
+
+    name: ClassVar[str] = "postgres"
+
+    @classmethod
+    def missing(cls, bus: str) -> str | None:
+        return postgres_node.missing() if bus == "kafka" else "on the embedded bus the databases are SQLite files"
+
+    @classmethod
+    def victims(cls, bus: str) -> Sequence[str]:
+        return ("postgres",)
+
+    async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
+        await self.stack.kill_postgres()
+        return "killed"
+
+
+NEMESES: Mapping[str, type[Nemesis]] = {
+    nemesis.name: nemesis
+    for nemesis in (
+        Kill,
+        Stop,
+        Partition,
+        Clock,
+        DiskFull,
+        KillPostgres,
+        BlobTrouble,
+    )
+}
