@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterable
-from importlib.metadata import distribution
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,19 @@ LOCKS = {"inference-vllm": "requirements/vllm.lock"}
 """Lists that are cut out of another lock than requirements/workspace.lock."""
 INSTALLS = {"Dockerfile": 4, "all.Dockerfile": 2, "torch.Dockerfile": 5, "vllm.Dockerfile": 4, "trinity.Dockerfile": 6}
 """Commands of pip in each Dockerfile."""
+ALONE = """
+import importlib, json, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+absent = set(json.loads(sys.argv[1]))
+sys.meta_path.insert(0, Missing())
+importlib.import_module(sys.argv[2])
+"""
+"""Imports a module where other modules are missing."""
 Pins = dict[str, tuple[str, frozenset[str]]]
 
 
@@ -81,6 +96,19 @@ def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
 def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> None:
     roots = ("headrace-schemas", "headrace-runtime", f"headrace-{service}")
     assert installed_here(FOLDER / f"{service}.txt") == needed(roots), "run `make lock`"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_imports_nothing_that_its_image_lacks(service: str) -> None:
+    present = installed_here(FOLDER / f"{service}.txt") | installed_here(FOLDER / "torch.txt")
+    absent = [
+        module
+        for module, owners in packages_distributions().items()
+        if not module.startswith("headrace") and present.isdisjoint(map(canonicalize_name, owners))
+    ]
+    command = [sys.executable, "-c", ALONE, json.dumps(absent), f"headrace_{service}.app"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert process.returncode == 0, process.stderr[-600:]
 
 
 def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> None:

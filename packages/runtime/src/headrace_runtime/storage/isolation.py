@@ -8,21 +8,23 @@ remains that would fail again after the restart.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.database import is_transient
 from headrace_schemas import Event
 from headrace_schemas.values.base import problems_of
 from headrace_schemas.values.text import storable
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
 log = get_logger(__name__)
 TRIES = 3
@@ -49,7 +51,13 @@ def reason_of(error: BaseException) -> str:
 
 def is_fatal(error: Exception) -> bool:
     """Return whether no item has caused `error`: a dependency is unavailable, or a setting is invalid."""
-    return isinstance(error, Unavailable | SettingError) or is_transient(error)
+    if isinstance(error, Unavailable | SettingError):
+        return True
+    if "sqlalchemy" not in sys.modules:  # services without a database do not install it
+        return False
+    from headrace_runtime.storage.database import is_transient
+
+    return is_transient(error)
 
 
 class ItemIsolation:
