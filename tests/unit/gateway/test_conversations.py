@@ -18,6 +18,7 @@ from headrace_gateway.responses_api.items import messages_of
 from headrace_gateway.responses_api.recalled import items_of, recall_response
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import FunctionCall, Message, ToolCall
+from headrace_schemas.events.turn import ResponseRecord
 from tests.support.fake_replica import Called, FakeReplica
 from tests.support.gateway import Gateway, gateway
 
@@ -292,6 +293,20 @@ async def test_items_that_join_the_previous_answer_are_recalled_with_it(tmp_path
     assert earlier is not None
     again = [Message.model_validate(message) for message in messages_of(earlier.items)]
     assert again == [*turns[-1].messages, turns[-1].choices[0].message]
+
+
+@pytest.mark.parametrize(
+    "foreign", [{"turn_id": "of-another-producer"}, {"response": ResponseRecord(conversation="conv_of-another")}]
+)
+async def test_records_with_foreign_ids_are_not_recalled(tmp_path: Path, foreign: dict[str, Any]) -> None:
+    async with served(tmp_path, FakeReplica()) as (server, client):
+        await client.responses.create(model="tiny", input="a")
+        turn = server.turns[0].model_copy(update=foreign)
+    store = ResponseStore(2**20)
+    recall_response(turn, store)
+    assert store.bytes_of("default") == 0
+    assert store.get("default", turn.turn_id) is None
+    assert store.conversation("default", "conv_of-another") is None
 
 
 def test_items_of_messages_make_the_same_messages() -> None:

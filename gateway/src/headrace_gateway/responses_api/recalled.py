@@ -6,14 +6,16 @@ A turn has the messages, tools and sampling parameters of its request and the mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from headrace_gateway.engine_wire import EngineUsage
 from headrace_gateway.response_store import (
+    CONVERSATION_PREFIX,
     ResponseStore,
     StoredConversation,
     StoredResponse,
@@ -33,18 +35,27 @@ from headrace_gateway.responses_api.items import (
 from headrace_gateway.responses_api.output import Json
 from headrace_schemas import Message, Turn
 from headrace_schemas.events.turn import ResponseRecord
+from headrace_schemas.values import ids
 
+_CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
 _OUTPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 
 def recall_response(turn: Turn, store: ResponseStore) -> None:
-    """Store the response that a whole turn is the record of, and the conversation that it left."""
+    """Store the response that a whole turn is the record of, and the conversation that it left.
+
+    Records with ids that no gateway creates, or with an answer that is no output, are left out.
+    """
     record = turn.response
-    if record is None:
+    if record is None or ids.key_of_response(turn.turn_id) is None or not _is_own(record.conversation):
         return
     messages = turn.messages[1:] if record.instructions else turn.messages
     body = body_of(turn, record)
-    answer, answer_ids = _OUTPUT.validate_python(body["output"]), tuple(item["id"] for item in body["output"])
+    try:
+        answer = _OUTPUT.validate_python(body["output"])
+    except ValidationError:
+        return
+    answer_ids = tuple(item["id"] for item in body["output"])
     response = conversation = None
     if record.stored:
         previous_id = record.previous_response_id
@@ -72,6 +83,10 @@ def recall_response(turn: Turn, store: ResponseStore) -> None:
             is_recalled=True,
         )
     store.recall(turn.tenant, response, conversation)
+
+
+def _is_own(conversation_id: str | None) -> bool:
+    return conversation_id is None or _CONVERSATION_ID.fullmatch(conversation_id) is not None
 
 
 def items_of(messages: Iterable[Message]) -> Iterator[Item]:
