@@ -23,8 +23,8 @@ from tests.support.processes import wait_until
 from tests.system.line import Line, caught, equals, no_problems, none_of
 
 PROGRAM = Path(__file__).with_name("browser.py")
-_VERSIONS = 6
-_WAIT_S = 60.0
+_VERSIONS = 4
+_WAIT_S = 180.0
 _NO_PAGES = ("/health", "/metrics", "/login", "/static/{name}", "/live", "/{path:path}")
 _REASON = "seen in the browser"
 
