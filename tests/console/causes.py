@@ -135,7 +135,7 @@ def _garbage(why: Why, _undo: contextlib.ExitStack) -> None:
 
     async def send() -> None:
         bus = why.stack.supervisor.plan.bus
-        async with AIOKafkaProducer(bootstrap_servers=bus, **client_options(bus)) as producer:
+        async with AIOKafkaProducer(**client_options(bus)) as producer:
             for number in range(20):
                 await producer.send_and_wait("trajectories", b"{}", str(number).encode())
 
@@ -198,7 +198,7 @@ def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
         serves=False,
     )
     yield Scene(
-        {**trained, "dead_letters.run_max": 3},
+        {**trained, "dead_letters.run_max": 3, "scorer.reward_wait_s": 2.0},
         (
             Plant("no_traffic", "no call", r"No call was captured since the gateway started", _nothing),
             Plant(
@@ -218,10 +218,10 @@ def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
             Plant("service_away", "a stopped trainer", r"The trainer does not answer", _stopped("trainer")),
             Plant("service_away", "a stopped replica", r"The inference does not answer", _stopped("inference")),
             Plant(
-                "left_out",
-                "calls with top_p",
-                r"Turns were left out of training: truncated sampling 2.*temperature=1",
-                _after_training(_calls(2, "task", top_p=0.5)),
+                "dropped",
+                "calls with temperature 0",
+                r"The trainer dropped experiences: no logprobs 2.*temperature=1",
+                _after_training(_calls(2, "task", temperature=0)),
                 stalls=True,
             ),
             Plant(

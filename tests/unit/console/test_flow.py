@@ -96,6 +96,13 @@ def test_the_sentence_has_the_numbers_and_names_of_the_cause() -> None:
     assert causes["service_not_started"].command == "headrace up --set trainer.base=FOLDER"
 
 
+@pytest.mark.parametrize("reason", ["no_logprobs", "temperature"])
+def test_greedy_calls_are_named_with_the_temperature_that_can_be_trained(reason: str) -> None:
+    cause = cause_of(facts(TURNS, f'trainer_dropped_total{{reason="{reason}"}} 9.0'))
+    assert cause.name == "dropped"
+    assert "temperature=1" in cause.remedy
+
+
 def test_a_stack_that_trains_has_no_cause_but_one_that_stops_it() -> None:
     assert find_cause(facts(TURNS, "collector_open_sessions 4.0", untrained_s=3.0)) is None
     assert find_cause(facts(TURNS, "collector_open_sessions 4.0", untrained_s=119.0)) is None

@@ -26,6 +26,9 @@ DROP_REMEDIES = {
     "stale": "they waited too long for the present version: raise trainer.max_staleness, or give the trainer more "
     "compute",
     "foreign_version": "a version that this trainer does not train answered: call the model that it trains",
+    "no_logprobs": "your agent samples with temperature=0, or in another way that leaves the probabilities unknown: "
+    "call with temperature=1, or train corrections by sft",
+    "no_signal": "the algorithm does not train this kind of feedback: send rewards, or choose another algorithm",
     "temperature": "your agent samples at a temperature near 0: call with temperature=1",
     "no_reward": "no source scored these runs: add a reward function, or send feedback",
     "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
