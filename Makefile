@@ -286,6 +286,7 @@ bench_learning = --seeds $(LEARNING_SEEDS)
 #: NAME=signals              the gain of each signal, few and noisy thumbs, a drifting judge; an hour (SIGNALS="thumbs drift")
 SIGNALS ?= gains thumbs drift
 bench_signals = --only $(SIGNALS)
+#: NAME=sizing               memory and disk of trainer and replica by model size, beside what config check computes
 #: NAME=state                databases with millions of turns
 #: NAME=takeover             how long a version takes to replace another one
 #: NAME=trainer              memory of a step, its growth with the sequence, tokens per CPU second beside TRL

@@ -10,7 +10,6 @@ import torch
 
 PROMPT = 0.25
 """Share of a sequence that is not trained."""
-HEAD_DIM = 32
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,28 @@ class Shape:
     layers: int
     feed_forward: int
     heads: int
+    kv_heads: int = 0
+    """0 for half of `heads`."""
+    head_dim: int = 32
 
     def build(self, folder: Path) -> Path:
-        """Write random weights. A step needs no tokenizer."""
+        """Write random weights. A step needs no tokenizer, and a version gets a placeholder."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
-            intermediate_size=self.feed_forward, num_attention_heads=self.heads, num_key_value_heads=self.heads // 2,
-            head_dim=HEAD_DIM, max_position_embeddings=32_768, tie_word_embeddings=True,
+            intermediate_size=self.feed_forward, num_attention_heads=self.heads, num_key_value_heads=self._kv_heads,
+            head_dim=self.head_dim, max_position_embeddings=32_768, tie_word_embeddings=True,
         )  # fmt: skip
         Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder / self.name)
+        (folder / self.name / "tokenizer.json").write_text("{}")
+        (folder / self.name / "chat_template.jinja").write_text("{{ messages }}")
         return folder / self.name
+
+    @property
+    def _kv_heads(self) -> int:
+        return self.kv_heads or self.heads // 2
 
     def flops(self, lengths: list[int]) -> float:
         """Return the multiplications and additions of forward and backward pass.
@@ -43,8 +51,8 @@ class Shape:
         They are those of the layers' matrices for each token, of attention for each pair of tokens that attend to each
         other, and of the head for each loss token. Recomputation does not count.
         """
-        width = self.heads * HEAD_DIM
-        matrices = self.layers * self.hidden * (3 * width + 3 * self.feed_forward)  # q and o, k and v as half of each
+        width = self.heads * self.head_dim
+        matrices = self.layers * self.hidden * (2 * width + 2 * self._kv_heads * self.head_dim + 3 * self.feed_forward)
         total = 0.0
         for length in lengths:
             loss = length - int(length * PROMPT)
@@ -61,6 +69,16 @@ SHAPES = {
         Shape("large", 32_000, 768, 12, 2304, 24),  # 110
     )
 }
+SIZES = {
+    shape.name: shape
+    for shape in (
+        Shape("400k", 600, 96, 3, 256, 4),  # the demo's
+        Shape("35m", 32_768, 384, 14, 1024, 6, kv_heads=2, head_dim=64),
+        Shape("135m", 49_152, 576, 30, 1536, 9, kv_heads=3, head_dim=64),  # SmolLM2's
+        Shape("500m", 151_936, 896, 24, 4864, 14, kv_heads=2, head_dim=64),  # Qwen2.5's
+    )
+}
+"""Models of `benchmarks.sizing`, by their number of parameters."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,13 @@ def test_counts_and_files_are_those_of_the_real_model(base: Path, tmp_path: Path
     assert sizes.version_bytes == pytest.approx(written, rel=0.1)
 
 
-def test_activations_are_those_that_autograd_stores(base: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}, "compute": {"dtype": "bfloat16"}}], ids=str)
+def test_activations_are_those_that_autograd_stores(base: Path, changes: dict[str, Any]) -> None:
     from headrace_runtime.storage.versions import fingerprint_tokens
     from headrace_trainer.torch_learner.model import sequence_bound
     from headrace_trainer.torch_learner.model.policy import Policy, _plain_row
 
-    settings = settings_of(base)
+    settings = settings_of(base, **changes)
     shape = shape_of(base, settings)
     policy = Policy.open(base, settings.compute, settings.lora, 0)
     row = _plain_row(fingerprint_tokens(policy.vocabulary))

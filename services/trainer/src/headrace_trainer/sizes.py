@@ -110,13 +110,15 @@ class Sizes:
         lora = bool(settings.lora.rank)
         trained = shape.adapters if lora else shape.parameters
         frozen_bytes = _BFLOAT16 if settings.compute.dtype == "bfloat16" else _FLOAT32
-        kept = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes if lora else 0)
+        mapped = shape.parameters * shape.type_bytes if lora and frozen_bytes < shape.type_bytes else 0
+        kept = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes + mapped if lora else 0)
         if not lora and settings.compute.weights == "bfloat16":
             kept += trained * _MASTER_BYTES
         version = trained * (_FLOAT32 if lora else shape.type_bytes)
-        restored = _OPTIMIZER_BYTES + (0 if lora or shape.type_bytes == _FLOAT32 else _FLOAT32)
+        shared = not lora and shape.type_bytes == _FLOAT32  # the version has the same weights, which are stored once
+        restored = _OPTIMIZER_BYTES + (0 if shared else _FLOAT32)
         served_bytes = frozen_bytes if lora else _FLOAT32
-        replica = shape.parameters * served_bytes
+        replica = shape.parameters * served_bytes + mapped
         saved = trained * (_FLOAT32 + _OPTIMIZER_BYTES) + version
         context = 2 * shape.layers * shape.keys * served_bytes * min(shape.context, _CONTEXT_TOKENS_MAX)
         backward = 2 if lora else 4
@@ -155,10 +157,15 @@ def _token_bytes(shape: Shape, compute: ComputeSettings, lora: LoraSettings) -> 
     layer = 6 * shape.hidden + 2 * (shape.attention + 2 * shape.keys) + 4 * shape.feed_forward
     if lora.rank:
         layer += len(lora.targets) * lora.rank
-    stored = shape.layers * layer
+    layer_bytes = layer * width
+    if lora.rank and half:  # frozen layers keep no input, and adapters, in float32, each a copy of its own
+        inputs = {"o_proj": shape.attention, "down_proj": shape.feed_forward}
+        copied = sum(inputs.get(target, shape.hidden) for target in lora.targets)
+        layer_bytes = layer // 2 * width + copied * _FLOAT32
+    stored_bytes = shape.layers * layer_bytes
     if compute.gradient_checkpointing:
-        stored = shape.layers * (shape.hidden + shape.attention) + layer
-    return stored * width + 2 * shape.hidden * _FLOAT32
+        stored_bytes = shape.layers * (shape.hidden + shape.attention) * width + layer_bytes
+    return stored_bytes + 2 * shape.hidden * _FLOAT32
 
 
 def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
