@@ -55,7 +55,7 @@ def child(module: str, **options: int | str) -> dict[str, Any]:
     texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", f"benchmarks.{module}", *texts]
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=CHILD_S_MAX)
-    result: dict[str, Any] = json.loads(process.stdout)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])  # after lines of the log
     return result
 
 
