@@ -143,7 +143,7 @@ def test_the_console_reaches_every_other_service(tmp_path: Path) -> None:
     }
     assert settings.urls == addresses
     for name, policy in of_kind("console", "NetworkPolicy").items():
-        peers = [peer for rule in policy["spec"]["ingress"] for peer in rule.get("from", [{"podSelector": {}}])]
+        peers = [peer for rule in policy["spec"]["ingress"] or () for peer in rule.get("from") or [{"podSelector": {}}]]
         assert name.endswith("-console") or any("podSelector" in peer for peer in peers), name
 
 
