@@ -22,7 +22,7 @@ CATCH_WITHIN = 36
 THERE_AND_BACK = 43
 """Weights go back with a refusal and come forward with the next version's promotion."""
 KNOWN = {
-    "weights come forward unsaid": THERE_AND_BACK,
+    "weights come forward unsaid": 29,
     "commit before effect": 2,
     "ends do not wait": 3,
     "outbox in memory": 10,
