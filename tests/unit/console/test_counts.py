@@ -256,7 +256,7 @@ async def test_migrations_create_the_schema_of_the_code(database: Database) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        response_id(session_key("default", "s")),
+        pytest.param(response_id(session_key("default", "s")), id="a response"),
         "6f1d3c1e-9c0e-5d0a-8a55-6865616472ab",
         "a",
         "chatcmpl-abc",

@@ -284,7 +284,11 @@ async def test_empty_pages_say_what_fills_them(stand: Stand) -> None:
     assert "No reward" in (await client.get("/rewards")).text
 
 
-@pytest.mark.parametrize("address", ["/sessions", f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards", "/find?q=x"])
+@pytest.mark.parametrize(
+    "address",
+    ["/sessions", f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards", "/find?q=x"],
+    ids=["sessions", "session", "response", "rewards", "find"],  # workers must agree on them; an id has the time in it
+)
 async def test_pages_need_a_session_and_the_role_viewer(stand: Stand, address: str) -> None:
     await apply(stand, session_events())
     client: httpx2.AsyncClient = stand.client()
