@@ -185,7 +185,7 @@ async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mor
                 model="tiny", input=messages, tools=tool, tool_choice={"type": "function", "name": "mark"}
             ) as stream:
                 streamed = await stream.get_final_response()
-            bad: Any = {"format": {**text["format"], "schema": {"not": {}}}}
+            bad: Any = {"format": {**text["format"], "schema": {"not": {}}, "strict": True}}
             with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
                 await client.responses.create(model="tiny", input=messages, text=bad)
         turns = await running_rig.view.read(Turn)

@@ -77,7 +77,7 @@ def test_a_grammar_is_recorded_if_all_replicas_of_a_call_report_it() -> None:
         (Sampling(min_p=0.1), {}, False),
         (Sampling(min_p=0.1), {"sets": True}, True),
         (Sampling(top_p=0.5, temperature=0.0), {"sets": True}, False),
-        (Sampling(top_p=0.5, presence_penalty=0.5), {"sets": True}, False),
+        (Sampling(top_p=0.5, presence_penalty=0.5), {"sets": True}, True),
     ],
 )
 def test_turns_are_trained_if_their_distribution_can_be_computed(

@@ -27,6 +27,7 @@ from headrace_gateway.responses_api.items import (
 from headrace_gateway.responses_api.output import Json
 from headrace_gateway.responses_api.request import resolved
 from headrace_gateway.settings import RequestRules
+from headrace_runtime.http.web import parameters_of
 from headrace_runtime.process.worker_threads import WorkerThreads
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import JsonObject
@@ -132,7 +133,7 @@ class Conversations:
     async def list_items(self, request: Request) -> Response:
         """Return a page of the items of a conversation. Raises `ApiError`."""
         conversation = self._conversation(request)
-        query = request.query_params
+        query = parameters_of(request, "order", "limit", "after", "include")
         order, limit, after = query.get("order", "desc"), query.get("limit", str(_PAGE)), query.get("after")
         if order not in ("asc", "desc"):
             raise ApiError(400, "invalid_value", "order: must be 'asc' or 'desc'", "order")

@@ -15,7 +15,6 @@ from pydantic_core import to_json
 
 from headrace_gateway.engine_wire import EngineUsage
 from headrace_gateway.response_store import (
-    CONVERSATION_PREFIX,
     ResponseStore,
     StoredConversation,
     StoredResponse,
@@ -37,7 +36,7 @@ from headrace_schemas import Message, Turn
 from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.values import ids
 
-_CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
 _OUTPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 

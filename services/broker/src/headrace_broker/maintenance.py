@@ -31,8 +31,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 log = get_logger(__name__)
 TRANSACTIONS_INTERVAL_S = 1.0
-_ROUND_INTERVAL_S = 30.0
-"""Time between two rounds of retention and compaction: a topic is over its bounds for hardly longer."""
 
 
 class Maintenance:
@@ -41,11 +39,12 @@ class Maintenance:
     def __init__(self, broker: Broker, readers: Readers) -> None:
         self._broker = broker
         self._readers = readers
+        self._settings = broker.settings
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._every(_ROUND_INTERVAL_S, self.round))
+            group.create_task(self._every(self._settings.maintenance_interval_s, self.round))
             group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
 
     async def round(self) -> None:

@@ -37,6 +37,9 @@ class BrokerSettings(ServiceSettings):
     partitions_max: Count = 4_000
     """Maximum number of partitions of all topics together."""
 
+    maintenance_interval_s: Seconds = 30.0
+    """Time between two rounds of retention and compaction."""
+
     @field_validator("kafka_host")
     @classmethod
     def _loopback(cls, value: str) -> str:
