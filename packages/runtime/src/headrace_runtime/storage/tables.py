@@ -100,13 +100,13 @@ async def upsert(
 
     Values must be data, not SQL expressions. Return whether a row was inserted or changed.
     """
-    statement = _statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
+    statement = upsert_statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
     return bool((await tx.execute(statement, {**key, **values})).rowcount)
 
 
 def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
     """Return the statement that inserts rows, also in bulk, and skips those whose `key` exists."""
-    return _statement(tx.dialect.name, table, key, ())
+    return upsert_statement(tx.dialect.name, table, key)
 
 
 def is_one_of(first: ColumnElement[Any], second: ColumnElement[Any], pairs: Collection[tuple[Any, Any]]) -> Any:
@@ -118,14 +118,26 @@ def is_one_of(first: ColumnElement[Any], second: ColumnElement[Any], pairs: Coll
 
 
 @lru_cache(maxsize=256)
-def _statement(dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...]) -> Any:
-    """Build the statement. It is cached, because building takes several times longer than executing on SQLite."""
+def upsert_statement(
+    dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...] = (), added: tuple[str, ...] = ()
+) -> Any:
+    """Return the statement that inserts rows, also in bulk, and changes those whose `key` exists.
+
+    It is cached, because building takes several times longer than executing on SQLite.
+
+    Args:
+        dialect: `sqlite` or `postgresql`.
+        table: the table.
+        key: the columns of a unique key.
+        changed: the columns that are set in a row that exists.
+        added: the columns to which the new value is added in a row that exists.
+    """
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
     columns = [table.c[name] for name in key]
-    if changed:
-        return insert.on_conflict_do_update(
-            index_elements=columns, set_={name: insert.excluded[name] for name in changed}
-        )
+    changes = {name: insert.excluded[name] for name in changed}
+    changes |= {name: table.c[name] + insert.excluded[name] for name in added}
+    if changes:
+        return insert.on_conflict_do_update(index_elements=columns, set_=changes)
     return insert.on_conflict_do_nothing(index_elements=columns)
 
 
@@ -136,15 +148,23 @@ COUNTED_MAX = 10_000
 
 
 async def delete_batch(
-    tx: AsyncConnection, table: Table, old: ColumnElement[bool], *, order: ColumnElement[Any], limit: int = AT_ONCE_MAX
+    tx: AsyncConnection,
+    table: Table,
+    old: ColumnElement[bool],
+    *,
+    order: ColumnElement[Any] | None = None,
+    limit: int = AT_ONCE_MAX,
 ) -> bool:
     """Delete up to `limit` rows that match `old`, the first ones by `order`. Return whether there may be more.
 
-    The column `order` must have an index.
+    The column `order` must have an index. None leaves the choice to the database, which then needs one for `old`.
     """
-    (key,) = table.primary_key.columns
-    batch = select(key).where(old).order_by(order).limit(limit)
-    return (await tx.execute(delete(table).where(key.in_(batch)))).rowcount >= limit
+    key = list(table.primary_key.columns)
+    batch = select(*key).where(old).limit(limit)
+    if order is not None:
+        batch = batch.order_by(order)
+    row = key[0] if len(key) == 1 else tuple_(*key)
+    return (await tx.execute(delete(table).where(row.in_(batch)))).rowcount >= limit
 
 
 async def count_rows(tx: AsyncConnection, condition: ColumnElement[bool] | None, table: Table, limit: int) -> int:

@@ -82,24 +82,35 @@ async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[i
 
 async def tenants(tx: AsyncConnection, scope: Scope) -> dict[str, int]:
     """Return the numbers of the tenants in `scope` that have sessions, in the order of their first sessions."""
-    table, numbers = tables.sessions, []
-    number = await tx.scalar(select(func.min(table.c.tenant)))
-    while number is not None:  # one index look-up for each tenant; DISTINCT would read the whole index
-        numbers.append(number)
-        number = await tx.scalar(select(func.min(table.c.tenant)).where(table.c.tenant > number))
+    numbers = await _distinct(tx, tables.sessions.c.tenant)
     texts = await texts_of(tx, numbers)
     return {texts[number]: number for number in numbers if scope.permits(texts[number])}
 
 
-async def latest_lineages(tx: AsyncConnection) -> dict[int, int]:
+async def _distinct(tx: AsyncConnection, column: ColumnElement[int]) -> list[int]:
+    """Return the different numbers of an indexed column, in order.
+
+    Each takes one look-up in the index. DISTINCT would read the whole index.
+    """
+    numbers: list[int] = []
+    number = await tx.scalar(select(func.min(column)))
+    while number is not None:
+        numbers.append(number)
+        number = await tx.scalar(select(func.min(column)).where(column > number))
+    return numbers
+
+
+async def latest_lineage(tx: AsyncConnection, model: int) -> int | None:
+    """Return the lineage of a model that reported last, or None before the first report."""
+    table = tables.steps
+    return await tx.scalar(
+        select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
+    )
+
+
+async def latest_lineages(tx: AsyncConnection) -> dict[int, int | None]:
     """Return the lineage of each model that reported last."""
-    table, lineages = tables.steps, dict[int, int]()
-    model = await tx.scalar(select(func.min(table.c.model)))
-    while model is not None:
-        query = select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
-        lineages[model] = (await tx.execute(query)).scalar_one()
-        model = await tx.scalar(select(func.min(table.c.model)).where(table.c.model > model))
-    return lineages
+    return {model: await latest_lineage(tx, model) for model in await _distinct(tx, tables.steps.c.model)}
 
 
 async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
@@ -210,6 +221,19 @@ async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row |
     query = select(table).where(table.c.id == turn, table.c.session == session, table.c.log_offset >= 0)
     row = (await tx.execute(query)).mappings().first()
     return None if row is None else dict(row)
+
+
+def position_of(row: Row) -> tuple[int, int]:
+    """Return the partition and the offset of the event of a row."""
+    return row["partition"], row["log_offset"]
+
+
+async def has_turns_after(tx: AsyncConnection, turn: Row, number: int) -> bool:
+    """Return whether `number` captured turns of its session or more follow a turn."""
+    table = tables.turns
+    later = tuple_(table.c.at_ms, table.c.id) > tuple_(turn["at_ms"], turn["id"])
+    query = select(table.c.id).where(table.c.session == turn["session"], table.c.log_offset >= 0, later)
+    return len((await tx.execute(query.limit(number))).all()) >= number
 
 
 @dataclass(frozen=True, slots=True)

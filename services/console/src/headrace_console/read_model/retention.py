@@ -7,7 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch
-from headrace_console.read_model.rows import Names, delete_portion
+from headrace_console.read_model.rows import Names
+from headrace_runtime.storage.tables import delete_batch
 
 TURNS_MAX = 10_000_000
 """Captured turns that are stored at most, whatever the retention: about 4 GB in SQLite."""
@@ -51,9 +52,9 @@ async def delete_expired(tx: AsyncConnection, names: Names, *, day: int, retenti
             not is_complete,
             len(expired) == _SESSIONS_AT_ONCE,
             len(expired_stubs) == _ROWS_AT_ONCE,
-            await delete_portion(tx, tables.refusals, tables.refusals.c.read_day < horizon, _ROWS_AT_ONCE),
-            await delete_portion(tx, tables.letters, tables.letters.c.read_day < horizon, _ROWS_AT_ONCE),
-            await delete_portion(tx, tables.hours, tables.hours.c.hour < oldest_hour, _ROWS_AT_ONCE),
+            await delete_batch(tx, tables.refusals, tables.refusals.c.read_day < horizon, limit=_ROWS_AT_ONCE),
+            await delete_batch(tx, tables.letters, tables.letters.c.read_day < horizon, limit=_ROWS_AT_ONCE),
+            await delete_batch(tx, tables.hours, tables.hours.c.hour < oldest_hour, limit=_ROWS_AT_ONCE),
         ]
     )
 

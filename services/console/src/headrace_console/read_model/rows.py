@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Table, Text, delete, func, insert, select, tuple_
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import LargeBinary, RowMapping, Table, Text, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_numbers, unpack_numbers
-from headrace_runtime.storage.tables import is_one_of
+from headrace_runtime.storage.tables import is_one_of, upsert_statement
 
 _QUERY_KEYS_MAX = 200
 """Rows that one statement reads or writes at most, so that the event loop is free again after a few milliseconds."""
@@ -296,21 +295,10 @@ async def upsert_all(
     """
     if not rows:
         return
-    statement: Any = (sqlite.insert if tx.dialect.name == "sqlite" else postgresql.insert)(table)
-    changes = {name: statement.excluded[name] for name in rows[0] if name not in key}
-    if added is not None:
-        changes = {added: table.c[added] + statement.excluded[added]}
-    upsert = statement.on_conflict_do_update(index_elements=list(key), set_=changes)
+    changed = () if added else tuple(name for name in rows[0] if name not in key)
+    statement = upsert_statement(tx.dialect.name, table, key, changed, (added,) if added else ())
     for part in parts(rows):
-        await tx.execute(upsert, part)
-
-
-async def delete_portion(tx: AsyncConnection, table: Table, condition: ColumnElement[bool], limit: int) -> bool:
-    """Delete up to `limit` rows that match `condition`. Return whether there may be more."""
-    key = table.primary_key.columns
-    rows = select(*key).where(condition).limit(limit)
-    matches = tuple_(*key).in_(rows) if len(key) > 1 else next(iter(key)).in_(rows)
-    return (await tx.execute(delete(table).where(matches))).rowcount >= limit
+        await tx.execute(statement, part)
 
 
 class Names:

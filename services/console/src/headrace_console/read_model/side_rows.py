@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.rows import delete_portion, parts, upsert_all
-from headrace_runtime.storage.tables import is_one_of
+from headrace_console.read_model.queries import latest_lineage
+from headrace_console.read_model.rows import parts, upsert_all
+from headrace_runtime.storage.tables import delete_batch, is_one_of
 from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -120,13 +121,8 @@ class SideRows:
 
     async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
         """Return the lineage of each model that reported last. Steps of this batch must be stored first."""
-        table, lineages = tables.steps, {}
-        for model in models:
-            query = select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
-            lineage = await tx.scalar(query)
-            if lineage is not None:
-                lineages[model] = lineage
-        return lineages
+        lineages = {model: await latest_lineage(tx, model) for model in models}
+        return {model: lineage for model, lineage in lineages.items() if lineage is not None}
 
     async def store_steps(self, tx: AsyncConnection) -> None:
         """Write the new steps."""
@@ -136,7 +132,7 @@ class SideRows:
     async def delete(self, tx: AsyncConnection, sessions: Collection[int], portion: int) -> list[bool]:
         """Delete rewards and feedback of sessions, at most `portion` of each. Return for each whether some are left."""
         return [
-            await delete_portion(tx, table, table.c.session.in_(sessions), portion)
+            await delete_batch(tx, table, table.c.session.in_(sessions), limit=portion)
             for table in (tables.rewards, tables.feedback)
         ]
 
