@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.read_model.queries import Row
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import Row, position_of
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.producer import EventProducer
@@ -23,11 +24,12 @@ _EXPIRED = "its record has expired"
 
 @dataclass(frozen=True, slots=True)
 class PlannedLetter:
-    """A dead letter, and the problem because of which it cannot be retried or discarded, or None."""
+    """A dead letter, and the problem because of which it cannot be retried, or None."""
 
     row: Row
-    letter: DeadLetter | None
-    problem: str | None
+    letter: DeadLetter | None = None
+    """Content of the letter, if an action needs it."""
+    problem: str | None = None
 
 
 class DeadLetterActions:
@@ -41,25 +43,21 @@ class DeadLetterActions:
         self._lock = asyncio.Lock()
         self._is_connected = False
 
-    async def plan(self, action: Literal["retry", "discard"], rows: Sequence[Row]) -> AsyncIterator[PlannedLetter]:
-        """Yield each letter with the problem that prevents the action. The plan publishes no record.
+    async def plan_retry(self, rows: Sequence[Row]) -> AsyncIterator[PlannedLetter]:
+        """Yield each letter with the problem that prevents a retry. The plan publishes no record.
 
         Raises:
             Unavailable: the bus does not answer.
         """
         for start in range(0, len(rows), _READ_AT_ONCE):
             part = rows[start : start + _READ_AT_ONCE]
-            if action == "discard":
-                for row in part:
-                    yield PlannedLetter(row, None, None)
-                continue
-            events = await self._records.read(DeadLetter.topic, [(row["partition"], row["log_offset"]) for row in part])
+            events = await self._records.read(DeadLetter.topic, [position_of(row) for row in part])
             for row in part:
-                letter = events.get((row["partition"], row["log_offset"]))
+                letter = events.get(position_of(row))
                 if isinstance(letter, DeadLetter):
                     yield PlannedLetter(row, letter, await self._problem(letter))
                 else:
-                    yield PlannedLetter(row, None, _EXPIRED)
+                    yield PlannedLetter(row, problem=_EXPIRED)
 
     async def _problem(self, letter: DeadLetter) -> str | None:
         problem = permanent_problem(letter)
@@ -71,24 +69,27 @@ class DeadLetterActions:
             return f"would be refused again: {error}"
         return None
 
-    async def retry(self, letters: Sequence[tuple[str, Row, DeadLetter]], by: str) -> None:
+    async def retry(self, letters: Sequence[PlannedLetter], by: str) -> None:
         """Publish the records of letters again, and then the decisions.
 
         Args:
-            letters: id, row and content of each letter. `plan` found no problem in them.
+            letters: letters in which `plan_retry` found no problem.
             by: name of the user.
 
         Raises:
             Unavailable: the bus does not answer. Some records may have been published; consumers recognize their ids.
         """
-        await self._connect()
-        await self._producer.send_raw([await self._restore(letter) for _, _, letter in letters])
-        await self._decide([(name, row) for name, row, _ in letters], "retried", None, by)
+        if letters:
+            await self._connect()
+            records = [await self._restore(planned.letter) for planned in letters if planned.letter is not None]
+            await self._producer.send_raw(records)
+            await self._decide([planned.row for planned in letters], "retried", None, by)
 
-    async def discard(self, letters: Sequence[tuple[str, Row]], reason: str, by: str) -> None:
+    async def discard(self, rows: Sequence[Row], reason: str, by: str) -> None:
         """Record that letters will not be retried. Raises `Unavailable` if the bus does not answer."""
-        await self._connect()
-        await self._decide(letters, "discarded", reason, by)
+        if rows:
+            await self._connect()
+            await self._decide(rows, "discarded", reason, by)
 
     async def _restore(self, letter: DeadLetter) -> Outgoing:
         """Return the refused record as it was. A record that never was on a topic gets the key of its event."""
@@ -103,7 +104,7 @@ class DeadLetterActions:
 
     async def _decide(
         self,
-        letters: Sequence[tuple[str, Row]],
+        rows: Sequence[Row],
         action: Literal["retried", "discarded"],
         reason: str | None,
         by: str,
@@ -111,13 +112,13 @@ class DeadLetterActions:
         decisions = [
             DeadLetterDecision(
                 time=self._clock.now(),
-                dead_letter_id=name,
+                dead_letter_id=unpack_id(row["name"]),
                 number=row["decisions"] + 1,
                 action=action,
                 reason=reason,
                 by=by,
             )
-            for name, row in letters
+            for row in rows
         ]
         await self._producer.send_raw([await self._producer.encode(decision) for decision in decisions])
 

@@ -7,13 +7,13 @@ costs users a new login and nothing else.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.files import owner_alone, replace_file
 
 log = get_logger(__name__)
 _BYTES_MAX = 1_048_576
@@ -54,12 +54,9 @@ class SessionFile:
 
     def write(self, sessions: list[Session]) -> None:
         """Store the sessions."""
-        draft = self._path.with_name(f".{self._path.name}.draft")
+        content = json.dumps([asdict(session) for session in sessions]).encode("ascii")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft.unlink(missing_ok=True)
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-                json.dump([asdict(session) for session in sessions], file)
-            draft.replace(self._path)
+            replace_file(self._path, content, opener=owner_alone)
         except OSError as error:
             log.warning("sessions_not_stored", path=str(self._path), error=str(error))

@@ -12,27 +12,26 @@ from starlette.responses import Response
 
 from headrace_console.dead_letter_actions import DeadLetterActions, PlannedLetter
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_form, read_reason
+from headrace_console.pages.page import NotFound, Page, read_fields, read_reason
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import tables
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row
+from headrace_console.read_model.queries import Row, position_of
 from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import DeadLetter
-from headrace_schemas.values.text import printable
 
 PORTION = 200
 """Letters that one request retries or discards at most."""
 PLANNED_MAX = 10_000
 _LIST_ROWS = 100
 _GROUP = ("service", "topic", "reason")
-_FORM_FIELDS = frozenset({*_GROUP, "kind", "after", "form_token"})
+_FORM_FIELDS = frozenset({*_GROUP, "kind", "after"})
 _DIGITS = re.compile(r"[0-9]+")
 
 
@@ -106,7 +105,7 @@ class DeadLetterPages:
         if row is None:
             raise NotFound
         try:
-            event = (await self._records.read(DeadLetter.topic, [_record_position(row)])).get(_record_position(row))
+            event = (await self._records.read(DeadLetter.topic, [position_of(row)])).get(position_of(row))
         except Unavailable:
             event = None
         return self._templates.render(
@@ -126,7 +125,7 @@ class DeadLetterPages:
             rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
         problems: Counter[str] = Counter()
         retriable = 0
-        async for planned in self._actions.plan("retry", rows):
+        async for planned in self._actions.plan_retry(rows):
             if planned.problem is None:
                 retriable += 1
             else:
@@ -146,32 +145,21 @@ class DeadLetterPages:
     async def retry(self, request: Request, user: User) -> Response:
         """Publish the records of the next letters of a group again."""
         group, rows = await self._next_letters(request, user)
-        planned = [letter async for letter in self._actions.plan("retry", rows)]
-        chosen = [
-            (unpack_id(letter.row["name"]), letter.row, letter.letter)
-            for letter in planned
-            if letter.problem is None and letter.letter is not None
-        ]
-        if chosen:
-            await self._actions.retry(chosen, user.name)
+        planned = [letter async for letter in self._actions.plan_retry(rows)]
+        await self._actions.retry([letter for letter in planned if letter.problem is None], user.name)
         return self._result(request, user, "retry", group, planned)
 
     async def discard(self, request: Request, user: User) -> Response:
         """Record that the next letters of a group will not be retried."""
         reason = await read_reason(request)
         group, rows = await self._next_letters(request, user)
-        planned = [letter async for letter in self._actions.plan("discard", rows)]
-        if rows:
-            await self._actions.discard([(unpack_id(row["name"]), row) for row in rows], reason, user.name)
-        return self._result(request, user, "discard", group, planned, reason)
+        await self._actions.discard(rows, reason, user.name)
+        return self._result(request, user, "discard", group, [PlannedLetter(row) for row in rows], reason)
 
     async def _next_letters(self, request: Request, user: User) -> tuple[LetterGroup, list[Row]]:
         """Return the group of a form, and its next open letters."""
         _check_scope(user)
-        form = await read_form(request)
-        unknown = sorted(form.keys() - _FORM_FIELDS)
-        if unknown:
-            raise Refused(400, "invalid_form", f"the form has the unknown field {printable(unknown[0][:64])!r}")
+        form = await read_fields(request, _FORM_FIELDS)
         group = _group({**form, "reason": form.get("kind", "")})
         after = parse_position(form["after"]) if form.get("after") else None
         async with self._database.transaction() as tx:
@@ -235,10 +223,6 @@ def _moments(group: LetterGroup) -> tuple[object, object]:
 
 def _position(row: Row) -> str:
     return f"{row['at_ms']}.{row['id']}"
-
-
-def _record_position(row: Row) -> tuple[int, int]:
-    return row["partition"], row["log_offset"]
 
 
 def _letter(row: Row) -> dict[str, object]:

@@ -11,21 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_form
+from headrace_console.pages.page import NotFound, Page, read_fields
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row
+from headrace_console.read_model.queries import Row, position_of
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.users import User
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Message, Turn
-from headrace_schemas.values.text import printable, storable
+from headrace_schemas.values.text import storable
 
 ACTIONS = ("score", "edit", "withdraw_score", "withdraw_edit")
-_FIELDS = frozenset({"form_token", "action", "turn", "value", "text", "tool_calls", "comment"})
+_FIELDS = frozenset({"action", "turn", "value", "text", "tool_calls", "comment"})
 _COMMENT_LENGTH_MAX = 2_000
 _ANSWER_LENGTH_MAX = 200_000
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -67,10 +67,7 @@ class FeedbackPages:
 
     async def send(self, request: Request, user: User) -> Response:
         """Send feedback about a session, or about one of its turns."""
-        form = await read_form(request)
-        unknown = sorted(form.keys() - _FIELDS)
-        if unknown:
-            raise _refused("form", f"has the unknown field {printable(unknown[0][:64])!r}")
+        form = await read_fields(request, _FIELDS)
         session, turn = await self._target(request, user, form.get("turn", ""))
         reply = await self._gateway.send(user, session["tenant_name"], feedback_body(form, session, turn))
         return self._templates.render(
@@ -92,7 +89,7 @@ class FeedbackPages:
 
     async def _answer(self, turn: Row) -> Message | None:
         """Return the first answer of a turn, or None if its text has expired or the bus does not answer."""
-        position = turn["partition"], turn["log_offset"]
+        position = position_of(turn)
         try:
             event = (await self._records.read("turns", [position])).get(position)
         except Unavailable:

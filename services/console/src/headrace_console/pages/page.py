@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qsl
@@ -16,7 +16,7 @@ from headrace_console.access.logins import Logins
 from headrace_console.pages.frame import Templates
 from headrace_console.users import Role, User
 from headrace_runtime.errors import Refused
-from headrace_schemas.values.text import storable
+from headrace_schemas.values.text import printable, storable
 
 _FORM_BYTES_MAX = 1_048_576
 _FORM_FIELDS_MAX = 200
@@ -84,6 +84,15 @@ async def read_form(request: Request) -> dict[str, str]:
     form: dict[str, str] | None = getattr(request.state, "form", None)
     if form is None:
         form = request.state.form = _parse_form(await _read_body(request))
+    return form
+
+
+async def read_fields(request: Request, names: Collection[str]) -> dict[str, str]:
+    """Return the fields of a form as `read_form` does. Raises `Refused` 400 for one that is not in `names`, too."""
+    form = await read_form(request)
+    unknown = sorted(form.keys() - {"form_token", *names})
+    if unknown:
+        raise Refused(400, "invalid_form", f"form: has the unknown field {printable(unknown[0][:64])!r}", "form")
     return form
 
 

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.page import Page
+from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model import queries, tables
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, epoch_ms
@@ -46,10 +47,7 @@ class RewardPages:
             raise Refused(400, "invalid_parameter", problem, "days")
         since = epoch_ms(self._clock.now() - timedelta(days=int(text))) // tables.HOUR_MS
         async with self._database.transaction() as tx:
-            tenants = await queries.tenants(tx, user.scope)
-            tenant = parameters.get("tenant") or next(iter(tenants), None)
-            if tenant is not None and tenant not in tenants:
-                raise NotFound
+            tenants, tenant = await chosen_tenant(tx, user, parameters)
             sources = await queries.rewards_by_source(tx, tenants[tenant], since) if tenant is not None else {}
         return self._templates.render(
             request,

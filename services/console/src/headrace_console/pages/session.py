@@ -16,7 +16,7 @@ from headrace_console.read_model import queries, tables
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.letter_queries import refusal_reasons
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row, SessionRecords
+from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
 from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
@@ -50,10 +50,11 @@ class SessionPage:
             if session is None:
                 raise NotFound
             rows = await queries.session_records(tx, session["id"], before)
-            saves = {(entry.lineage, entry.save) for row in rows.experiences for entry in history_of(row["history"])}
-            steps = await queries.steps_of(tx, saves)
+            histories = [history_of(row["history"]) for row in rows.experiences]
+            entries = [entry for history in histories for entry in history]
+            steps = await queries.steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
             numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
-            numbers |= {entry.reason for row in rows.experiences for entry in history_of(row["history"])}
+            numbers |= {entry.reason for entry in entries}
             texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
         turns = await self._read("turns", rows.turns)
         rewards = await self._read("rewards", rows.rewards[:_SPEAKERS_MAX])
@@ -70,7 +71,10 @@ class SessionPage:
             statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
             turns=_turns(rows, turns, texts),
             earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
-            experiences=[_experience(row, steps, texts) for row in rows.experiences],
+            experiences=[
+                _experience(row, history, steps, texts)
+                for row, history in zip(rows.experiences, histories, strict=True)
+            ],
             rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
             feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
             speakers_max=_SPEAKERS_MAX,
@@ -82,9 +86,9 @@ class SessionPage:
     ) -> Mapping[tuple[int, int], str]:
         """Return the outcome of each feedback by its position on the topic."""
         feedback = {
-            _position(row): event
+            position_of(row): event
             for row in reversed(rows.feedback[:_SPEAKERS_MAX])
-            if isinstance(event := events.get(_position(row)), Feedback)
+            if isinstance(event := events.get(position_of(row)), Feedback)
         }
         async with self._database.transaction() as tx:
             refused = await refusal_reasons(tx, [event.event_id for event in feedback.values()])
@@ -103,13 +107,9 @@ class SessionPage:
     async def _read(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], object]:
         """Return the events of rows. Without the bus the page shows the numbers alone."""
         try:
-            return await self._records.read(topic, [_position(row) for row in rows]) if rows else {}
+            return await self._records.read(topic, [position_of(row) for row in rows]) if rows else {}
         except Unavailable:
             return {}
-
-
-def _position(row: Row) -> tuple[int, int]:
-    return row["partition"], row["log_offset"]
 
 
 def _turns(
@@ -118,7 +118,7 @@ def _turns(
     """Return the template values of each turn: its numbers, and the messages that it adds to the turn before."""
     entries, previous = [], None
     for row in rows.turns:
-        event = events.get(_position(row))
+        event = events.get(position_of(row))
         turn = event if isinstance(event, Turn) else None
         messages = new_messages(turn, previous) if turn is not None else ()
         status = split_status(texts.get(row["status"], ""))
@@ -166,12 +166,13 @@ def _message(message: Message) -> dict[str, object]:
 
 
 def _experience(
-    row: Row, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
+    row: Row,
+    history: Sequence[HistoryEntry],
+    steps: Mapping[tuple[int, int], tuple[int, int, int]],
+    texts: Mapping[int, str],
 ) -> dict[str, object]:
     """Return the template values of an experience, with the outcome of each revision, the newest outcome first."""
-    sentences = [
-        f"rev {entry.revision}: {_outcome(entry, steps, texts)}" for entry in reversed(history_of(row["history"]))
-    ]
+    sentences = [f"rev {entry.revision}: {_outcome(entry, steps, texts)}" for entry in reversed(history)]
     return {
         "id": unpack_id(row["name"]),
         "revision": row["revision"],
@@ -195,7 +196,7 @@ def _outcome(
 
 
 def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
-    event = events.get(_position(row))
+    event = events.get(position_of(row))
     reward = event if isinstance(event, Reward) else None
     return {
         "source": texts.get(row["source"], ""),
@@ -211,7 +212,7 @@ def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[i
 def _feedback(
     row: Row, events: Mapping[tuple[int, int], object], outcomes: Mapping[tuple[int, int], str]
 ) -> dict[str, object]:
-    event = events.get(_position(row))
+    event = events.get(position_of(row))
     if not isinstance(event, Feedback):
         return {"at": from_epoch_ms(row["at_ms"]), "has_text": False}
     parts = json.dumps(event.parts, ensure_ascii=False) if event.parts else ""
@@ -226,5 +227,5 @@ def _feedback(
         "comment": event.comment or "",
         "edit": event.edit.text if event.edit is not None else "",
         "turns": len(event.msg_ids),
-        "outcome": outcomes.get(_position(row), ""),
+        "outcome": outcomes.get(position_of(row), ""),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import get_args
 from urllib.parse import quote, urlencode
@@ -56,10 +57,7 @@ class SessionPages:
         parameters = {name: text for name, text in parameters_of(request, *FILTERS, "tenant", "after").items() if text}
         selection = parse_filter(parameters)
         async with self._database.transaction() as tx:
-            tenants = await queries.tenants(tx, user.scope)
-            tenant = parameters.get("tenant") or next(iter(tenants), None)
-            if tenant is not None and tenant not in tenants:
-                raise NotFound
+            tenants, tenant = await chosen_tenant(tx, user, parameters)
             empty = queries.SessionPage((), None, None)
             page = await queries.session_page(tx, tenants[tenant], selection) if tenant is not None else empty
             texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
@@ -113,10 +111,24 @@ async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | 
         return None
     session, turn = target
     address = f"/s/{quote(session['session_key'])}"
-    records = await queries.session_records(tx, session["id"])
-    is_shown = len(records.turns) < SESSION_TURNS_MAX or any(row["id"] == turn["id"] for row in records.turns)
-    query = "" if is_shown else f"?before={turn['at_ms']}.{turn['id'] + 1}"
+    is_earlier = await queries.has_turns_after(tx, turn, SESSION_TURNS_MAX)
+    query = f"?before={turn['at_ms']}.{turn['id'] + 1}" if is_earlier else ""
     return f"{address}{query}#t-{turn['id']}"
+
+
+async def chosen_tenant(
+    tx: AsyncConnection, user: User, parameters: Mapping[str, str]
+) -> tuple[dict[str, int], str | None]:
+    """Return the tenants that a user may see, and the one that a page shows, None if there is none yet.
+
+    Raises:
+        NotFound: the parameter `tenant` is none of them.
+    """
+    tenants = await queries.tenants(tx, user.scope)
+    tenant = parameters.get("tenant") or next(iter(tenants), None)
+    if tenant is not None and tenant not in tenants:
+        raise NotFound
+    return tenants, tenant
 
 
 def parse_position(text: str) -> tuple[int, int]:
