@@ -35,7 +35,7 @@ from headrace_runtime.http import web
 from headrace_runtime.http.guard import ReplicaTrust
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.consumer import Offsets, TopicTable
-from headrace_runtime.kafka.dead_letters import NameFile, dead_letter
+from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.known_versions import KnownVersions
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record
@@ -44,6 +44,7 @@ from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.disk import DiskGuard
+from headrace_runtime.storage.files import NameFile
 from headrace_schemas import Replica, Routing
 from headrace_schemas.rules.ingest import KnownModels
 

@@ -9,6 +9,7 @@ conversation whole.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,12 @@ from typing import Any
 from headrace_gateway.access import Caller
 from headrace_gateway.refusals import ApiError, overloaded
 from headrace_runtime.clock import Clock, SystemClock, epoch_ms
-from headrace_runtime.kafka.dead_letters import NameFile
+from headrace_runtime.storage.files import NameFile
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values import ids
 
-_RESPONSE_PREFIX = "chatcmpl-"
 CONVERSATION_PREFIX = "conv_"
+_CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
 _AGE_MAX_MS = timedelta(days=30) // timedelta(milliseconds=1)
 """Age of a response that nobody can refer to any more, as in OpenAI's API."""
 _ENTRY_BYTES = 1024
@@ -61,6 +62,11 @@ class StoredResponse:
     """The conversation that the items were added to, and from which alone the items before them are read."""
 
     @property
+    def name(self) -> str:
+        """The id of the response, by which the store finds it."""
+        return self.response_id
+
+    @property
     def size_bytes(self) -> int:
         """Bytes that the response takes in the store."""
         return _ENTRY_BYTES + len(self.body) + self.item_bytes
@@ -87,6 +93,11 @@ class StoredConversation:
     """The response whose turn contains these items. None if items were changed since."""
     is_recalled: bool = False
     """Whether it was read from turns, and not changed since."""
+
+    @property
+    def name(self) -> str:
+        """The id of the conversation, by which the store finds it."""
+        return self.conversation_id
 
     @property
     def size_bytes(self) -> int:
@@ -116,6 +127,14 @@ class StoredConversation:
         )
 
 
+Entry = StoredResponse | StoredConversation
+
+
+def is_conversation_id(text: str) -> bool:
+    """Return whether a gateway creates such ids of conversations."""
+    return _CONVERSATION_ID.fullmatch(text) is not None
+
+
 class ResponseStore:
     """The newest responses and conversations of all tenants. Usable from several threads.
 
@@ -135,17 +154,17 @@ class ResponseStore:
         self._clock = clock or SystemClock()
         self._is_recalling = recalls and self.remembers
         self._forgotten = NameFile(forgotten) if forgotten is not None else None
-        self._entries: TenantMemory[str, StoredResponse | StoredConversation] = TenantMemory(bytes_max)
+        self._entries: TenantMemory[str, Entry] = TenantMemory(bytes_max)
         self._lock = threading.Lock()
 
     def view(self, caller: Caller) -> CallerResponses:
         """Return the responses that `caller` may read."""
         return CallerResponses(self, caller)
 
-    def add(self, tenant: str, response: StoredResponse) -> None:
-        """Store a response, and drop others that there is no room for."""
+    def add(self, tenant: str, entry: Entry) -> None:
+        """Store a response or a conversation, and drop others that there is no room for."""
         with self._lock:
-            self._entries.set(tenant, response.response_id, response, response.size_bytes)
+            self._set(tenant, entry)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response of `tenant`, or None. Raises `ApiError` 503 while earlier ones are read from the bus."""
@@ -187,11 +206,6 @@ class ResponseStore:
             conversation = self._get(tenant, conversation_id)
         return conversation if isinstance(conversation, StoredConversation) else None
 
-    def add_conversation(self, tenant: str, conversation: StoredConversation) -> None:
-        """Store a new conversation, and drop other entries that there is no room for."""
-        with self._lock:
-            self._entries.set(tenant, conversation.conversation_id, conversation, conversation.size_bytes)
-
     def change(
         self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
     ) -> StoredConversation | None:
@@ -206,7 +220,7 @@ class ResponseStore:
             changed = change(current)
             if current.last_response is not None and changed.last_response is None:
                 self._forget(_state_name(current))
-            self._entries.set(tenant, conversation_id, changed, changed.size_bytes)
+            self._set(tenant, changed)
             return changed
 
     def recall(
@@ -215,7 +229,7 @@ class ResponseStore:
         """Store what an earlier process stored. This process's own state, and what was deleted, is newer."""
         with self._lock:
             if response is not None and not self._is_forgotten(response.response_id):
-                self._entries.set(tenant, response.response_id, response, response.size_bytes)
+                self._set(tenant, response)
             if conversation is None:
                 return
             name = conversation.conversation_id
@@ -225,7 +239,7 @@ class ResponseStore:
             if self._is_forgotten(name, _state_name(conversation)):
                 self._entries.pop(tenant, name)
             else:
-                self._entries.set(tenant, name, conversation, conversation.size_bytes)
+                self._set(tenant, conversation)
 
     def has(self, tenant: str, response_id: str) -> bool:
         """Return whether a response is stored, also while earlier ones are read from the bus."""
@@ -236,10 +250,13 @@ class ResponseStore:
         """Turns of earlier processes have been read."""
         self._is_recalling = False
 
-    def _get(self, tenant: str, name: str) -> StoredResponse | StoredConversation | None:
+    def _set(self, tenant: str, entry: Entry) -> None:
+        self._entries.set(tenant, entry.name, entry, entry.size_bytes)
+
+    def _get(self, tenant: str, name: str) -> Entry | None:
         entry = self._entries.get(tenant, name)
         may_be_newer = entry is None or (isinstance(entry, StoredConversation) and entry.is_recalled)
-        if self._is_recalling and may_be_newer and name.startswith((_RESPONSE_PREFIX, CONVERSATION_PREFIX)):
+        if self._is_recalling and may_be_newer and name.startswith((ids.RESPONSE_PREFIX, CONVERSATION_PREFIX)):
             raise overloaded("responses of the time before the restart are still being read; try again", 1.0)
         if entry is None:
             return None
@@ -272,9 +289,9 @@ class CallerResponses:
         """Bytes of the entries of the caller's tenant."""
         return self._store.bytes_of(self._tenant)
 
-    def add(self, response: StoredResponse) -> None:
-        """Store a response of the caller."""
-        self._store.add(self._tenant, response)
+    def add(self, entry: Entry) -> None:
+        """Store a response or a conversation of the caller."""
+        self._store.add(self._tenant, entry)
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, or None if it is not stored or the caller may not read it."""
@@ -287,7 +304,7 @@ class CallerResponses:
 
     def item(self, item_id: str) -> Any | None:
         """Return an item of a response by the id that `item_id_of` gave it, or None."""
-        response = self.get(_RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("-")[0])
+        response = self.get(ids.RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("-")[0])
         if response is None or item_id not in response.output_ids:
             return None
         return response.output[response.output_ids.index(item_id)]
@@ -302,10 +319,6 @@ class CallerResponses:
         if conversation is None or self.session_key not in (None, conversation.session_key):
             raise _unknown_conversation()
         return conversation
-
-    def add_conversation(self, conversation: StoredConversation) -> None:
-        """Store a new conversation of the caller."""
-        self._store.add_conversation(self._tenant, conversation)
 
     def change(
         self, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
@@ -328,7 +341,7 @@ class CallerResponses:
 
 def item_id_of(kind: str, response_id: str, position: int) -> str:
     """Return the id of the item at `position` of a response's output, by which `CallerResponses.item` finds it."""
-    return f"{kind}_{response_id.removeprefix(_RESPONSE_PREFIX)}-{position}"
+    return f"{kind}_{response_id.removeprefix(ids.RESPONSE_PREFIX)}-{position}"
 
 
 _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}

@@ -128,7 +128,7 @@ def test_responses_and_conversations_are_dropped_after_thirty_days() -> None:
     store = ResponseStore(2**20, clock)
     conversation = StoredConversation()
     store.add("a", stored_response(1))
-    store.add_conversation("a", conversation)
+    store.add("a", conversation)
     clock.advance(29 * 86_400)
     assert store.get("a", NAMES[1])
     assert store.conversation("a", conversation.conversation_id)

@@ -20,10 +20,11 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.kafka import damage
-from headrace_runtime.kafka.dead_letters import DeadLetterSender, NameFile, dead_letter
+from headrace_runtime.kafka.dead_letters import DeadLetterSender, dead_letter
 from headrace_runtime.kafka.wire import Record, decode
 from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.files import NameFile
 from headrace_runtime.stream.pausing import DeadLetterLimiter, RefusalLimit
 from headrace_schemas import DeadLetter
 from tests.support.streams import MemoryProducer

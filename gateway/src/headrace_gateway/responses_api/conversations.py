@@ -99,7 +99,7 @@ class Conversations:
             view = self.store.view(admitted.caller)
             body, added = await self._read(_NewConversation, admitted, view)
             conversation = added.to(StoredConversation(metadata=body.metadata or {}, session_key=view.session_key))
-            view.add_conversation(conversation)
+            view.add(conversation)
         return JSONResponse(_json(conversation))
 
     async def get(self, request: Request) -> Response:

@@ -6,7 +6,6 @@ A turn has the messages, tools and sampling parameters of its request and the mo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from headrace_gateway.response_store import (
     ResponseStore,
     StoredConversation,
     StoredResponse,
+    is_conversation_id,
     item_id_of,
     named_items,
 )
@@ -36,7 +36,6 @@ from headrace_schemas import Message, Turn
 from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.values import ids
 
-_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
 _OUTPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 
@@ -85,7 +84,7 @@ def recall_response(turn: Turn, store: ResponseStore) -> None:
 
 
 def _is_own(conversation_id: str | None) -> bool:
-    return conversation_id is None or _CONVERSATION_ID.fullmatch(conversation_id) is not None
+    return conversation_id is None or is_conversation_id(conversation_id)
 
 
 def items_of(messages: Iterable[Message]) -> Iterator[Item]:

@@ -22,7 +22,8 @@ NAMESPACE = uuid.UUID("6f1d3c1e-9c0e-5d0a-8a55-6865616472ab")
 """The UUIDv5 namespace of all derived ids. It must never change, or replayed facts would get new ids."""
 
 SESSION_KEY_LENGTH = 16
-_RESPONSE_ID = re.compile(rf"^chatcmpl-([a-z2-7]{{{SESSION_KEY_LENGTH}}})-([0-9a-f]{{32}})$")
+RESPONSE_PREFIX = "chatcmpl-"
+RESPONSE_ID = re.compile(rf"^{RESPONSE_PREFIX}([a-z2-7]{{{SESSION_KEY_LENGTH}}})-([0-9a-f]{{32}})$")
 _TENANT_PREFIX = re.compile(rf"^tenant-[a-z2-7]{{{SESSION_KEY_LENGTH}}}/")
 _DEFAULT_TENANT = "default"
 _NAME_LENGTH_MAX = 512
@@ -89,12 +90,12 @@ def has_tenant_prefix(trajectory_id: str) -> bool:
 
 def response_id(key: str, turn_uuid: uuid.UUID | None = None) -> str:
     """Return a new response id, `chatcmpl-<session key>-<uuid7>`. It contains the partition key for feedback."""
-    return f"chatcmpl-{key}-{(turn_uuid or uuid7()).hex}"
+    return f"{RESPONSE_PREFIX}{key}-{(turn_uuid or uuid7()).hex}"
 
 
 def key_of_response(response: str) -> str | None:
     """Return the session key of a response id, or None if Headrace did not create the id."""
-    match = _RESPONSE_ID.match(response)
+    match = RESPONSE_ID.match(response)
     return match.group(1) if match else None
 
 

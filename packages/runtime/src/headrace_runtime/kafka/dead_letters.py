@@ -14,7 +14,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage import files
+from headrace_runtime.storage.files import NameFile
 from headrace_schemas import DeadLetter
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import decode_name
@@ -27,7 +27,6 @@ _NAME_LENGTH_MAX = 512
 _HEADER_LENGTH_MAX = 65_536
 _VALUE_BYTES_MAX = 1_572_864
 """Maximum number of bytes of a value in a letter. The bus accepts only smaller records."""
-_SENT_MAX = 10_000
 
 
 @dataclass(frozen=True)
@@ -89,30 +88,6 @@ def dead_letter(
 
 def _text(text: str | bytes) -> str:
     return storable(text if isinstance(text, str) else decode_name(text))
-
-
-class NameFile:
-    """File with the last names of one kind, for example the ids of durable dead letters.
-
-    A service reads a topic again at each start, and would dead-letter the same records again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
-        self._names = dict.fromkeys(lines[-_SENT_MAX:])
-        if len(lines) > _SENT_MAX:
-            files.replace_file(path, "".join(f"{name}\n" for name in self._names).encode("ascii"))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def add(self, name: str) -> None:
-        """Add a name. After a power failure it may be missing."""
-        self._names[name] = None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="ascii") as file:
-            file.write(f"{name}\n")
 
 
 class DeadLetterSender:

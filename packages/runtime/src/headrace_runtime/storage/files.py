@@ -1,4 +1,4 @@
-"""Small files: those that only their owner can read, independent of the umask, and atomic replacement."""
+"""Small files: private to their owner whatever the umask, replaced atomically, or a list of names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_runtime.errors import SettingError
+
+_NAMES_MAX = 10_000
 
 
 def private_folder(path: Path) -> None:
@@ -64,3 +66,27 @@ def replace_file(path: Path, data: bytes, *, opener: Callable[[str, int], int] |
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+class NameFile:
+    """File with the last 10,000 names of one kind, such as the ids of dead letters that a service has sent.
+
+    A service that reads a topic again at each start finds in it what it has already done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
+        self._names = dict.fromkeys(lines[-_NAMES_MAX:])
+        if len(lines) > _NAMES_MAX:
+            replace_file(path, "".join(f"{name}\n" for name in self._names).encode("ascii"))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        """Add a name. After a power failure it may be missing."""
+        self._names[name] = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(f"{name}\n")

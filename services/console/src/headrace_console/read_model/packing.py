@@ -10,7 +10,8 @@ import re
 import uuid
 from collections.abc import Iterable
 
-_RESPONSE_ID = re.compile(r"chatcmpl-([a-z2-7]{16})-([0-9a-f]{32})")
+from headrace_schemas.values.ids import RESPONSE_ID, RESPONSE_PREFIX
+
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _KEY_BYTES = 10
 _RESPONSE_BYTES = 26
@@ -20,7 +21,7 @@ _BITS, _MORE = 0x7F, 0x80
 
 def pack_id(text: str) -> bytes:
     """Return the compact form of an id. Different ids have different forms."""
-    response = _RESPONSE_ID.fullmatch(text)
+    response = RESPONSE_ID.fullmatch(text)
     if response is not None:
         return base64.b32decode(response[1].upper()) + bytes.fromhex(response[2])
     if _UUID.fullmatch(text):
@@ -32,7 +33,7 @@ def unpack_id(packed: bytes) -> str:
     """Return the id that `pack_id` has packed."""
     if len(packed) == _RESPONSE_BYTES:
         key = base64.b32encode(packed[:_KEY_BYTES]).decode().lower()
-        return f"chatcmpl-{key}-{packed[_KEY_BYTES:].hex()}"
+        return f"{RESPONSE_PREFIX}{key}-{packed[_KEY_BYTES:].hex()}"
     if len(packed) < _RESPONSE_BYTES:
         return str(uuid.UUID(bytes=bytes(packed)))
     return packed.rstrip(b"\0").decode("utf-8", "surrogatepass")
