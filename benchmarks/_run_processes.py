@@ -1,11 +1,7 @@
-"""Run the jobs of a benchmark in separate processes. Results are stored in a folder, one file each, and are not
-computed again.
+"""Parts that benchmarks share: jobs in separate processes, peak memory, rank statistics, summaries of rates and
+latencies, and the choice of databases.
 
-Peak memory of this process. The module does not import Headrace, so that the compared programs can use it.
-
-Rank statistics of scores.
-
-Summaries of rates and latencies for reports.
+Results of jobs are stored in a folder, one file each, and are not computed again.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from headrace_cli.progress import ProgressDisplay
-from tests.support import reaper
+from tests.support import postgres_node, reaper
 
 
 class Reported(Protocol):
@@ -99,6 +95,16 @@ def play(
 
 
 _STATUS = Path("/proc/self/status")
+
+
+def chosen_databases(choice: str, report: dict[str, Any]) -> list[str]:
+    """Return the databases of the option `--database`. The report notes why PostgreSQL is left out where it is."""
+    names = ["sqlite", "postgres"] if choice == "both" else [choice]
+    if "postgres" in names and (reason := postgres_node.missing()):
+        print(f"NOT RUN on postgres: {reason}")
+        report["postgres_not_run"] = reason
+        names.remove("postgres")
+    return names
 
 
 def peak_bytes() -> int:

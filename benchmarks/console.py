@@ -27,7 +27,7 @@ from typing import Any
 
 from sqlalchemy import insert, text
 
-from benchmarks._run_processes import Summary
+from benchmarks._run_processes import Summary, chosen_databases
 from headrace_cli.progress import ProgressDisplay
 from headrace_console.app import Console
 from headrace_console.read_model import follower, retention, tables
@@ -313,14 +313,9 @@ def main() -> int:
     parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
     parser.add_argument("--report", type=Path, default=Path("reports/bench-console.json"))
     arguments = parser.parse_args()
-    names = ["sqlite", "postgres"] if arguments.database == "both" else [arguments.database]
     machine = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
     report: dict[str, Any] = {"machine": machine, "sessions": arguments.sessions, "databases": {}}
-    if "postgres" in names and (reason := postgres_node.missing()):
-        print(f"NOT RUN on postgres: {reason}")
-        report["postgres_not_run"] = reason
-        names.remove("postgres")
-    for name in names:
+    for name in chosen_databases(arguments.database, report):
         report["databases"][name] = result = measure_database(name, arguments.sessions, arguments.intake)
         for part, measures in result.items():
             for measure, value in measures.items():

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks._run_processes import Summary
+from benchmarks._run_processes import Summary, chosen_databases
 from headrace_cli.progress import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
@@ -229,14 +229,9 @@ def main() -> int:
     parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
     parser.add_argument("--report", type=Path, default=Path("reports/bench-state.json"))
     arguments = parser.parse_args()
-    databases = ["sqlite", "postgres"] if arguments.database == "both" else [arguments.database]
     machine = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
     report: dict[str, Any] = {"machine": machine, "turns": arguments.turns, "databases": {}}
-    if "postgres" in databases and (reason := postgres_node.missing()):
-        print(f"NOT RUN on postgres: {reason}")
-        report["postgres_not_run"] = reason
-        databases.remove("postgres")
-    for name in databases:
+    for name in chosen_databases(arguments.database, report):
         report["databases"][name] = measure_database(name, arguments.turns, arguments.old, arguments.backlog)
         for service, result in report["databases"][name].items():
             if "backlog_per_s" in result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Sampling, Start, Tokens
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.storage import versions
@@ -69,6 +74,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="session")
 def tokenizer(models: Models) -> ChatTokenizer:
     return ChatTokenizer(models.first.folder, models.first.manifest)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    yield compiler
+    compiler.close()
 
 
 MakeEngine = Callable[..., Awaitable[TorchEngine]]

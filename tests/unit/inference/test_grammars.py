@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -51,13 +51,6 @@ OTHER = Tool.model_validate({"function": {"name": 'say "it"', "parameters": {"pr
 
 def json_form(schema: Mapping[str, Any] = SCHEMA) -> AnswerForm:
     return AnswerForm(dict(schema))
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
-    yield compiler
-    compiler.close()
 
 
 async def compile_form(

@@ -10,7 +10,6 @@ import json
 import pathlib
 import re
 import uuid
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -19,13 +18,9 @@ from pydantic import AnyUrl, Base64Bytes, BaseModel, Field, FilePath, Json, Secr
 
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
-from headrace_inference.chat.parsers import Parsers
-from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import form_of
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas.http.answer_form import UNHELD_KEYWORDS, ResponseFormat, unheld_keywords
@@ -55,13 +50,6 @@ TYPES: tuple[Any, ...] = (
     ipaddress.IPv4Network, Json[int], uuid.UUID, datetime.timedelta, datetime.datetime, decimal.Decimal, AnyUrl,
     tuple[int, str], list[Call] | None, Annotated[Call | Mail, Field(discriminator="kind")],
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
-    yield compiler
-    compiler.close()
 
 
 def format_of(schema: dict[str, Any], **fields: object) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from headrace.errors import HeadraceError
 from headrace_operations.toml_text import toml
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.reference import SettingDoc, Tier
+from headrace_runtime.settings.table import variable_of
 
 _WIDTH = 120
 _TIMEOUT_S = 60.0
@@ -81,7 +82,7 @@ def suggest_values(
     services: Mapping[str, ServiceInfo], values: Mapping[str, JsonValue], environ: Mapping[str, str]
 ) -> dict[str, JsonValue]:
     """Return `values`, and what each service suggests for its other settings; nothing if it refuses the values."""
-    variables = {f"HEADRACE_{name.upper().replace('.', '__')}": str(value) for name, value in values.items()}
+    variables = {variable_of(name): str(value) for name, value in values.items()}
     arguments = dict.fromkeys(services, "--suggest-settings")
     results = _run_all(services, arguments, environ={**environ, **variables})
     suggested = [json.loads(result.stdout) for result in results.values() if not result.returncode]
