@@ -100,7 +100,7 @@ def as_toml(all_values: Values) -> str:
 
 
 def _arms(report: Values) -> Values:
-    """Runs by their names, in which a page has no colon: its format stands behind one."""
+    """Return the report with its runs by name. A colon becomes a blank, because templates write a format after it."""
     return {**report, "runs": {run["arm"].replace(":", " "): run for run in report["runs"]}}
 
 

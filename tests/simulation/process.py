@@ -172,7 +172,7 @@ class ProcessSlot:
         self._ended = ended
 
     async def run(self) -> None:
-        """Until cancelled; then it is killed."""
+        """Run the process, and start it again after each end, until cancelled, which kills it."""
         life = 0
         while True:
             self.process = process = Process(self.name, self.service, life)

@@ -95,7 +95,7 @@ class Engines:
     async def complete(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> EngineAnswer:
-        """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
+        """Return the answer to a call. Raises `ReplicaFailed`, or `ApiError` if the engine refuses the request."""
         async with self._opened(replica, body, upstream_call, headers) as response:
             data = await self._read(response, upstream_call)
         answer = await self._workers.run(len(data), lambda: _parse(data))

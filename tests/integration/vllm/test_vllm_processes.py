@@ -163,9 +163,9 @@ def _rig(
 
 
 def _talkative(folder: Path) -> Path:
-    """The end of the turn gets the logit 0, and another token is always above: a greedy answer has its full length.
+    """Change the weights so that no greedy answer ends before its limit of tokens: the end of the turn has the logit 0.
 
-    The gateway takes no `ignore_eos`.
+    The gateway refuses `ignore_eos`, so a test cannot ask for long answers.
     """
     weights = load_file(folder / "model.safetensors")
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]

@@ -260,7 +260,7 @@ def test_who_has_no_bad_habit_is_right_brief_and_in_form() -> None:
 
 
 def test_the_habits_start_where_the_example_says() -> None:
-    """Below the promise for the end, and not by one habit alone; seed 0."""
+    """The scores of the untrained model leave room for what the example promises, in each of three measures."""
     played = demonstrations(0, HABITS)
     solutions = [of_episode(episode(messages)) for _, messages in played]
     right = sum(accuracy(messages[-1]["content"], float(problem.expected)) for problem, messages in played)

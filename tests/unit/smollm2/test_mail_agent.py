@@ -55,12 +55,12 @@ def test_splits_share_no_mail_and_ask_each_question_equally_often() -> None:
 
 def test_the_mail_has_both_facts_once_and_the_example_has_others() -> None:
     for task in tasks("train", 400):
-        shown, answer, asked = (message["content"] for message in task.messages)
+        example, answer, question = (message["content"] for message in task.messages)
         facts = task.expected.split(", ")
         assert [task.mail.count(fact) for fact in facts] == [1, 1]
-        assert asked == f"{task.mail}\n\n{task.kind}"
-        assert all(fact in shown for fact in answer.split(", "))
-        assert task.expected not in shown
+        assert question == f"{task.mail}\n\n{task.kind}"
+        assert all(fact in example for fact in answer.split(", "))
+        assert task.expected not in example
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ class Conversations:
         return self._view(request).conversation(_id_of(request))
 
     async def _read(self, model: type[M], admitted: AdmittedRequest, view: CallerResponses) -> tuple[M, _Added]:
-        """Return the body, and the items that it adds, beside the event loop where these may be many bytes."""
+        """Return the body and the items that it adds. Many bytes are read in a worker thread."""
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
 
         def read() -> tuple[M, _Added]:

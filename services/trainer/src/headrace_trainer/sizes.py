@@ -111,9 +111,9 @@ class Sizes:
         trained = shape.adapters if lora else shape.parameters
         frozen_bytes = _BFLOAT16 if settings.compute.dtype == "bfloat16" else _FLOAT32
         mapped = shape.parameters * shape.type_bytes if lora and frozen_bytes < shape.type_bytes else 0
-        kept = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes + mapped if lora else 0)
+        weights = trained * _TRAINED_BYTES + (shape.parameters * frozen_bytes + mapped if lora else 0)
         if not lora and settings.compute.weights == "bfloat16":
-            kept += trained * _MASTER_BYTES
+            weights += trained * _MASTER_BYTES
         version = trained * (_FLOAT32 if lora else shape.type_bytes)
         shared = not lora and shape.type_bytes == _FLOAT32  # the version has the same weights, which are stored once
         restored = _OPTIMIZER_BYTES + (0 if shared else _FLOAT32)
@@ -125,7 +125,7 @@ class Sizes:
         recomputed = 2 if settings.compute.gradient_checkpointing else 0
         return cls(
             trained=trained,
-            trainer_bytes=_PROCESS_BYTES + kept + _pass_bytes(shape, settings) + saved,
+            trainer_bytes=_PROCESS_BYTES + weights + _pass_bytes(shape, settings) + saved,
             replica_bytes=_PROCESS_BYTES + (replica + _VERSIONS * version if lora else _VERSIONS * replica),
             loading_bytes=_PROCESS_BYTES + replica + _CONTEXT_COPIES * context,
             version_bytes=version,

@@ -70,8 +70,8 @@ InternalKey = Annotated[
 
 def _settings_file(config: Path | None) -> Path | None:
     """Return the settings file to read: that of the option or the environment, else `headrace.toml` of this folder."""
-    here = Path("headrace.toml")
-    return config or (here if not os.environ.get("HEADRACE_CONFIG") and here.is_file() else None)
+    local_file = Path("headrace.toml")
+    return config or (local_file if not os.environ.get("HEADRACE_CONFIG") and local_file.is_file() else None)
 
 
 Config = Annotated[

@@ -91,8 +91,8 @@ class LoopPages:
         scorer = common.section_of("scorer", _ScorerSection)
         self._rewards = RewardRules(scorer.required, scorer.expected, scorer.reward_wait_s)
         gate = common.section_of("registry", _RegistrySection).gate
-        known = {name: value for name, value in gate.items() if name in GateRule.model_fields}
-        self._rule = learning.describe_rule(GateRule.model_validate(known))
+        rule = {name: value for name, value in gate.items() if name in GateRule.model_fields}
+        self._rule = learning.describe_rule(GateRule.model_validate(rule))
         trainer = common.section_of("trainer", _TrainerSection)
         self._batches = BatchRules(
             trainer.batch_experiences,

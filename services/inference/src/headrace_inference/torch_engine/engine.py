@@ -101,7 +101,7 @@ class TorchEngine:
         return await loop.run_in_executor(self._loading, probe, model, parent and parent[0], tolerance)
 
     async def score(self, version: str, answers: SequenceOf[TokensToScore]) -> list[list[float]]:
-        """Return the logprobs of answers, one at a time in the loading thread, beside the steps of users' batches."""
+        """Return the logprobs of answers, one at a time in the loading thread. Batches of users go on meanwhile."""
         model = self._model(version)
         loop = asyncio.get_running_loop()
         logprobs = []
