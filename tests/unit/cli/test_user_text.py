@@ -128,7 +128,7 @@ OWN = {
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
-    "packages/runtime/src/headrace_runtime/kafka/dead_letters.py",
+    "packages/runtime/src/headrace_runtime/storage/files.py",
     "packages/runtime/src/headrace_runtime/process/holders.py", "schemas/src/headrace_schemas/topics/__init__.py",
     "schemas/src/headrace_schemas/http/stack_access.py", "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
