@@ -80,11 +80,16 @@ async def take(consumer: AIOKafkaConsumer, count: int) -> list[ConsumerRecord]:
 
 
 async def everything(bus: str, topic: str, **options: object) -> list[ConsumerRecord]:
-    """All records of partition 0, from its start to where it ends now."""
+    """Return all records of partition 0, from its start to where it ends now.
+
+    The end is that of all records, because Kafka answers EndTxn a little before a reader of committed records may read
+    the last ones.
+    """
+    partition = TopicPartition(topic, 0)
+    async with consuming(bus, **{**options, "isolation_level": "read_uncommitted"}) as reader:
+        end = (await reader.end_offsets([partition]))[partition]
     async with consuming(bus, **options) as consumer:
-        partition = TopicPartition(topic, 0)
         consumer.assign([partition])
-        end = (await consumer.end_offsets([partition]))[partition]
         await consumer.seek_to_beginning(partition)
         records: list[ConsumerRecord] = []
         async with asyncio.timeout(READ_TIMEOUT_S):
