@@ -6,6 +6,7 @@ Garbage collection of a service: imports are exempt, and new objects are collect
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import resource
@@ -39,6 +40,18 @@ async def test_one_long_callback_is_seen_and_many_short_ones_are_none() -> None:
             compute(0.005)
             await asyncio.sleep(0)
     assert block.busy_s < 0.1
+
+
+async def test_objects_of_earlier_tests_add_nothing_to_a_block() -> None:
+    earlier = [[number] for number in range(1_000_000)]
+    began_s = time.thread_time()
+    gc.collect()
+    collection_s = time.thread_time() - began_s
+    async with blocked() as block:
+        gc.collect()
+    assert block.busy_s < collection_s / 2
+    assert len(earlier) == 1_000_000
+    assert gc.get_freeze_count() < 1000, "later collections find them again"
 
 
 async def test_work_on_much_is_done_beside_the_loop() -> None:
