@@ -1,1 +1,4 @@
-"""Statistics that decide: e-processes, confidence sequences, intervals, Student's t. They need no other package."""
+"""Statistics that decide: e-processes, confidence sequences, intervals, Student's t, agreement of raters.
+
+They need no other package.
+"""
