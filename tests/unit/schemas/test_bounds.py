@@ -38,7 +38,7 @@ from headrace_runtime.kafka.dead_letters import _HEADERS_MAX
 from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
 from headrace_schemas.events.chat import LOGIT_BIAS_MAX
-from headrace_schemas.events.checkpoint import LISTED_MAX
+from headrace_schemas.events.checkpoint import LISTED_MAX, TURNS_MAX
 from headrace_schemas.events.model_event import STATISTICS_MAX
 from headrace_schemas.values import bounds
 from headrace_schemas.values.base import Model
@@ -326,6 +326,7 @@ PRODUCERS = {
     "BatchRecord.read": OUTCOMES,
     "BatchRecord.left_out": LISTED_MAX,
     "TrainingOutcome.left_out": COMPLETIONS,
+    "TrainingOutcome.turn_advantages": TURNS_MAX,
     "TrainingOutcome.turn_ids": COMPLETIONS,
     "Trajectory.branches": COMPLETIONS,
     "Trajectory.dialogues": COMPLETIONS,

@@ -31,6 +31,8 @@ DropReason = Literal[
 _NAME = re.compile(r"[a-z_]{1,32}")
 LISTED_MAX = 65_536
 """Maximum length of each list of an account."""
+TURNS_MAX = 4096
+"""Maximum number of turns of an experience."""
 
 
 class LearnedSignals(Model):
@@ -76,6 +78,15 @@ class Checkpoint(Event):
         return self.version
 
 
+class TurnAdvantage(Model):
+    """Advantage with which a step trained the answer of one turn: its mean over the tokens of the answer."""
+
+    turn_id: Text
+    advantage: Finite
+    edited: bool = False
+    """Whether the step trained an edit of the answer in place of the sampled answer."""
+
+
 class TrainingOutcome(Model):
     """The outcome of one revision of an experience in one lineage. Its title in the JSON schema is `Verdict`."""
 
@@ -83,7 +94,7 @@ class TrainingOutcome(Model):
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0), INT32]
-    turn_ids: tuple[Text, ...] = Field(max_length=4096)
+    turn_ids: tuple[Text, ...] = Field(max_length=TURNS_MAX)
     dropped: DropReason | None = None
     """The reason why it was dropped, or None if it was trained, so that it changed the weights."""
     detail: Text | None = None
@@ -94,8 +105,17 @@ class TrainingOutcome(Model):
     of examples per experience), `excluded` (its version was rolled back), `grammar`,
     `grammar_library`, `tokenizer`, `vocabulary`, `stored_sets`, `sets_size`, `restricted` (the tokens that its answers
     were sampled from cannot be computed)."""
-    left_out: tuple[Text, ...] = Field(default=(), max_length=4096)
+    left_out: tuple[Text, ...] = Field(default=(), max_length=TURNS_MAX)
     """Turns of the experience that were not trained, because the algorithm needs logprobs that their answers lack."""
+    advantage: Finite | None = None
+    """The advantage that the loss used for the whole branch, as a mean over its tokens: the step made the answers
+    likelier if it is positive. A correction has the advantage that the weights lacked, so the sum over all outcomes of
+    an experience is what the weights hold. 0 if the loss left the branch out. None if the revision was dropped, if only
+    single answers were trained, if a teacher computed an advantage for each token, and in reports of earlier
+    releases."""
+    turn_advantages: tuple[TurnAdvantage, ...] = Field(default=(), max_length=TURNS_MAX)
+    """The advantages of single turns: of answers that were trained alone or edited, and of all trained turns of a
+    branch whose turns have advantages of their own."""
 
     @property
     def reason(self) -> str | None:

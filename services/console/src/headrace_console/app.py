@@ -15,6 +15,7 @@ from headrace_console.live import Changes
 from headrace_console.pages.dead_letters import DeadLetterPages
 from headrace_console.pages.feedback import FeedbackPages
 from headrace_console.pages.frame import Templates
+from headrace_console.pages.learned import LearnedPage
 from headrace_console.pages.login import LoginPages
 from headrace_console.pages.loop import LoopPages
 from headrace_console.pages.models import ModelPages
@@ -94,6 +95,7 @@ class Console:
             *login.pages(),
             *LoopPages(templates, self.database, self._stack, registry, common, clock).pages(),
             *ModelPages(templates, registry).pages(),
+            *LearnedPage(templates, self.database).pages(),
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),

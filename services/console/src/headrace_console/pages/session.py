@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace_console.advantages import Steps, describe, describe_step, pushes_by_turn
 from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import NotFound, Page
@@ -15,7 +16,7 @@ from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.letter_queries import refusal_reasons
-from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
 from headrace_console.users import User
@@ -60,6 +61,9 @@ class SessionPage:
         rewards = await self._read("rewards", rows.rewards[:_SPEAKERS_MAX])
         feedback = await self._read("feedback", rows.feedback[:_SPEAKERS_MAX])
         outcomes = await self._outcomes(rows, feedback)
+        experiences = [unpack_numbers(row["turns"]) for row in rows.experiences]
+        numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
+        pushes = pushes_by_turn(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
         first = rows.turns[0] if rows.turns else None
         return self._templates.render(
             request,
@@ -69,7 +73,7 @@ class SessionPage:
             model=texts.get(session["model"], ""),
             version=texts.get(session["version"], ""),
             statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
-            turns=_turns(rows, turns, texts),
+            turns=_turns(rows, turns, texts, pushes),
             earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
             experiences=[
                 _experience(row, history, steps, texts)
@@ -113,9 +117,12 @@ class SessionPage:
 
 
 def _turns(
-    rows: SessionRecords, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]
+    rows: SessionRecords,
+    events: Mapping[tuple[int, int], object],
+    texts: Mapping[int, str],
+    pushes: Mapping[int, Sequence[str]],
 ) -> list[dict[str, object]]:
-    """Return the template values of each turn: its numbers, and the messages that it adds to the turn before."""
+    """Return the template values of each turn: its numbers, its training, and the messages that the turn adds."""
     entries, previous = [], None
     for row in rows.turns:
         event = events.get(position_of(row))
@@ -134,6 +141,7 @@ def _turns(
                 "prompt_tokens": row["prompt_tokens"],
                 "sampled_tokens": row["sampled_tokens"],
                 "latency_ms": row["latency_ms"],
+                "pushes": pushes.get(row["id"], ()),
                 "has_text": turn is not None,
                 "hidden": turn.message_count - len(messages[-_MESSAGES_MAX:]) if turn is not None else 0,
                 "messages": [_message(message) for message in messages[-_MESSAGES_MAX:]],
@@ -168,7 +176,7 @@ def _message(message: Message) -> dict[str, object]:
 def _experience(
     row: Row,
     history: Sequence[HistoryEntry],
-    steps: Mapping[tuple[int, int], tuple[int, int, int]],
+    steps: Steps,
     texts: Mapping[int, str],
 ) -> dict[str, object]:
     """Return the template values of an experience, with the outcome of each revision, the newest outcome first."""
@@ -183,16 +191,12 @@ def _experience(
     }
 
 
-def _outcome(
-    entry: HistoryEntry, steps: Mapping[tuple[int, int], tuple[int, int, int]], texts: Mapping[int, str]
-) -> str:
-    step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
-    step_name = f"step {step} of lineage {texts.get(lineage, '')}"
-    if version:
-        step_name += f", first in {texts[version]}"
+def _outcome(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
+    step_name = describe_step(entry, steps, texts)
     if entry.kind == "dropped":
         return f"dropped, {texts[entry.reason].replace('_', ' ')} ({step_name})"
-    return f"{entry.kind} ({step_name})"
+    effect = describe(entry.advantage)
+    return f"{entry.kind}{effect and f': {effect}'} ({step_name})"
 
 
 def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:

@@ -156,6 +156,7 @@ class Batch:
         rest = [len(rows) >= portion for rows in (turns, trajectories, experiences)]
         experiences += await self.experiences.load_where(tx, "id", stubs)
         self._unlink(turns, trajectories, experiences)
+        await self.side.delete_trained(tx, [row.id for row in experiences])
         rest += await self.side.delete(tx, sessions, portion)
         if not any(rest):
             for session in await self.sessions.load_where(tx, "id", sessions):

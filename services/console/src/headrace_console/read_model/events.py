@@ -10,7 +10,7 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.rows import Names, SessionRow, TurnRow
 from headrace_console.read_model.side_rows import RewardKey
-from headrace_console.read_model.status import add_outcome
+from headrace_console.read_model.status import add_outcome, overall_advantage
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import (
     DeadLetter,
@@ -192,6 +192,16 @@ class EventEffects:
             experience = self._batch.experiences.add(pack_id(item.experience_id))
             experience.read_day = self._batch.day
             add_outcome(experience, save, item, names)
+            if isinstance(item, TrainingOutcome) and item.dropped is None:
+                side.trained.append(
+                    {
+                        "lineage": save[0],
+                        "save": save[1],
+                        "experience": experience.id,
+                        "revision": item.revision,
+                        "advantage": overall_advantage(item),
+                    }
+                )
         for verdict in event.verdicts:
             if verdict.reason_name is not None:
                 dropped[verdict.reason_name] = dropped.get(verdict.reason_name, 0) + 1

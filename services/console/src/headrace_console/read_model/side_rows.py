@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import insert, select
+from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -55,6 +55,8 @@ class SideRows:
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
         """New steps by lineage and save."""
         self.feedback: list[dict[str, Any]] = []
+        self.trained: list[dict[str, Any]] = []
+        """New rows of `trained_revisions`."""
         self._known_refusals: set[bytes] = set()
         self._known_steps: set[tuple[int, int]] = set()
         self._rewards: dict[RewardKey, dict[str, Any]] = {}
@@ -136,9 +138,16 @@ class SideRows:
             for table in (tables.rewards, tables.feedback)
         ]
 
+    async def delete_trained(self, tx: AsyncConnection, experiences: Iterable[int]) -> None:
+        """Delete the trained revisions of experiences."""
+        table = tables.trained_revisions
+        for part in parts(experiences):
+            await tx.execute(delete(table).where(table.c.experience.in_(part)))
+
     async def store(self, tx: AsyncConnection) -> None:
         """Write all other rows."""
         await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
+        await upsert_all(tx, tables.trained_revisions, ("lineage", "save", "experience", "revision"), self.trained)
         new_refusals = self.refusals - self._known_refusals
         if new_refusals:
             await tx.execute(

@@ -27,6 +27,8 @@ from headrace_schemas.rules.turn_status import (
 _OUTCOME, _UNDONE, _RESTORED = range(3)
 _HISTORY_MAX = 256
 _REVISIONS_KEPT = 32
+_TURNS_KEPT = 256
+"""Turns of an outcome whose advantages are stored: those with the largest."""
 
 
 class CountKey(NamedTuple):
@@ -138,6 +140,12 @@ class HistoryEntry(NamedTuple):
     """`trained`, `dropped`, `undone`, `queued again` or `restored`."""
     reason: int
     """Number of the reason of a drop, or 0."""
+    advantage: float | None = None
+    """Mean advantage with which the whole experience was trained, or None if it is not known."""
+    turns: tuple[tuple[int, float, bool], ...] = ()
+    """Advantages of single turns: index of the turn in the experience, advantage, and whether an edit was trained."""
+    left_out: tuple[str, ...] = ()
+    """Turns that were not trained."""
 
 
 def history_of(history: str | None) -> list[HistoryEntry]:
@@ -148,7 +156,10 @@ def history_of(history: str | None) -> list[HistoryEntry]:
             name, reason = ("trained", 0) if rest[0] is None else ("dropped", rest[1])
         else:
             name, reason = "restored" if kind == _RESTORED else "queued again" if rest[0] else "undone", 0
-        entries.append(HistoryEntry(lineage, save, revision, name, reason))
+        advantage, turns = rest[3:] if len(rest) > 3 else (None, ())
+        by_turn = tuple((index, value, bool(edited)) for index, value, edited in turns)
+        left_out = tuple(rest[2]) if kind == _OUTCOME else ()
+        entries.append(HistoryEntry(lineage, save, revision, name, reason, advantage, by_turn, left_out))
     return entries
 
 
@@ -158,7 +169,7 @@ def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcom
     entries = [entry for entry in row.history if entry[0] == lineage]
     for _, _, kind, revision, *rest in sorted(entries, key=lambda entry: (entry[1], entry[2])):
         if kind == _OUTCOME:
-            dropped, reason, left_out = rest
+            dropped, reason, left_out, *_ = rest
             dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
             outcomes.add(revision, RevisionOutcome(dropped, reason, frozenset(left_out)))
         elif kind == _UNDONE:
@@ -182,13 +193,36 @@ def add_outcome(
     entry: list[Any]
     if isinstance(item, TrainingOutcome):
         texts = [None if text is None else names.number(text) for text in (item.dropped, item.reason)]
-        entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out)]
+        entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_advantages(item)]
     elif isinstance(item, Undone):
         entry = [*save, _UNDONE, item.revision, int(item.queued)]
     else:
         entry = [*save, _RESTORED, item.revision]
     entries = [*row.history, entry]
     row.history = _without_superseded_drops(entries, row.revision) if len(entries) > _HISTORY_MAX else entries
+
+
+def _advantages(item: TrainingOutcome) -> list[Any]:
+    """Return the advantages of an outcome as its entry has them; empty for an outcome without any."""
+    if item.advantage is None and not item.turn_advantages:
+        return []
+    places = {turn_id: index for index, turn_id in enumerate(dict.fromkeys(item.turn_ids))}
+    turns = [turn for turn in item.turn_advantages if turn.turn_id in places]
+    strongest = sorted(turns, key=lambda turn: -abs(turn.advantage))[:_TURNS_KEPT]
+    by_turn = [[places[turn.turn_id], _rounded(turn.advantage), int(turn.edited)] for turn in strongest]
+    return [None if item.advantage is None else _rounded(item.advantage), by_turn]
+
+
+def overall_advantage(item: TrainingOutcome) -> float | None:
+    """Return the advantage by which a trained revision is ordered: of the branch, or the largest of a single answer."""
+    if item.advantage is not None or not item.turn_advantages:
+        return item.advantage
+    return max((turn.advantage for turn in item.turn_advantages), key=abs)
+
+
+def _rounded(advantage: float) -> float:
+    """Return six significant digits, which take fewer bytes than a single-precision number printed in full."""
+    return float(f"{advantage:.6g}")
 
 
 def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> list[Sequence[Any]]:

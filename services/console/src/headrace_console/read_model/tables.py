@@ -229,6 +229,19 @@ steps = Table(
     Column("dropped", Text, nullable=False),  # JSON: reason to number
     Column("stopped", Text),
     Index("ix_steps_model", "model", "at_us"),
+    Index("ix_steps_version", "version"),
+    sqlite_with_rowid=False,
+)
+
+trained_revisions = Table(
+    "trained_revisions",
+    metadata,
+    Column("lineage", Integer, primary_key=True),
+    Column("save", Integer, primary_key=True),
+    Column("experience", Id, primary_key=True),
+    Column("revision", Integer, primary_key=True),
+    Column("advantage", Float),  # null where the report has none
+    Index("ix_trained_revisions_experience", "experience"),
     sqlite_with_rowid=False,
 )
 

@@ -8,7 +8,7 @@ the bus delivers records again or has deleted them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -30,7 +30,7 @@ from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import PendingUpdate
 from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported, training_outcome
-from headrace_trainer.experiences.trained_experience import TrainedExperience, answers_of
+from headrace_trainer.experiences.trained_experience import TrainedExperience, by_experience
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
@@ -330,12 +330,13 @@ class LineageState:
             if not record.example.part and (record.reappraised or all(earlier.part for earlier in entry.contributions)):
                 update |= {"baseline": record.baseline, "scale": record.scale, "turn_terms": record.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
-        for experience in {item.waiting.experience.experience_id: item.waiting.experience for item in trained}.values():
-            self._remove(experience.experience_id)
+        for name, records in by_experience(trained).items():
+            experience = records[-1].waiting.experience
+            self._remove(name)
             if self.history.first_excluded(versions_of(experience, self.limits.rules)) is not None:
                 self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
             else:
-                self._record(experience, None, edited=answers_of(experience, trained))
+                self._record(experience, None, records=records)
 
     def snapshot(self) -> dict[str, object]:
         """Return the fields of `Saved` that this state holds. Later calls do not change the copy."""
@@ -372,15 +373,13 @@ class LineageState:
         experience: Experience,
         dropped: DropReason | None,
         detail: str | None = None,
-        edited: Collection[str] = (),
+        records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Record an outcome. The turns `edited` were trained by their edits, which need no logprobs."""
-        outcome = training_outcome(experience, dropped, detail, self.limits.left_out_turns(experience, edited))
+        """Record an outcome. `records` are the trained examples, of which edits need no logprobs."""
+        left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
+        outcome = training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)
-        if dropped is None:
-            TRAINED.inc()
-        else:
-            DROPPED.labels(outcome.reason_name).inc()
+        (TRAINED if dropped is None else DROPPED.labels(outcome.reason_name)).inc()
 
     def _put(self, item: WaitingExperience) -> None:
         """Add a waiting experience, or replace it in its position of the queue."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace_schemas import Experience
 from headrace_trainer.experiences.examples import BRANCH, Example
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import ContributionDetail
@@ -35,6 +34,8 @@ class TrainedExperience:
     factor: float = 1.0
     """Weight of the gradient of its tokens relative to a token of the batch: the slope of its loss, and its share in a
     mean over sequences."""
+    loss_advantage: float | None = None
+    """Mean of the advantages that the loss used for its tokens, or None if a teacher computed them."""
 
     @property
     def name(self) -> str:
@@ -57,7 +58,9 @@ class TrainedExperience:
         )
 
 
-def answers_of(experience: Experience, records: Iterable[TrainedExperience]) -> frozenset[str]:
-    """Return the turns of `experience` of which single answers were trained."""
-    name = experience.experience_id
-    return frozenset(item.example.turn_id for item in records if item.waiting.experience.experience_id == name)
+def by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[TrainedExperience]]:
+    """Return the records of each experience, in their order."""
+    groups: dict[str, list[TrainedExperience]] = {}
+    for record in records:
+        groups.setdefault(record.waiting.experience.experience_id, []).append(record)
+    return groups

@@ -144,7 +144,8 @@ class Lineage:
             return {}
         self._undecided, self._trained_batch = 0, prepared.batch
         measured = {**summary.summarize_batch(prepared, self.state), **result.measured}
-        self.state.record_step(apply_result(prepared, result), prepared.baselines, measured[GRADIENT_FACTOR])
+        trained = apply_result(prepared, result, has_teacher=settings.needs.teacher)
+        self.state.record_step(trained, prepared.baselines, measured[GRADIENT_FACTOR])
         self.state.record_batch(digest, len(items))
         self._tensors_moved = True
         self._differs_from_head = self._differs_from_head or result.moved

@@ -1,0 +1,108 @@
+"""Sentences about advantages: whether training made answers likelier, in which step, and whether that was undone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from headrace_console.read_model.status import HistoryEntry
+
+Steps = Mapping[tuple[int, int], tuple[int, int, int]]
+"""Step, lineage and version (0 without one) by lineage and save."""
+
+
+class Push(NamedTuple):
+    """Training of an answer with an advantage, by one outcome of one experience."""
+
+    turn: int
+    entry: HistoryEntry
+    advantage: float
+    edited: bool
+    """Whether an edit of the answer was trained and not the answer."""
+    is_undone: bool
+
+
+def direction(advantage: float | None) -> str:
+    """Return which way training pushed the probability of an answer."""
+    if advantage is None:
+        return "not reported"
+    return "up" if advantage > 0 else "down" if advantage < 0 else "unchanged"
+
+
+def describe(advantage: float | None) -> str:
+    """Return the effect of an advantage on an answer as a clause, or an empty text if it is not known."""
+    if advantage is None:
+        return ""
+    if advantage == 0:
+        return "advantage 0, so not pushed"
+    return f"pushed {direction(advantage)}, advantage {advantage:+.3g}"
+
+
+def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
+    """Return whether a later save reversed an outcome, and none restored it.
+
+    Args:
+        entry: an outcome of `history`.
+        history: all outcomes of the experience, in the order of the saves.
+    """
+    later = [
+        other.kind
+        for other in history
+        if (other.lineage, other.revision) == (entry.lineage, entry.revision)
+        and other.save >= entry.save
+        and other.kind in ("undone", "queued again", "restored")
+    ]
+    return bool(later) and later[-1] != "restored"
+
+
+def pushes(turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mapping[str, int]) -> Iterable[Push]:
+    """Yield the advantages with which the answers of an experience were trained.
+
+    Args:
+        turns: numbers of the turns of the experience.
+        history: its outcomes.
+        numbers: number of each turn by its id.
+    """
+    for entry in history:
+        if entry.kind != "trained":
+            continue
+        undone = is_undone(entry, history)
+        by_turn = [(turns[index], value, edited) for index, value, edited in entry.turns if index < len(turns)]
+        if entry.advantage is not None and all(edited for _, _, edited in by_turn):
+            left_out = {numbers.get(name) for name in entry.left_out}
+            by_turn += [(turn, entry.advantage, False) for turn in turns if turn not in left_out]
+        for turn, advantage, edited in by_turn:
+            yield Push(turn, entry, advantage, edited, undone)
+
+
+def pushes_by_turn(
+    experiences: Iterable[tuple[Sequence[int], Sequence[HistoryEntry]]],
+    numbers: Mapping[str, int],
+    steps: Steps,
+    texts: Mapping[int, str],
+) -> Mapping[int, list[str]]:
+    """Return sentences about the training of each turn, the oldest first.
+
+    Args:
+        experiences: turns and outcomes of each experience.
+        numbers: number of each turn by its id.
+        steps: the steps of the saves of the outcomes.
+        texts: texts by number.
+    """
+    sentences: dict[int, list[str]] = defaultdict(list)
+    for turns, history in experiences:
+        for push in pushes(turns, history, numbers):
+            subject = "An edit of this answer was" if push.edited else "This answer was"
+            effect = describe(push.advantage) if push.advantage else "trained with advantage 0, which changes nothing"
+            undone = "; this was undone" if push.is_undone else ""
+            where = describe_step(push.entry, steps, texts)
+            sentences[push.turn].append(f"{subject} {effect}, by {where}{undone}.")
+    return sentences
+
+
+def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
+    """Return the step of an outcome, with the version that contains it first."""
+    step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
+    name = f"step {step} of lineage {texts.get(lineage, '')}"
+    return f"{name}, first in {texts[version]}" if version else name

@@ -1,0 +1,80 @@
+"""What a version learned from: the sessions that it was trained on, ordered by advantage."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.advantages import direction, is_undone
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page
+from headrace_console.read_model.packing import unpack_numbers
+from headrace_console.read_model.queries import PAGE_ROWS, Row
+from headrace_console.read_model.status import history_of
+from headrace_console.read_model.version_queries import version_training
+from headrace_console.users import User
+from headrace_runtime.errors import Refused
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas.values.text import printable
+
+ORDERS = ("up", "down")
+"""Values of the parameter `first`: the sessions that were pushed up most, or down most, come first."""
+
+
+class LearnedPage:
+    """The page of the sessions that a version was trained on."""
+
+    def __init__(self, templates: Templates, database: Database) -> None:
+        self._templates = templates
+        self._database = database
+
+    def pages(self) -> list[Page]:
+        """Return the page."""
+        return [Page("/models/{model}/{digest}/learned", self.learned)]
+
+    async def learned(self, request: Request, user: User) -> Response:
+        """List the sessions that a version was trained on since the version before it."""
+        first = parameters_of(request, "first").get("first", "up")
+        if first not in ORDERS:
+            problem = f"first = {printable(first)!r}: must be one of {', '.join(ORDERS)}"
+            raise Refused(400, "invalid_parameter", problem, "first")
+        version = f"{request.path_params['model']}@{request.path_params['digest']}"
+        if "\0" in version:
+            raise NotFound
+        async with self._database.transaction() as tx:
+            training = await version_training(tx, user.scope, version, is_ascending=first == "down")
+        return self._templates.render(
+            request,
+            user,
+            "learned.html",
+            version=version,
+            training=training,
+            rows=[_row(row) for row in training.rows] if training is not None else [],
+            first=first,
+            rows_max=PAGE_ROWS,
+        )
+
+
+def _row(row: Row) -> dict[str, object]:
+    """Return the template values of a trained revision."""
+    history = history_of(row["history"])
+    entry = next(
+        (
+            entry
+            for entry in history
+            if entry.kind == "trained"
+            and (entry.lineage, entry.save, entry.revision) == (row["lineage"], row["save"], row["revision"])
+        ),
+        None,
+    )
+    return {
+        "key": row["session_key"],
+        "title": row["title"] or row["session_id"] or row["session_key"],
+        "revision": row["revision"],
+        "turns": len(unpack_numbers(row["turns"])),
+        "reward": row["reward"],
+        "advantage": row["advantage"],
+        "direction": direction(row["advantage"]),
+        "is_undone": entry is not None and is_undone(entry, history),
+    }

@@ -1,0 +1,174 @@
+"""Advantages on the pages: which answers training pushed up or down, and what a version learned from."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.status import history_of
+from headrace_schemas import Event, TrainingMetrics, TrainingOutcome
+from headrace_schemas.events.checkpoint import TurnAdvantage
+from headrace_schemas.values.ids import response_id, session_key
+from tests.support.account_events import experience, report, restores, trajectory, turn, undoes
+from tests.unit.console.support import Stand
+from tests.unit.console.test_sessions import HOSTILE, apply
+
+FIRST, SECOND = "m@00000000000000aa", "m@00000000000000bb"
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    async with Stand(tmp_path, tenants=("default",)) as opened:
+        yield opened
+
+
+class Session:
+    """A session with `turns` turns and one experience, named after it."""
+
+    def __init__(self, name: str, turns: int = 1, tenant: str = "default") -> None:
+        self.name, self.key = name, session_key(tenant, name)
+        self.turn_ids = tuple(response_id(self.key) for _ in range(turns))
+        more: dict[str, Any] = {"session_key": self.key, "session_id": name, "tenant": tenant}
+        run = trajectory(f"T-{name}", self.turn_ids, session_key=self.key, session_id=name, tenant=tenant)
+        trained = experience(name, *self.turn_ids, of=f"T-{name}", reward=0.5)
+        owner = {"session_key": self.key, "tenant": tenant}
+        self.events: list[Event] = [turn(turn_id, **more) for turn_id in self.turn_ids]
+        self.events += [run, trained.model_copy(update=owner)]
+
+    def outcome(self, advantage: float | None, *by_turn: TurnAdvantage, revision: int = 0) -> TrainingOutcome:
+        return TrainingOutcome(
+            experience_id=self.name,
+            revision=revision,
+            turn_ids=self.turn_ids,
+            advantage=advantage,
+            turn_advantages=by_turn,
+        )
+
+
+def saved(version: str | None, save: int, *outcomes: TrainingOutcome) -> TrainingMetrics:
+    return report(*outcomes, save=save, at_s=save).model_copy(update={"version": version})
+
+
+async def test_session_page_shows_which_answers_training_pushed_and_where(stand: Stand) -> None:
+    session = Session("a", 3)
+    first, second, third = session.turn_ids
+    by_turn = (TurnAdvantage(turn_id=first, advantage=0.75), TurnAdvantage(turn_id=second, advantage=-0.25))
+    left_out = session.outcome(0.25, revision=1).model_copy(update={"left_out": (third,)})
+    await apply(stand, [*session.events, saved(FIRST, 3, session.outcome(0.5, *by_turn)), saved(None, 4, left_out)])
+    page = (await (await stand.signed_in()).get(f"/s/{session.key}")).text
+    assert f"trained: pushed up, advantage +0.5 (step 3 of lineage main, first in {FIRST})" in page
+    turns = dict(zip(session.turn_ids, page.split('class="turn"')[1:], strict=True))
+    pushed = {name: re.findall(r"This answer was pushed [^<]*", text) for name, text in turns.items()}
+    where = f"by step 3 of lineage main, first in {FIRST}."
+    again = "This answer was pushed up, advantage +0.25, by step 4 of lineage main."
+    assert pushed == {
+        first: [f"This answer was pushed up, advantage +0.75, {where}", again],
+        second: [f"This answer was pushed down, advantage -0.25, {where}", again],
+        third: [],
+    }
+
+
+async def test_session_page_says_of_undone_training_that_it_was_undone(stand: Stand) -> None:
+    session = Session("a")
+    events = [*session.events, saved(FIRST, 0, session.outcome(0.5)), undoes("a", save=1)]
+    client = await stand.signed_in()
+    for more, count in (([], 1), ([restores("a", save=2)], 0)):
+        await apply(stand, [*events, *more])
+        page = (await client.get(f"/s/{session.key}")).text
+        assert page.count("; this was undone.") == count
+
+
+async def test_session_page_names_the_training_of_an_edit(stand: Stand) -> None:
+    session = Session("a")
+    edit = TurnAdvantage(turn_id=session.turn_ids[0], advantage=1.0, edited=True)
+    await apply(stand, [*session.events, saved(FIRST, 0, session.outcome(None, edit))])
+    page = (await (await stand.signed_in()).get(f"/s/{session.key}")).text
+    assert "An edit of this answer was pushed up, advantage +1, by step 0" in page
+    assert "This answer was pushed" not in page
+
+
+async def learned_rows(stand: Stand, version: str, query: str = "") -> list[tuple[str, str, str]]:
+    page = (await (await stand.signed_in()).get(f"/models/m/{version.partition('@')[2]}/learned{query}")).text
+    rows = re.findall(r'<tr><th scope="row"><a href="/s/([a-z2-7]{16})">.*?</tr>', page)
+    cells = re.findall(r'<td class="number">([-+.0-9]*)</td><td>([^<]*)</td></tr>', page)
+    return [(key, *cell) for key, cell in zip(rows, cells, strict=True)]
+
+
+async def test_version_page_lists_what_was_trained_since_the_version_before_it(stand: Stand) -> None:
+    sessions = [Session(name) for name in "abcde"]
+    foreign = Session("f", tenant="other")
+    values = dict(zip("abcde", (0.5, -1.0, 0.0, None, 0.75), strict=True))
+    a, b, c, d, e = (session.outcome(values[session.name]) for session in sessions)
+    await apply(
+        stand,
+        [
+            *(event for session in (*sessions, foreign) for event in session.events),
+            saved(FIRST, 0, a),
+            saved(None, 1, b, c),
+            saved(SECOND, 2, d, e, foreign.outcome(2.0)),
+            undoes("c", save=3),
+            saved(None, 4, sessions[0].outcome(3.0, revision=1)),
+        ],
+    )
+    keys = {session.name: session.key for session in sessions}
+    assert await learned_rows(stand, FIRST) == [(keys["a"], "+0.5", "up")]
+    expected = [
+        (keys["e"], "+0.75", "up"),
+        (keys["c"], "+0", "unchanged, undone since"),
+        (keys["b"], "-1", "down"),
+        (keys["d"], "", "not reported"),
+    ]
+    assert await learned_rows(stand, SECOND) == expected, "neither another version's nor another tenant's"
+    assert await learned_rows(stand, SECOND, "?first=down") == [*expected[2::-1], expected[3]]
+    client = await stand.signed_in()
+    page = (await client.get("/models/m/00000000000000bb/learned")).text
+    assert "4 revisions of experiences, 1 pushed up, 1 pushed down, 1 with advantage 0, 1 without" in page
+    assert (await client.get("/models/m/00000000000000bb/learned?first=most")).status_code == 400
+    assert "No training of this version was read" in (await client.get("/models/m/00000000000000cc/learned")).text
+
+
+async def test_version_page_shows_hostile_titles_as_text(stand: Stand) -> None:
+    session = Session("a")
+    first = session.events[0].model_copy(update={"session_id": HOSTILE})
+    await apply(stand, [first, *session.events[1:], saved(FIRST, 0, session.outcome(0.5))], titles=False)
+    page = (await (await stand.signed_in()).get("/models/m/00000000000000aa/learned")).text
+    assert "<script>alert" not in page
+    assert "\u202e" not in page
+
+
+async def test_version_page_needs_the_role_viewer(stand: Stand) -> None:
+    rater = await stand.signed_in("rater")
+    assert (await rater.get("/models/m/00000000000000aa/learned")).status_code == 403
+
+
+async def test_migration_fills_the_trained_revisions_from_the_stored_outcomes(stand: Stand) -> None:
+    session = Session("a")
+    await apply_to_new_tables(stand, [*session.events, saved(FIRST, 7, session.outcome(0.5)), undoes("a", save=8)])
+    module = importlib.import_module("headrace_console.migrations.0003_trained_revisions")
+
+    def migrate(connection: sa.Connection) -> list[tuple[Any, ...]]:
+        tables.trained_revisions.drop(connection)
+        sa.Index("ix_steps_version", tables.steps.c.version).drop(connection, checkfirst=True)
+        with Operations.context(MigrationContext.configure(connection)):
+            module.upgrade()
+        return [tuple(row) for row in connection.execute(sa.select(tables.trained_revisions))]
+
+    async with stand.console.database.transaction() as tx:
+        (row,) = await tx.run_sync(migrate)
+        (stored,) = (await tx.execute(sa.select(tables.experiences))).all()
+    entry = history_of(stored.history)[0]
+    assert row == (entry.lineage, 7, stored.id, 0, None)
+
+
+async def apply_to_new_tables(stand: Stand, events: list[Event]) -> None:
+    await stand.signed_in()
+    await apply(stand, events)
