@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from sqlalchemy import text
 
+from headrace_collector import handlers
 from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
@@ -293,6 +294,26 @@ async def test_long_run_does_not_close_other_runs_of_its_key(with_settings: Open
         stream.clock.advance(1)
         await stream.deliver(long)
         assert turns_of(stream) == [("limit", [long.turn_id])]
+
+
+async def test_session_beyond_the_limit_of_new_tokens_is_closed(stream: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_ADDED_TOKENS_MAX", 100)
+    turns = [ask([user("q" * 40)], at=at) for at in range(3)]
+    lengths = [len(turn.prompt_token_ids) + len(turn.choices[0].token_ids) for turn in turns]
+    assert sum(lengths[:2]) < 100 <= sum(lengths)
+    await stream.deliver(*turns)
+    assert turns_of(stream) == [("limit", [turn.turn_id for turn in turns])]
+
+
+async def test_runs_whose_new_tokens_exceed_the_limit_together_are_closed(
+    stream: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_ADDED_TOKENS_MAX", 100)
+    runs = [ask([user(name * 40)], at=at, session_source="implicit") for at, name in enumerate("abc")]
+    for turn in runs:
+        stream.clock.advance(1)
+        await stream.deliver(turn)
+    assert sorted(turns_of(stream)) == sorted(("limit", [turn.turn_id]) for turn in runs[:2])
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -122,7 +122,7 @@ class Collector:
         """Return the runs to close in a session that is too large.
 
         These are runs that are too large themselves, and older runs that do not fit, with the newest run, into half of
-        the bound on completions. Half leaves room, so that not every turn closes a run.
+        the bounds on completions and on new tokens. Half leaves room, so that not every turn closes a run.
         """
         surplus: list[Candidate] = []
         remaining: list[SessionRun] = []
@@ -131,6 +131,7 @@ class Collector:
             crowded = bool(remaining) and (
                 together.sequences >= self.settings.completions_per_session_max / 2
                 or together.completions >= _COMPLETIONS_MAX / 2
+                or together.added_tokens >= _ADDED_TOKENS_MAX / 2
             )
             if crowded or self._too_large(store.SessionSize.of([candidate.run])):
                 surplus.append(candidate)

@@ -27,7 +27,8 @@ class CollectorSettings(ServiceSettings):
     """Number of open completions at which a session is closed (`limit`); later turns start a new trajectory. A
     completion whose turn extends another one's answer (`Turn.extends`) does not count, up to 4,000 completions."""
     tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
-    """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
+    """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`). So is one
+    whose open turns add 64 million new tokens together."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
     """Number of open sessions beyond which sessions are closed (`limit`): those that were idle for longest, of the
     tenants with the most open sessions."""
