@@ -5,7 +5,9 @@ A gateway's knowledge of versions and of the algorithms that train them comes fr
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,10 +75,35 @@ async def test_a_changed_file_in_the_cache_is_refused(blobs: BlobStore, folder: 
     _, ref = stored(blobs, folder)
     cache = versions.VersionCache(blobs, tmp_path / "cache")
     _, path = await cache.fetch(ref)
+    (path / "model.safetensors").unlink()
     (path / "model.safetensors").write_text("tampered")
     with pytest.raises(CorruptBlob, match=r"model\.safetensors"):
         await cache.fetch(ref)
     await cache.fetch(ref)  # fetched anew
+
+
+async def test_cache_on_the_disk_of_the_store_takes_no_room(blobs: BlobStore, folder: Path, tmp_path: Path) -> None:
+    manifest, ref = stored(blobs, folder)
+    _, path = await versions.VersionCache(blobs, tmp_path / "cache").fetch(ref)
+    for stored_file in manifest.files:
+        file = path / stored_file.path
+        assert file.samefile(stored_file.blob.uri.removeprefix("file://")), file
+        assert not file.stat().st_mode & 0o222, "a program that writes to it would change the blob"
+
+
+async def test_version_is_copied_where_it_cannot_be_linked(
+    blobs: BlobStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "another disk")
+
+    _, ref = stored(blobs, folder)
+    monkeypatch.setattr(os, "link", refuse)
+    manifest, path = await versions.VersionCache(blobs, tmp_path / "cache").fetch(ref)
+    assert (path / "model.safetensors").read_text() == "weights"
+    assert all(file.stat().st_nlink == 1 for file in path.iterdir())
+    blobs.delete(manifest.files[1].blob)
+    assert (path / "model.safetensors").read_text() == "weights", "a removed blob stays in the cache"
 
 
 async def test_a_corrupt_blob_leaves_nothing_half_done(blobs: BlobStore, folder: Path, tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     assert entry is not None
     assert entry.baseline == pytest.approx(1.0 - entry.contributions[0].advantage, abs=1e-6)
     assert abs(entry.contributions[0].advantage) < 0.5, "a run as good as expected teaches little"
-    frozen = learner.freeze()
+    learner.copy(None).write(tmp_path)
     other = open_lineage(make(algorithm="ppo", lineage="other"), world.blobs, world.clock).learner
     assert isinstance(other, TorchLearner)
-    other.thaw(frozen, with_random=True)
+    other.restore(tmp_path, with_random=True)
     assert other._appraiser is not None
     assert learner._appraiser is not None
     critic_state, restored_state = learner._appraiser.state(), other._appraiser.state()

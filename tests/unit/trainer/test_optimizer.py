@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,7 @@ from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.rounding import round_stochastically
 from headrace_trainer.torch_learner.step import train
+from headrace_trainer.whole import Frozen
 from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
@@ -40,9 +42,14 @@ def push(policy: Policy, optimizer: Optimizer, seed: int) -> None:
     optimizer.step()
 
 
+def restore(policy: Policy, optimizer: Optimizer, frozen: Frozen) -> None:
+    weights, state = load(bytes(frozen.weights)), load(bytes(frozen.optimizer))
+    tensors.restore(policy, optimizer, weights, state, with_random=True)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_thawed_optimizer_goes_on_as_if_nothing_had_happened(base: Path, kind: Any, rank: int) -> None:
+def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(base: Path, kind: Any, rank: int) -> None:
     settings = OptimizerSettings(kind=kind, learning_rate=1e-2, warmup_updates=3)
     policy = open_policy(base, rank)
     optimizer = Optimizer(policy.parameters, settings)
@@ -55,7 +62,7 @@ def test_a_thawed_optimizer_goes_on_as_if_nothing_had_happened(base: Path, kind:
     again = open_policy(base, rank)
     other = Optimizer(again.parameters, settings)
     push(again, other, 99)
-    tensors.thaw(again, other, frozen, with_random=True)
+    restore(again, other, frozen)
     assert torch.equal(torch.rand(3), drawn), "the random state too"
     assert other.updates == 2
     push(again, other, 2)
@@ -271,7 +278,7 @@ def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:
     pair = tensors.freeze(policy, optimizer, "main")
     again = open_master_policy(narrow)
     other = Optimizer(again.parameters, OptimizerSettings(learning_rate=1e-4))
-    tensors.thaw(again, other, pair, with_random=True)
+    restore(again, other, pair)
     for name, weight in weights_of(policy).items():
         assert torch.equal(weight, weights_of(again)[name]), name
     for each, mine in ((policy, optimizer), (again, other)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,45 @@ def test_the_sentences_name_the_rate_and_whether_it_was_chosen(base: Path) -> No
 def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_layer": 2}')
     assert list(describe(tmp_path, settings_of(tmp_path))) == []
+
+
+def _growth(work: Callable[[], None]) -> int:
+    """Return by how many bytes the memory of this process is larger during `work`."""
+    from headrace_trainer.torch_learner.model import cpu
+
+    cpu.give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
+    before = _resident_bytes("VmRSS")
+    work()
+    return _resident_bytes("VmHWM") - before
+
+
+def _resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+def test_save_and_restore_hold_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from headrace_trainer.learner import OPTIMIZER, WEIGHTS
+    from headrace_trainer.torch_learner import stored_tensors
+    from headrace_trainer.torch_learner.learner import TorchLearner
+
+    base = tiny_model.build(tmp_path / "base", layers=6, hidden=256, heads=4, feed_forward=2048)
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    learner = TorchLearner.open(base, settings_of(base))
+    for parameter in learner.policy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    copy = learner.copy("m@0123456789abcdef")
+    written = _growth(lambda: copy.write(folder))
+    state = (folder / WEIGHTS).stat().st_size + (folder / OPTIMIZER).stat().st_size
+    assert written < 0.2 * state
+    assert _growth(copy.detach) > 0.8 * state, "a copy in memory is visible in these figures"
+    copy.drop()
+    monkeypatch.setattr(stored_tensors, "_MAPPED_BYTES_MAX", 1 << 20)
+    assert _growth(lambda: learner.restore(folder, with_random=True)) < 0.6 * state

@@ -24,6 +24,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import FINGERPRINT_TOKENS, VersionCache, fingerprint_tokens
 from headrace_schemas import ModelEvent, RolloutStep
 from headrace_schemas.values.blobs import BlobRef, Fingerprint, Manifest
+from headrace_trainer.learner import VERSION
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
@@ -68,9 +69,18 @@ def publish_base(blobs: BlobStore, base: Path, learner: TorchLearner) -> tuple[M
 def publish(blobs: BlobStore, learner: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
     kind = learner.abilities.kind
     with tempfile.TemporaryDirectory() as folder:
-        answers = learner.write(Path(folder), first.version)
+        copy = learner.copy(first.version)
+        copy.write(Path(folder))
+        assert copy.fingerprint is not None
         return versions.publish(
-            blobs, Path(folder), answers, first=first, lineage="main", step=1, parent=first.version, kind=kind
+            blobs,
+            Path(folder) / VERSION,
+            copy.fingerprint,
+            first=first,
+            lineage="main",
+            step=1,
+            parent=first.version,
+            kind=kind,
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from headrace_runtime.registries import Registry
 
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
+_WRITABLE = 0o222
 _MEMORY = threading.Lock()
 """Lock for stores in memory, which are shared within this process."""
 
@@ -121,6 +122,28 @@ def copy_durably(target: Path, path: Path, *, move: bool) -> list[Path]:
         draft.unlink(missing_ok=True)
         raise
     return folders
+
+
+def link_read_only(source: Path, target: Path) -> bool:
+    """Give the blob `source` the second name `target`, and make it read-only for both. `target` is replaced.
+
+    Returns:
+        False if the file system, its rights or another disk do not allow this; then the caller must copy the file.
+
+    Raises:
+        FileNotFoundError: There is no such blob.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        mode = source.stat().st_mode
+        if mode & _WRITABLE:
+            source.chmod(mode & ~_WRITABLE)
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def _draft_of(target: Path) -> tuple[Path, list[Path]]:

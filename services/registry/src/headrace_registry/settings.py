@@ -115,7 +115,7 @@ class RegistrySettings(ServiceSettings):
     versions_bytes_max: Annotated[int, Field(ge=1)] | None = None
     """Bytes that the files of all versions may take. Beyond it the registry retires and removes trained versions that
     are not needed: first versions that never served, the oldest first. Manifests, labelled versions and two former
-    champions of each model stay. Without a value: 4 GiB, or ten times the largest version if that is more."""
+    champions of each model stay. Without a value: 2 GiB, or five times the largest version if that is more."""
     reconcile_s: Positive = 5.0
     """Seconds for which the bus may have another routing than the database before it is published again."""
     retry_s: Positive = 60.0

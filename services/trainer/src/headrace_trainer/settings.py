@@ -196,7 +196,7 @@ class MemorySettings(Section):
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
     restore_points_bytes: Count | None = None
     """Bytes that these may take on the disk; the oldest are removed first. Those of base, newest version, champion and
-    previous champion always stay. None: 1 GiB, or four times the size of one where that is more."""
+    previous champion always stay. None: 1 GiB, or three times the size of one where that is more."""
     outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
     """Number of training outcomes, or ranges of records read, that cause a save."""
 
@@ -259,7 +259,8 @@ class TrainerSettings(ServiceSettings):
     """How long a training outcome may wait to be made durable and reported when no version is published."""
     save_beside: bool = False
     """Continue with steps while a save is written. Weights and optimizer are copied to the host's memory first, which
-    needs as much room there as a save has. For models whose saves take as long as steps."""
+    needs as much room there as a save has; otherwise a save needs none. For models whose saves take as long as
+    steps."""
     retry_s: Positive = 60.0
     """How long bus or blob store may be unavailable before the process ends and is restarted."""
     lease_s: Positive = 10.0

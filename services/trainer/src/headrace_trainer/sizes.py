@@ -94,7 +94,7 @@ class Sizes:
 
     trained: int
     trainer_bytes: int
-    """Peak memory of the trainer: a pass of `compute.pack_tokens` tokens, and the copies of a save."""
+    """Peak memory of the trainer: a pass of `compute.pack_tokens` tokens, and with `save_beside` the copy of a save."""
     replica_bytes: int
     """Memory of a replica with three versions, without keys and values."""
     loading_bytes: int
@@ -119,13 +119,14 @@ class Sizes:
         restored = _OPTIMIZER_BYTES + (0 if shared else _FLOAT32)
         served_bytes = frozen_bytes if lora else _FLOAT32
         replica = shape.parameters * served_bytes + mapped
-        saved = trained * (_FLOAT32 + _OPTIMIZER_BYTES) + version
+        copied = trained * (_FLOAT32 + _OPTIMIZER_BYTES) if settings.save_beside else 0
+        reference = shape.parameters * frozen_bytes if settings.needs_base and not lora else 0
         context = 2 * shape.layers * shape.keys * served_bytes * min(shape.context, _CONTEXT_TOKENS_MAX)
         backward = 2 if lora else 4
         recomputed = 2 if settings.compute.gradient_checkpointing else 0
         return cls(
             trained=trained,
-            trainer_bytes=_PROCESS_BYTES + weights + _pass_bytes(shape, settings) + saved,
+            trainer_bytes=_PROCESS_BYTES + weights + reference + _pass_bytes(shape, settings) + copied,
             replica_bytes=_PROCESS_BYTES + (replica + _VERSIONS * version if lora else _VERSIONS * replica),
             loading_bytes=_PROCESS_BYTES + replica + _CONTEXT_COPIES * context,
             version_bytes=version,

@@ -20,7 +20,15 @@ from urllib.parse import unquote
 
 import fsspec
 
-from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, copy_durably, sync_folder, write_draft
+from headrace_runtime.blob_backends import (
+    BlobBackend,
+    NotExclusive,
+    backend_of,
+    copy_durably,
+    link_read_only,
+    sync_folder,
+    write_draft,
+)
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.process import liveness
 from headrace_runtime.settings.sections import Common
@@ -108,18 +116,24 @@ class BlobStore:
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch a blob into a file, with at most a piece of it in memory.
 
-        If this raises as `get` does, there is no file.
+        On the disk of a store that is a folder, the file is the blob itself under a second name, read-only: it takes
+        no room, and the caller must not change it. If this raises as `get` does, there is no file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._fetching(ref, path.parent):
-                self._fs.get_file(self._path(ref.sha256), str(path))
+                if not (self._local and link_read_only(Path(self._path(ref.sha256)), path)):
+                    self._fs.get_file(self._path(ref.sha256), str(path))
             digest, size = digest_of(path)
             if (digest, size) != (ref.sha256, ref.size):
                 raise self._corrupt(ref, size)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+
+    def shares_disk_with(self, folder: Path) -> bool:
+        """Return whether `get_file` takes no room in `folder`, because it links blobs instead of copying them."""
+        return self._local and Path(self._root).exists() and Path(self._root).stat().st_dev == folder.stat().st_dev
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:

@@ -174,14 +174,20 @@ def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
 
 
 def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
-    """Write files into `folder` and check their digests. Blocks. Raises as `BlobStore.get` does."""
+    """Write files into `folder` and check their digests. Blocks. The caller must not change the files.
+
+    Raises as `BlobStore.get` does.
+    """
     for file in files:
         blobs.get_file(file.blob, folder / file.path)
     return folder
 
 
 class VersionCache:
-    """Cache of versions as folders on this machine, with files whose digests were checked (P7)."""
+    """Cache of versions as folders on this machine, with files whose digests were checked (P7).
+
+    On the disk of the blob store its files are those of the store, under second names.
+    """
 
     def __init__(self, blobs: BlobStore, folder: Path, free_bytes_min: int | None = None) -> None:
         """Use the cache in `folder`. `free_bytes_min` must stay free on its disk (`disk.problem`)."""
@@ -211,7 +217,9 @@ class VersionCache:
         if not target.exists():
             draft = self._folder / f".{uuid.uuid4().hex}"
             self._folder.mkdir(parents=True, exist_ok=True)
-            disk.check_room(self._folder, sum(file.blob.size for file in manifest.files), self._free_bytes_min)
+            shared = self._blobs.shares_disk_with(self._folder)
+            new_bytes = 0 if shared else sum(file.blob.size for file in manifest.files)
+            disk.check_room(self._folder, new_bytes, self._free_bytes_min)
             try:
                 unpack(self._blobs, manifest, draft)
                 draft.rename(target)

@@ -79,14 +79,14 @@ def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
 ROLLBACK_TARGETS = 2
 """Number of former champions of a model that stay, besides versions that are needed."""
 _DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
-_BYTES_MIN, _OF_SIZE = 4 << 30, 10
+_BYTES_MIN, _OF_SIZE = 2 << 30, 5
 
 Blobs = Mapping[str, int]
 """The files of a version: sizes by digest."""
 
 
 def default_limit(blobs: Mapping[str, Blobs]) -> int:
-    """Return the limit where none is configured: 4 GiB, or ten times the largest version."""
+    """Return the limit where none is configured: 2 GiB, or five times the largest version."""
     return max(_BYTES_MIN, _OF_SIZE * max((sum(files.values()) for files in blobs.values()), default=0))
 
 

@@ -32,8 +32,8 @@ from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 
-_POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 4
-"""The bound on restore points without a setting: 1 GiB, or four times their size."""
+_POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 3
+"""The bound on restore points without a setting: 1 GiB, or three times their size."""
 
 
 @dataclass(frozen=True)

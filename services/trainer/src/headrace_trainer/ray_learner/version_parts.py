@@ -104,7 +104,7 @@ def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
     A tensor that the library stores unchanged is the very object that it was given.
     """
     names = {id(tensor): name for name, tensor in bare.items()}
-    if any(tensor.is_meta and id(tensor) not in names for file in plan.files.values() for tensor in file.values()):
+    if not plan.is_exact(names):
         return None
     return {
         file: {

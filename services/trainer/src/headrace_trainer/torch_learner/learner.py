@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abandoned, Abilities, LearnerLost, NotFinite, StepRefused, StepResult
+from headrace_trainer.learner import (
+    OPTIMIZER,
+    WEIGHTS,
+    Abandoned,
+    Abilities,
+    LearnerLost,
+    NotFinite,
+    StepRefused,
+    StepResult,
+)
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
 from headrace_trainer.torch_learner.appraisal import Appraiser
+from headrace_trainer.torch_learner.copies import TorchCopy
 from headrace_trainer.torch_learner.critic import Critic
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.configuration import first_line
@@ -23,14 +36,15 @@ from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
-from headrace_trainer.whole import Frozen, WholeLearner
+from headrace_trainer.torch_learner.stored_tensors import StoredTensors
+from headrace_trainer.whole import Frozen
 
 log = get_logger(__name__)
 _MEMORY_REMEDY = "free memory on the device, or lower trainer.compute.pack_tokens"
 _NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
-class TorchLearner(WholeLearner):
+class TorchLearner:
     """See `headrace_trainer.learner.Learner`."""
 
     def __init__(
@@ -47,6 +61,8 @@ class TorchLearner(WholeLearner):
         self._settings = settings
         self.served_as = served_as
         self._appraiser = appraiser
+        self._copy: TorchCopy | None = None
+        """The last copy, from which the next change of the weights must be kept away."""
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> TorchLearner:
@@ -67,6 +83,7 @@ class TorchLearner(WholeLearner):
         return self.policy.sequence_bound()
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        self._detach_copy()
         settings, random = self._settings, tensors.random_state(self.policy)
         self.optimizer.changed = False
         try:
@@ -95,25 +112,53 @@ class TorchLearner(WholeLearner):
             torch.cuda.empty_cache()
         raise MemoryError(why)
 
-    def freeze(self) -> Frozen:
-        appraiser_state = self._appraiser.state() if self._appraiser is not None else None
-        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, appraiser_state)
+    def copy(self, base: str | None) -> TorchCopy:
+        writes = None if base is None else partial(self._write_version, base=base)
+        answers = None if base is None else self._version_fingerprint()
+        self._copy = TorchCopy(self._write_state, self.freeze, writes, answers)
+        if self._settings.save_beside:  # steps go on while it is written
+            self._copy.detach()
+        return self._copy
 
-    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        appraiser_state = tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
+    def _detach_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.detach()
+            self._copy = None
+
+    def freeze(self) -> Frozen:
+        """Return the weights and everything else that the next step depends on, as bytes."""
+        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
+
+    def _write_state(self, folder: Path) -> None:
+        tensors.write(folder, self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
+
+    def _appraiser_state(self) -> Mapping[str, Tensor] | None:
+        return self._appraiser.state() if self._appraiser is not None else None
+
+    def restore(self, folder: Path, *, with_random: bool) -> None:
+        self._detach_copy()
+        weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
+        appraiser_state = tensors.restore(self.policy, self.optimizer, weights, state, with_random=with_random)
         if self._appraiser is not None:
             self._appraiser.load(appraiser_state)
 
     def load(self, folder: Path) -> None:
+        self._detach_copy()
         self.policy.load_files(folder)
         self.optimizer.reset()
         if self._appraiser is not None:
             self._appraiser.load({})
 
-    def write(self, folder: Path, base: str) -> Fingerprint:
+    def _write_version(self, folder: Path, base: str) -> None:
         if self.policy.lora:
-            return version_files.write_adapter(self.policy, folder, base)
-        return version_files.write_weights(self.policy, folder, self.served_as)
+            version_files.save_adapter(self.policy, folder, base)
+        else:
+            version_files.write_weights(self.policy, folder, self.served_as)
+
+    def _version_fingerprint(self) -> Fingerprint:
+        if self.policy.lora:
+            return self.policy.fingerprint()
+        return version_files.fingerprint(self.policy, self.served_as)
 
     def fingerprint_of_base(self) -> Fingerprint:
         with self.policy.as_base():

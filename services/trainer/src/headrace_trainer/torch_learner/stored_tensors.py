@@ -9,18 +9,26 @@ from typing import Any, cast
 from safetensors import safe_open
 from torch import Tensor
 
+_MAPPED_BYTES_MAX = 64 << 20
+"""Bytes after which the file is mapped again: the pages that were read count as memory of the process until then."""
+
 
 class StoredTensors(Mapping[str, Tensor]):
     """Mapping of a file's tensors. Each access reads the tensor from the file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = cast(Any, safe_open(path, "pt"))
+        self._read_bytes = 0
         self._names = frozenset(self._file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
+        if self._read_bytes > _MAPPED_BYTES_MAX:
+            self._file, self._read_bytes = cast(Any, safe_open(self._path, "pt")), 0
         tensor: Tensor = self._file.get_tensor(name)
+        self._read_bytes += tensor.nbytes
         return tensor
 
     def __contains__(self, name: object) -> bool:

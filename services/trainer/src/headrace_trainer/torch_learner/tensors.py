@@ -1,14 +1,15 @@
-"""Weights, optimizer and random state as safetensors bytes. The lineage's name is inside, so lineages share no blob."""
+"""Weights, optimizer and random state as safetensors files. The lineage's name is inside, so lineages share no blob."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
 from headrace_runtime.process import liveness
+from headrace_trainer.learner import OPTIMIZER, WEIGHTS
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -18,6 +19,7 @@ from headrace_trainer.whole import Frozen
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _RANDOM = "random/"
 _APPRAISER = "appraiser/"
+_PIECE_BYTES = 4 << 20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,9 +32,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
     """Return the learner's state as bytes. Equal tensors give equal bytes. `appraiser` is the appraiser's state, if
     any."""
-    about, random = about_state(lineage), random_state(policy)
+    about, (weights, state) = about_state(lineage), _references(policy, optimizer, appraiser)
+    return Frozen(_bytes(weights, about), _bytes(state, about))
+
+
+def write(
+    folder: Path, policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the result of `freeze` into `folder`, one tensor after the other, without a copy of them in memory."""
+    about, (weights, state) = about_state(lineage), _references(policy, optimizer, appraiser)
+    write_file(folder / WEIGHTS, weights, about, weights.__getitem__)
+    write_file(folder / OPTIMIZER, state, about, state.__getitem__)
+
+
+def _references(
+    policy: Policy, optimizer: Optimizer, appraiser: Mapping[str, Tensor] | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Return the tensors of both files. They are the learner's own and change with its next step."""
     appraiser_tensors = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
-    return Frozen(_bytes(policy.tensors(), about), _bytes(optimizer.state() | random | appraiser_tensors, about))
+    return policy.parameters, optimizer.references() | random_state(policy) | appraiser_tensors
 
 
 def about_state(lineage: str) -> dict[str, str]:
@@ -55,12 +73,6 @@ def set_random_state(policy: Policy, state: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state[f"{_RANDOM}cuda"], policy.device)
 
 
-def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
-    """Restore the result of `freeze`, optionally with its random state. Return the appraiser's state."""
-    weights, state = load(bytes(frozen.weights)), load(bytes(frozen.optimizer))
-    return restore(policy, optimizer, weights, state, with_random=with_random)
-
-
 def restore(
     policy: Policy,
     optimizer: Optimizer,
@@ -79,18 +91,39 @@ def restore(
     return dict(appraiser_tensors)
 
 
-def _bytes(tensors: dict[str, Tensor], about: dict[str, str]) -> bytearray:
-    """Return the bytes of the file that `safetensors.torch.save` would write.
+def write_file(
+    path: Path, shapes: Mapping[str, Tensor], about: Mapping[str, str], value: Callable[[str], Tensor]
+) -> None:
+    """Write the file that `safetensors.torch.save_file` would write, with one tensor at a time in memory.
 
-    That function holds the interpreter's lock until all is copied, but copying a tensor does not.
+    Args:
+        path: The file.
+        shapes: Tensors of the right shapes and types, which may be `meta` tensors.
+        about: The file's metadata.
+        value: Returns the values of a tensor by its name.
     """
+    plan = layout(shapes, about)
+    with path.open("wb") as file:
+        file.write(plan.header)
+        for name in plan.starts:  # in the order of the file
+            if shapes[name].numel():
+                for piece in torch.split(_flat_bytes(value(name)), _PIECE_BYTES):
+                    file.write(piece.numpy().data)
+                    liveness.progress()
+
+
+def _bytes(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytearray:
+    """Return the bytes of the file that `write_file` writes."""
     plan = layout(tensors, about)
     content = bytearray(plan.size)
     content[: len(plan.header)] = plan.header
     for name, tensor in tensors.items():
         if tensor.numel():
-            start, size = plan.starts[name], tensor.numel() * tensor.element_size()
-            target = torch.frombuffer(content, dtype=torch.uint8, count=size, offset=start)
-            target.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            source = _flat_bytes(tensor)
+            torch.frombuffer(content, dtype=torch.uint8, count=len(source), offset=plan.starts[name]).copy_(source)
             liveness.progress()
     return content
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

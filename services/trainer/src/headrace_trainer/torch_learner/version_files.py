@@ -14,6 +14,7 @@ from transformers import modeling_utils
 
 from headrace_runtime.storage.versions import is_weights, model_files
 from headrace_schemas.values.blobs import Fingerprint
+from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.rounding import round_stochastically
 
@@ -29,11 +30,37 @@ def dtype_of(folder: Path) -> torch.dtype:
     return dtype
 
 
-def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> Fingerprint:
-    """Write all weights in `dtype`, and no other file. Return their fingerprint."""
-    weights = {key: round_stochastically(tensor, dtype, key) for key, tensor in policy.tensors().items()}
-    save_weights(policy, folder, weights)
-    return policy.fingerprint(weights)
+def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
+    """Write all weights in `dtype`, and no other file, with one tensor at a time in memory."""
+    bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
+    plan, names = plan_files(policy, bare), {id(tensor): name for name, tensor in bare.items()}
+    if not plan.is_exact(names):
+        save_weights(policy, folder, _rounded(policy, dtype))
+        return
+    for file, file_tensors in plan.files.items():
+
+        def value_of(key: str, file_tensors: Mapping[str, Tensor] = file_tensors) -> Tensor:
+            name = names.get(id(file_tensors[key]))
+            return file_tensors[key] if name is None else _round_weight(policy, name, dtype)
+
+        tensors.write_file(folder / file, file_tensors, ABOUT, value_of)
+    for file, content in plan.texts.items():
+        (folder / file).write_bytes(content)
+
+
+def fingerprint(policy: Policy, dtype: torch.dtype) -> Fingerprint:
+    """Return the fingerprint of the weights that `write_weights` would write."""
+    if dtype is torch.float32:
+        return policy.fingerprint()
+    return policy.fingerprint(_rounded(policy, dtype))
+
+
+def _rounded(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: _round_weight(policy, name, dtype) for name in policy.parameters}
+
+
+def _round_weight(policy: Policy, name: str, dtype: torch.dtype) -> Tensor:
+    return round_stochastically(policy.parameters[name].detach().cpu(), dtype, name)
 
 
 def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -57,6 +84,14 @@ class WritePlan:
     texts: Mapping[str, bytes]
     """Index files, which name the file of each tensor where there are several."""
 
+    def is_exact(self, names: Mapping[int, str]) -> bool:
+        """Return whether the files hold each tensor of the model as it is, by the identities of tensors in `names`.
+
+        Otherwise the library derives a tensor from others, for example experts that are one tensor in the model.
+        """
+        stored = (tensor for file in self.files.values() for tensor in file.values())
+        return all(id(tensor) in names for tensor in stored if tensor.is_meta)
+
 
 def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
     """Return the files that `save_weights` would write.
@@ -65,9 +100,9 @@ def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
     """
     files: dict[str, Mapping[str, Tensor]] = {}
 
-    def note(tensors: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
+    def note(contents: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
         assert dict(metadata) == ABOUT
-        files[Path(filename).name] = dict(tensors)
+        files[Path(filename).name] = dict(contents)
 
     writes = modeling_utils.safe_save_file
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as name:
@@ -80,18 +115,11 @@ def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
     return WritePlan(files, texts)
 
 
-def write_adapter(policy: Policy, folder: Path, base: str) -> Fingerprint:
+def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write an adapter in PEFT's layout, which vLLM loads too, with a deterministic configuration.
 
-    Returns:
-        The fingerprint of the base with the adapter.
+    `weights` are needed where the model has only parts of them, by the model's own names.
     """
-    save_adapter(policy, folder, base)
-    return policy.fingerprint()
-
-
-def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter. `weights` are needed where the model has only parts of them, by the model's own names."""
     policy.model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
