@@ -20,6 +20,8 @@ from headrace_console.pages.login import LoginPages
 from headrace_console.pages.loop import LoopPages
 from headrace_console.pages.models import ModelPages
 from headrace_console.pages.page import NotFound, Page, PageRoutes
+from headrace_console.pages.review import ReviewPages
+from headrace_console.pages.review_form import QueueForm
 from headrace_console.pages.rewards import RewardPages
 from headrace_console.pages.rollouts import RolloutPages
 from headrace_console.pages.session import SessionPage
@@ -100,6 +102,8 @@ class Console:
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),
             *FeedbackPages(templates, self.database, self._records, gateway).pages(),
+            *QueueForm(templates, self.database, clock).pages(),
+            *ReviewPages(templates, self.database, self._records, gateway, clock).pages(),
             *DeadLetterPages(templates, self.database, self._records, self._letters).pages(),
             *RewardPages(templates, self.database, clock).pages(),
             Page("/live", self._stream, role="rater"),

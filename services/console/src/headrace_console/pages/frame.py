@@ -22,9 +22,11 @@ NAVIGATION = (
     ("Rewards", "/rewards"),
     ("Models", "/models"),
     ("Rollouts", "/rollouts"),
+    ("Review", "/review"),
     ("Dead letters", "/dead-letters"),
 )
 """Title and address of the pages that every page links to."""
+_RATER_NAVIGATION = (("Review", "/review"),)
 THEMES = ("light", "dark")
 _LINES_LENGTH_MAX = 20_000
 _FRAGMENT_HEADER = "hx-request"
@@ -69,7 +71,7 @@ class Templates:
         return {
             "user": user,
             "path": request.url.path,
-            "navigation": NAVIGATION if user is not None and user.has_role("viewer") else (),
+            "navigation": () if user is None else NAVIGATION if user.has_role("viewer") else _RATER_NAVIGATION,
             "theme": theme if theme in THEMES else "",
             "themes": THEMES,
         }

@@ -38,8 +38,8 @@ class LoginPages:
     def pages(self) -> list[Page]:
         """Return the pages of every user."""
         return [
-            Page("/logout", self.log_out, role="rater", method="POST"),
-            Page("/theme", self.theme, role="rater", method="POST"),
+            Page("/logout", self.log_out, role="rater", method="POST", is_change=False),
+            Page("/theme", self.theme, role="rater", method="POST", is_change=False),
         ]
 
     async def form(self, request: Request) -> Response:
@@ -73,7 +73,9 @@ class LoginPages:
         return response
 
     def _redirect_with_session(self, request: Request, cookie: str) -> Response:
-        response = RedirectResponse("/", 303, {"referrer-policy": "no-referrer"})
+        user = self._logins.user_of(cookie)
+        home = "/" if user is not None and user.has_role("viewer") else "/review"
+        response = RedirectResponse(home, 303, {"referrer-policy": "no-referrer"})
         response.set_cookie(
             cookie_name(request),
             cookie,

@@ -39,6 +39,8 @@ class Page:
     handler: Handler
     role: Role = "viewer"
     method: Literal["GET", "POST"] = "GET"
+    is_change: bool = True
+    """Whether a read-only console refuses the `POST`."""
 
 
 class PageRoutes:
@@ -69,7 +71,7 @@ class PageRoutes:
             form = await read_form(request)
             if not hmac.compare_digest(form.get("form_token", "").encode(), user.form_token.encode()):
                 raise Refused(403, "form_expired", "This form is of an earlier login. Open the page again.")
-            if self._read_only and page.role != "rater":
+            if self._read_only and page.is_change:
                 raise Refused(403, "read_only", "This console is read-only (console.read_only).")
         if not user.has_role(page.role):
             raise Refused(403, "role", f"This needs the role {page.role}; {user.name} has the role {user.role}.")

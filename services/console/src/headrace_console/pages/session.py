@@ -168,9 +168,14 @@ def new_messages(turn: Turn, previous: Turn | None) -> tuple[Message, ...]:
     return turn.messages[shared:]
 
 
-def _message(message: Message) -> dict[str, object]:
+def message_text(message: Message) -> str:
+    """Return the text of a message, followed by its tool calls."""
     calls = [f"{call.function.name}({call.function.arguments})" for call in message.tool_calls or ()]
-    return {"role": message.role, "text": "\n".join(filter(None, (message.text, *calls)))}
+    return "\n".join(filter(None, (message.text, *calls)))
+
+
+def _message(message: Message) -> dict[str, object]:
+    return {"role": message.role, "text": message_text(message)}
 
 
 def _experience(

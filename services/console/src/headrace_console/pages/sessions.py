@@ -27,7 +27,7 @@ from headrace_schemas.values.text import printable
 
 FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "task", "since")
 THUMBS = {"up": 1, "neutral": 0, "down": -1}
-_CHOICES = {
+CHOICES = {
     "arm": ("candidate", "control"),
     "thumb": tuple(THUMBS),
     "outcome": tuple(name for name in get_args(Outcome) if name in tables.FLAGS),
@@ -71,10 +71,11 @@ class SessionPages:
             rows=[_session(row, texts) for row in page.rows],
             tenants=list(tenants),
             tenant=tenant,
-            choices=_CHOICES,
+            choices=CHOICES,
             parameters=parameters,
             is_filtered=any(name in parameters for name in FILTERS),
             following=following,
+            queue_query=_queue_query(parameters) if user.has_role("reviewer") else None,
             searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
         )
 
@@ -102,6 +103,12 @@ class SessionPages:
             is_version = "@" in text and bool(await queries.numbers_of(tx, [text]))
         kind = "version" if is_version else "task"
         return RedirectResponse(f"/sessions?{urlencode({kind: text})}" if text else "/sessions", 303)
+
+
+def _queue_query(parameters: Mapping[str, str]) -> str:
+    """Return the query that fills the form of a new review queue with the filter of the list."""
+    selection = {name: text for name, text in parameters.items() if name != "after"}
+    return f"?{urlencode(selection)}" if selection else ""
 
 
 async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | None:
@@ -143,7 +150,7 @@ def parse_position(text: str) -> tuple[int, int]:
 
 def parse_filter(parameters: dict[str, str]) -> Filter:
     """Return the filter of query parameters. Raises `Refused` 400 for a value that a parameter does not accept."""
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         text = parameters.get(name)
         if text is not None and text not in choices:
             raise _refused(name, text, f"must be one of {', '.join(choices)}")

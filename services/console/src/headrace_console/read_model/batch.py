@@ -36,6 +36,7 @@ from headrace_console.read_model.status import (
     split_status,
     state_of,
 )
+from headrace_console.read_model.verdicts import is_verdict
 from headrace_schemas import (
     DeadLetter,
     DeadLetterDecision,
@@ -312,6 +313,8 @@ def turn_ids_of(event: Event) -> Sequence[str]:
         return (event.turn_id,)
     if isinstance(event, Trajectory | Experience):
         return event.turn_ids
+    if isinstance(event, Feedback):
+        return event.msg_ids[:1] if is_verdict(event) else ()
     return (event.turn_id,) if isinstance(event, Reward) and event.turn_id is not None else ()
 
 

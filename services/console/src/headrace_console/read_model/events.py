@@ -11,6 +11,7 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.rows import Names, SessionRow, TurnRow
 from headrace_console.read_model.side_rows import RewardKey
 from headrace_console.read_model.status import add_outcome, overall_advantage
+from headrace_console.read_model.verdicts import verdict_of
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import (
     DeadLetter,
@@ -91,6 +92,7 @@ class EventEffects:
         turn.untrained = turn.untrained or self._number(event.untrained)
         turn.no_logprobs = self._number(no_logprobs_reason(event))
         turn.finish = names.number(event.choices[0].finish_reason)
+        turn.choices = len(event.choices)
         turn.latency_ms = max(0, turn.at_ms - epoch_ms(event.started_at))
         arm = event.assignment.arm if event.assignment is not None else None
         turn.arm = self._number(arm)
@@ -176,6 +178,10 @@ class EventEffects:
         self._batch.side.feedback.append(
             {"session": session.id, "partition": partition, "log_offset": offset, "at_ms": epoch_ms(event.time)}
         )
+        verdict = verdict_of(event)
+        if verdict is not None:
+            turn = self._turn(event.tenant, event.msg_ids[0], session).id if event.msg_ids else 0
+            self._batch.side.add_verdict(verdict, session, turn, offset)
         if event.edit is not None:
             session.flags |= tables.FLAGS["edited"]
         if event.value is not None:

@@ -67,6 +67,7 @@ class TurnRow:
     finish: int | None = None
     latency_ms: int = 0
     arm: int | None = None
+    choices: int = 1
     trajectories: tuple[int, ...] = ()
     experiences: tuple[int, ...] = ()
 

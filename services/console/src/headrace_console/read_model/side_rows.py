@@ -1,4 +1,7 @@
-"""Rows that no status depends on except through their keys: rewards, feedback, refusals and training steps."""
+"""Rows that no status depends on except through their keys.
+
+These are rewards, feedback, verdicts of reviews, refusals and training steps.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_console.read_model import tables
+from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import latest_lineage
-from headrace_console.read_model.rows import parts, upsert_all
-from headrace_runtime.storage.tables import delete_batch, is_one_of
+from headrace_console.read_model.rows import SessionRow, parts, upsert_all
+from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
+from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of
 from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -57,6 +61,8 @@ class SideRows:
         self.feedback: list[dict[str, Any]] = []
         self.trained: list[dict[str, Any]] = []
         """New rows of `trained_revisions`."""
+        self._items: list[dict[str, Any]] = []
+        self._verdicts: list[dict[str, Any]] = []
         self._known_refusals: set[bytes] = set()
         self._known_steps: set[tuple[int, int]] = set()
         self._rewards: dict[RewardKey, dict[str, Any]] = {}
@@ -121,6 +127,32 @@ class SideRows:
         self._changed_rewards.add(key)
         return True
 
+    def add_verdict(self, verdict: Verdict, session: SessionRow, turn: int, offset: int) -> None:
+        """Store a verdict, and its item unless the item is known."""
+        self._items.append(
+            {
+                "name": verdict.name,
+                "tenant": session.tenant,
+                "queue": verdict.queue,
+                "position": 0,
+                "session": session.id,
+                "turn": turn,
+                "drawn_at_random": belongs_to_the_random_part(verdict.item),
+            }
+        )
+        self._verdicts.append(
+            {
+                "item": verdict.name,
+                "rater": verdict.rater,
+                "number": verdict.number,
+                "session": session.id,
+                "answer": verdict.answer,
+                "repeated": verdict.repeated,
+                "at_ms": verdict.at_ms,
+                "log_offset": offset,
+            }
+        )
+
     async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
         """Return the lineage of each model that reported last. Steps of this batch must be stored first."""
         lineages = {model: await latest_lineage(tx, model) for model in models}
@@ -132,10 +164,20 @@ class SideRows:
         await upsert_all(tx, tables.steps, ("lineage", "account"), rows)
 
     async def delete(self, tx: AsyncConnection, sessions: Collection[int], portion: int) -> list[bool]:
-        """Delete rewards and feedback of sessions, at most `portion` of each. Return for each whether some are left."""
+        """Delete rewards, feedback and items with their verdicts, at most `portion` of each.
+
+        Returns:
+            For each table whether some rows are left.
+        """
         return [
             await delete_batch(tx, table, table.c.session.in_(sessions), limit=portion)
-            for table in (tables.rewards, tables.feedback)
+            for table in (
+                tables.rewards,
+                tables.feedback,
+                review_tables.verdicts,
+                review_tables.reservations,
+                review_tables.items,
+            )
         ]
 
     async def delete_trained(self, tx: AsyncConnection, experiences: Iterable[int]) -> None:
@@ -148,6 +190,9 @@ class SideRows:
         """Write all other rows."""
         await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
         await upsert_all(tx, tables.trained_revisions, ("lineage", "save", "experience", "revision"), self.trained)
+        if self._items:
+            await tx.execute(insert_new(tx, review_tables.items, ("name",)), self._items)
+            await upsert_all(tx, review_tables.verdicts, ("item", "rater", "number"), self._verdicts)
         new_refusals = self.refusals - self._known_refusals
         if new_refusals:
             await tx.execute(

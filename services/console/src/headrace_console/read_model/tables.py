@@ -111,6 +111,7 @@ turns = Table(
     Column("finish", Integer),
     Column("latency_ms", Integer, nullable=False),
     Column("arm", Integer),
+    Column("choices", SmallInteger, nullable=False, server_default="1"),
     Column("trajectories", LargeBinary, nullable=False),
     Column("experiences", LargeBinary, nullable=False),
     UniqueConstraint("name", "tenant", name="uq_turns_name"),

@@ -39,7 +39,7 @@ class FeedbackClient:
         self._url = url
         self._keys = {_DEFAULT_TENANT: internal_key, **keys}
 
-    async def send(self, user: User, tenant: str, body: Mapping[str, JsonValue]) -> FeedbackReply:
+    async def send(self, user: User, tenant: str, body: Mapping[str, JsonValue], source: str = SOURCE) -> FeedbackReply:
         """Send feedback of a user about a session or a response of a tenant.
 
         Raises:
@@ -54,7 +54,7 @@ class FeedbackClient:
         headers = {"content-type": "application/json"}
         if self._keys[tenant]:
             headers["authorization"] = f"Bearer {self._keys[tenant]}"
-        content = json.dumps({**body, "source": SOURCE, "rater": user.name}).encode()
+        content = json.dumps({**body, "source": source, "rater": user.name}).encode()
         reply = json.loads(await call("gateway", "POST", f"{self._url}/v1/feedback", headers, content))
         reason = None if reply.get("teaches", True) else str(reply.get("reason", "no answer can be trained"))
         return FeedbackReply(str(reply.get("feedback_id", "")), reason)

@@ -1,0 +1,129 @@
+"""The form with which a reviewer makes a review queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import Page, read_fields
+from headrace_console.pages.sessions import CHOICES, FILTERS, chosen_tenant, parse_filter
+from headrace_console.read_model import queues
+from headrace_console.read_model.queues import QUEUES_MAX, QueueRules
+from headrace_console.read_model.verdicts import QUEUE_NAME
+from headrace_console.review_feedback import BOTH_BAD, SAME, SIDES
+from headrace_console.users import User
+from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.errors import Refused
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas.values.ids import is_name
+from headrace_schemas.values.text import printable, storable
+
+_FIELDS = ("tenant", "name", "question", "about", "rubric", "labels", "ratings", "reserved_s", "items_max", "raters")
+_LABELS_MAX = 9
+"""One key each."""
+_RATERS_MAX = 100
+_RESERVED_LABELS = frozenset({SAME, BOTH_BAD, "skip", "undo", *SIDES})
+
+
+class QueueForm:
+    """The page that makes a queue from a filter of sessions."""
+
+    def __init__(self, templates: Templates, database: Database, clock: Clock) -> None:
+        self._templates = templates
+        self._database = database
+        self._clock = clock
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        return [
+            Page("/review/new", self.form, role="reviewer"),
+            Page("/review/new", self.make, role="reviewer", method="POST"),
+        ]
+
+    async def form(self, request: Request, user: User) -> Response:
+        """Show the form, with the filter of the query."""
+        parameters = parameters_of(request, "tenant", *FILTERS)
+        async with self._database.transaction() as tx:
+            tenants, tenant = await chosen_tenant(tx, user, parameters)
+        return self._templates.render(
+            request,
+            user,
+            "review_new.html",
+            tenants=list(tenants),
+            tenant=tenant,
+            parameters=parameters,
+            filters=[name for name in FILTERS if name not in CHOICES],
+            choices=CHOICES,
+        )
+
+    async def make(self, request: Request, user: User) -> Response:
+        """Store a queue, draw its first items, and show it."""
+        form = await read_fields(request, (*_FIELDS, *FILTERS))
+        name = form.get("name", "").strip()
+        if QUEUE_NAME.fullmatch(name) is None:
+            raise _refused("name", name, "must have 1 to 64 lower-case letters, digits, - and _, with no - or _ first")
+        rules = rules_of(form)
+        async with self._database.transaction() as tx:
+            tenants, tenant = await chosen_tenant(tx, user, form)
+            if tenant is None:
+                raise _refused("tenant", "", "has no session yet; a queue needs sessions to draw from")
+            now_ms = epoch_ms(self._clock.now())
+            number = await queues.add_queue(tx, tenants[tenant], name, rules, now_ms)
+            if number is None:
+                raise _refused(
+                    "name", name, f"is used, or tenant {tenant} has {QUEUES_MAX} queues; choose another name"
+                )
+            queue = await queues.queue_of(tx, user, number, locked=True)
+            if queue is not None:
+                await queues.draw_items(tx, queue, parse_filter(rules.filter))
+        return RedirectResponse(f"/review/{number}", 303)
+
+
+def rules_of(form: Mapping[str, str]) -> QueueRules:
+    """Return the rules of a form. Raises `Refused` 400 for a field that has a value that is not permitted."""
+    selection = {name: form[name] for name in FILTERS if form.get(name)}
+    parse_filter(selection)
+    labels, raters = (_list(form.get(field, "")) for field in ("labels", "raters"))
+    if form.get("question") == "label" and not 2 <= len(labels) <= _LABELS_MAX:
+        raise _refused("labels", form.get("labels", ""), f"must name 2 to {_LABELS_MAX} different labels, with commas")
+    wrong = [label for label in labels if not is_name(label) or len(label) > 64 or label in _RESERVED_LABELS]
+    if wrong:
+        raise _refused(
+            "labels", wrong[0], f"must have 1 to 64 characters and be none of {', '.join(sorted(_RESERVED_LABELS))}"
+        )
+    if len(raters) > _RATERS_MAX:
+        raise _refused("raters", form.get("raters", ""), f"must name at most {_RATERS_MAX} users")
+    numbers = {field: form[field] for field in ("ratings", "reserved_s", "items_max") if form.get(field)}
+    if form.get("question") == "pair" and form.get("about") == "session":
+        raise _refused("about", "session", "must be answer, because a pair compares two answers")
+    try:
+        return QueueRules.model_validate(
+            {
+                "question": form.get("question", ""),
+                "about": form.get("about") or "answer",
+                "rubric": storable(form.get("rubric", "").strip()),
+                "labels": labels if form.get("question") == "label" else (),
+                "raters": raters,
+                "filter": selection,
+                **numbers,
+            }
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = str(problem["loc"][0])
+        raise _refused(field, form.get(field, ""), problem["msg"]) from None
+
+
+def _list(text: str) -> tuple[str, ...]:
+    """Return the different entries of a list with commas or line breaks."""
+    return tuple(dict.fromkeys(entry for part in re.split(r"[,\n]", text) if (entry := part.strip())))
+
+
+def _refused(field: str, text: str, problem: str) -> Refused:
+    return Refused(400, "invalid_form", f"{field} = {printable(text[:200])!r}: {problem}", field)

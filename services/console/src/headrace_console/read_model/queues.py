@@ -1,0 +1,258 @@
+"""Review queues: their rules, the items that they draw from sessions, and the progress of raters.
+
+Every function needs the transaction of the caller. Functions that change a queue lock its row first, so that two raters
+do not get one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import Field
+from sqlalchemy import ColumnElement, Subquery, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import queries, review_tables, tables
+from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.queries import Filter, Row, texts_of
+from headrace_console.read_model.verdicts import belongs_to_the_random_part, item_id
+from headrace_console.users import Scope, User
+from headrace_runtime.storage.tables import insert_new
+from headrace_schemas.values.base import Model
+
+QUEUES_MAX = 200
+"""Queues of one tenant, with those that are closed."""
+ITEMS_MAX = 2_000
+RANGE_SESSIONS = 1_000
+"""Newest sessions of the range from which items are drawn at random."""
+_DRAWN_AT_ONCE = 20
+_PAGES_MAX = 3
+Question = Literal["score", "label", "pair"]
+SCORES = ("0", "0.25", "0.5", "0.75", "1")
+
+
+class QueueRules(Model):
+    """Rules of a queue, which do not change."""
+
+    question: Question
+    about: Literal["answer", "session"] = "answer"
+    rubric: str = Field(min_length=1, max_length=4000)
+    labels: tuple[str, ...] = ()
+    ratings: int = Field(default=1, ge=1, le=5)
+    """Raters of each item."""
+    reserved_s: int = Field(default=600, ge=60, le=86_400)
+    items_max: int = Field(default=200, ge=1, le=ITEMS_MAX)
+    raters: tuple[str, ...] = ()
+    """Names of the raters, or empty for all of the tenant."""
+    filter: dict[str, str] = Field(default_factory=dict)
+    """Query parameters of the list of sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A review queue of a tenant."""
+
+    id: int
+    tenant: int
+    tenant_name: str
+    name: str
+    rules: QueueRules
+    closed: bool
+
+    def is_visible_to(self, user: User) -> bool:
+        """Return whether the queue exists for a user. A rater sees only the queues for all raters or with its name."""
+        if not user.scope.permits(self.tenant_name):
+            return False
+        return user.has_role("viewer") or not self.rules.raters or user.name in self.rules.raters
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Number of the items of a queue, and of those that each rater has rated."""
+
+    items: int
+    by_rater: Mapping[str, int]
+
+
+def _of_queue(queue: Queue) -> ColumnElement[bool]:
+    table = review_tables.items
+    return (table.c.tenant == queue.tenant) & (table.c.queue == queue.name)
+
+
+async def add_queue(tx: AsyncConnection, tenant: int, name: str, rules: QueueRules, now_ms: int) -> int | None:
+    """Store a queue and return its number, or None if the tenant has a queue of this name or too many."""
+    table = review_tables.queues
+    number = (await tx.scalar(select(func.max(table.c.id))) or 0) + 1
+    used = await tx.scalar(select(func.count()).where(table.c.tenant == tenant)) or 0
+    existing = await tx.scalar(select(table.c.id).where(table.c.tenant == tenant, table.c.name == name))
+    if used >= QUEUES_MAX or existing is not None:
+        return None
+    row = {"id": number, "tenant": tenant, "name": name, "rules": rules.model_dump_json(), "closed": False}
+    await tx.execute(insert(table), [{**row, "created_ms": now_ms}])
+    return number
+
+
+async def close_queue(tx: AsyncConnection, queue: Queue) -> None:
+    """Stop the queue from offering items."""
+    table = review_tables.queues
+    await tx.execute(update(table).where(table.c.id == queue.id).values(closed=True))
+
+
+async def queues_of(tx: AsyncConnection, user: User) -> list[Queue]:
+    """Return the queues that a user may see, the newest first."""
+    table, tenants = review_tables.queues, await _tenant_names(tx, user.scope)
+    query = select(table).where(table.c.tenant.in_(tenants)).order_by(table.c.id.desc()).limit(QUEUES_MAX)
+    queues = [_queue(dict(row), tenants) for row in (await tx.execute(query)).mappings()]
+    return [queue for queue in queues if queue.is_visible_to(user)]
+
+
+async def queue_of(tx: AsyncConnection, user: User, number: int, *, locked: bool = False) -> Queue | None:
+    """Return a queue, or None if it does not exist for the user."""
+    query = select(review_tables.queues).where(review_tables.queues.c.id == number)
+    row = (await tx.execute(query.with_for_update() if locked else query)).mappings().first()
+    if row is None:
+        return None
+    queue = _queue(dict(row), await texts_of(tx, [row["tenant"]]))
+    return queue if queue.is_visible_to(user) else None
+
+
+async def _tenant_names(tx: AsyncConnection, scope: Scope) -> dict[int, str]:
+    return {number: name for name, number in (await queries.tenants(tx, scope)).items()}
+
+
+def _queue(row: Row, tenants: Mapping[int, str]) -> Queue:
+    rules = QueueRules.model_validate_json(row["rules"])
+    return Queue(row["id"], row["tenant"], tenants[row["tenant"]], row["name"], rules, row["closed"])
+
+
+async def progress_of(tx: AsyncConnection, queue: Queue) -> Progress:
+    """Return the progress of a queue."""
+    items, rated = review_tables.items, valid_verdicts()
+    number = await tx.scalar(select(func.count()).select_from(items).where(_of_queue(queue))) or 0
+    query = select(rated.c.rater, func.count()).join(items, items.c.name == rated.c.item).where(_of_queue(queue))
+    rows = await tx.execute(query.group_by(rated.c.rater).order_by(func.count().desc()).limit(50))
+    return Progress(number, {row[0]: row[1] for row in rows})
+
+
+def valid_verdicts() -> Subquery:
+    """Return the subquery of the last verdict of each rater about each item, without the withdrawn ones."""
+    table, later = review_tables.verdicts, review_tables.verdicts.alias()
+    is_revised = (
+        select(later.c.number)
+        .where(later.c.item == table.c.item, later.c.rater == table.c.rater, later.c.number > table.c.number)
+        .exists()
+    )
+    return select(table).where(table.c.answer.is_not(None), ~is_revised).subquery()
+
+
+async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> int:
+    """Add the next items to a queue, and return their number.
+
+    With a filter, at least a fifth of the items is drawn at random from the sessions of its range, whatever the filter
+    selects. Without one, all are.
+
+    Args:
+        tx: the transaction.
+        queue: the queue, which must be locked.
+        selection: the queue's filter.
+    """
+    items = review_tables.items
+    drawn = await tx.execute(select(func.count(), func.max(items.c.position)).where(_of_queue(queue)))
+    number, last = drawn.one()
+    count = min(_DRAWN_AT_ONCE, queue.rules.items_max - number)
+    if count <= 0:
+        return 0
+    is_filtered = selection != Filter(since_ms=selection.since_ms)
+    chosen: dict[str, tuple[int, int]] = {}
+    if is_filtered:
+        chosen = await _matching(tx, queue, selection, max(1, count * 4 // 5))
+        count = (len(chosen) + 3) // 4
+    at_random = await _at_random(tx, queue, selection.since_ms or 0, count, of_all=not is_filtered)
+    rows = [
+        {
+            "name": pack_id(item),
+            "tenant": queue.tenant,
+            "queue": queue.name,
+            "position": (last or 0) + at,
+            "session": session,
+            "turn": turn,
+            "drawn_at_random": item in at_random,
+        }
+        for at, (item, (session, turn)) in enumerate(sorted({**chosen, **at_random}.items()), 1)
+    ]
+    if rows:
+        await tx.execute(insert_new(tx, items, ("name",)), rows)
+    return len(rows)
+
+
+async def _matching(tx: AsyncConnection, queue: Queue, selection: Filter, number: int) -> dict[str, tuple[int, int]]:
+    """Return new items that match the filter: from the newest session on, and then before the oldest drawn one."""
+    chosen: dict[str, tuple[int, int]] = {}
+    for after in (None, await _oldest_drawn(tx, queue)):
+        position = after
+        for _ in range(_PAGES_MAX):
+            page = await queries.session_page(tx, queue.tenant, replace(selection, after=position))
+            keys = {item_id(queue.tenant_name, queue.name, row["session_key"]): row["id"] for row in page.rows}
+            candidates = {item: session for item, session in keys.items() if not belongs_to_the_random_part(item)}
+            chosen |= await _with_turns(tx, queue, candidates, number - len(chosen))
+            position = page.after
+            if len(chosen) >= number or position is None:
+                break
+        if len(chosen) >= number:
+            break
+    return chosen
+
+
+async def _oldest_drawn(tx: AsyncConnection, queue: Queue) -> tuple[int, int] | None:
+    """Return the place of the oldest session in the list that was drawn because of the filter."""
+    items, sessions = review_tables.items, tables.sessions
+    query = select(sessions.c.began_ms, sessions.c.id).join(items, items.c.session == sessions.c.id)
+    query = query.where(_of_queue(queue), ~items.c.drawn_at_random).order_by(sessions.c.began_ms, sessions.c.id)
+    row = (await tx.execute(query.limit(1))).first()
+    return None if row is None else (row.began_ms, row.id)
+
+
+async def _at_random(
+    tx: AsyncConnection, queue: Queue, since_ms: int, number: int, *, of_all: bool
+) -> dict[str, tuple[int, int]]:
+    """Return new items of the newest `RANGE_SESSIONS` sessions of the range, in an order that their hashes define.
+
+    `of_all`: of all of them, else of the random part.
+    """
+    table = tables.sessions
+    query = select(table.c.id, table.c.session_key).where(
+        table.c.tenant == queue.tenant, table.c.began_ms > max(0, since_ms - 1)
+    )
+    rows = await tx.execute(query.order_by(table.c.began_ms.desc(), table.c.id.desc()).limit(RANGE_SESSIONS))
+    keys = {item_id(queue.tenant_name, queue.name, row.session_key): row.id for row in rows}
+    candidates = {item: keys[item] for item in sorted(keys) if of_all or belongs_to_the_random_part(item)}
+    return await _with_turns(tx, queue, candidates, number)
+
+
+async def _with_turns(
+    tx: AsyncConnection, queue: Queue, candidates: Mapping[str, int], number: int
+) -> dict[str, tuple[int, int]]:
+    """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""
+    present = await _present(tx, [pack_id(item) for item in candidates])
+    table, chosen = tables.turns, dict[str, tuple[int, int]]()
+    choices_min = 2 if queue.rules.question == "pair" else 1
+    for item, session in candidates.items():
+        if len(chosen) >= number:
+            break
+        if pack_id(item) in present:
+            continue
+        query = select(table.c.id).where(
+            table.c.session == session, table.c.log_offset >= 0, table.c.choices >= choices_min
+        )
+        turn = await tx.scalar(query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(1))
+        if turn is not None:
+            chosen[item] = session, turn
+    return chosen
+
+
+async def _present(tx: AsyncConnection, names: Collection[bytes]) -> set[bytes]:
+    table = review_tables.items
+    rows = await tx.execute(select(table.c.name).where(table.c.name.in_(names)))
+    return {bytes(name) for name in rows.scalars()}

@@ -1,0 +1,247 @@
+"""Reservations and verdicts of one rater in a queue."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Select, Table, delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import review_tables, tables
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import Row
+from headrace_console.read_model.queues import Queue, valid_verdicts
+from headrace_console.read_model.rows import upsert_all
+from headrace_console.read_model.verdicts import Verdict, comes_again
+
+_VERDICTS_BETWEEN = 5
+"""Verdicts of a rater between the first and the second showing of a pair."""
+_AGAIN_SEARCHED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item of a queue as one rater sees it."""
+
+    name: bytes
+    session: Row
+    turn: Row | None
+    verdicts: tuple[Row, ...]
+    """Verdicts of this rater, the first one first."""
+    is_reserved: bool
+    """Whether the rater has, or had, a reservation."""
+    repeated: bool
+    """Whether the reservation is for the second showing of a pair."""
+
+    @property
+    def id(self) -> str:
+        """The opaque id of the item."""
+        return unpack_id(self.name)
+
+    @property
+    def answer(self) -> str | None:
+        """The valid answer of the rater, or None."""
+        return self.verdicts[-1]["answer"] if self.verdicts else None
+
+    @property
+    def number(self) -> int:
+        """Number of the rater's next verdict."""
+        return self.verdicts[-1]["number"] + 1 if self.verdicts else 1
+
+
+def _of_rater(table: Table, name: bytes, rater: str) -> ColumnElement[bool]:
+    return (table.c.item == name) & (table.c.rater == rater)
+
+
+async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) -> Item | None:
+    """Return an item that the rater has reserved or rated, or None for all others."""
+    items, verdicts, reservations = review_tables.items, review_tables.verdicts, review_tables.reservations
+    query = select(items).where(items.c.name == name, items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    row = (await tx.execute(query)).mappings().first()
+    if row is None:
+        return None
+    verdict_rows = (
+        await tx.execute(select(verdicts).where(_of_rater(verdicts, name, rater)).order_by(verdicts.c.number))
+    ).mappings()
+    reservation = (
+        (await tx.execute(select(reservations).where(_of_rater(reservations, name, rater)))).mappings().first()
+    )
+    session = (
+        (await tx.execute(select(tables.sessions).where(tables.sessions.c.id == row["session"]))).mappings().first()
+    )
+    earlier = tuple(dict(verdict) for verdict in verdict_rows)
+    if session is None or not (earlier or reservation):
+        return None
+    turn = await _turn_of(tx, dict(row))
+    return Item(
+        bytes(row["name"]),
+        dict(session),
+        turn,
+        earlier,
+        reservation is not None,
+        reservation is not None and reservation["repeated"],
+    )
+
+
+async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
+    """Return the turn of an item; of one that is known from a verdict about its session, the last turn."""
+    table = tables.turns
+    is_own = table.c.id == item["turn"] if item["turn"] else table.c.session == item["session"]
+    query = select(table).where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
+    row = (await tx.execute(query.limit(1))).mappings().first()
+    return None if row is None else dict(row)
+
+
+async def reserve(
+    tx: AsyncConnection, queue: Queue, name: bytes, rater: str, now_ms: int, *, repeated: bool = False
+) -> None:
+    """Reserve an item for a rater. Another reservation of this item by the rater is replaced."""
+    session = await tx.scalar(select(review_tables.items.c.session).where(review_tables.items.c.name == name))
+    row = {
+        "item": name,
+        "rater": rater,
+        "session": session,
+        "until_ms": now_ms + 1000 * queue.rules.reserved_s,
+        "skipped": False,
+        "repeated": repeated,
+    }
+    await upsert_all(tx, review_tables.reservations, ("item", "rater"), [row])
+
+
+async def reserve_next(tx: AsyncConnection, queue: Queue, rater: str, now_ms: int) -> bytes | None:
+    """Reserve the next item for a rater and return its name, or None if there is none.
+
+    The item that the rater has reserved and not rated comes first, then a pair that the rater sees again, then the
+    first item with a free place.
+    """
+    if queue.closed:
+        return None
+    name: bytes | None = await tx.scalar(_first(_open_reservation(queue, rater)))
+    if name is not None:
+        await _extend(tx, queue, name, rater, now_ms)
+        return bytes(name)
+    name = await _pair_again(tx, queue, rater)
+    if name is not None:
+        await reserve(tx, queue, name, rater, now_ms, repeated=True)
+        return name
+    name = await tx.scalar(_first(_free_items(queue, rater, now_ms)))
+    if name is None:
+        return None
+    await reserve(tx, queue, name, rater, now_ms)
+    return bytes(name)
+
+
+async def _extend(tx: AsyncConnection, queue: Queue, name: bytes, rater: str, now_ms: int) -> None:
+    """Let a reservation begin again."""
+    table, until_ms = review_tables.reservations, now_ms + 1000 * queue.rules.reserved_s
+    await tx.execute(update(table).where(_of_rater(table, name, rater)).values(until_ms=until_ms))
+
+
+def _first(query: Select[tuple[bytes]]) -> Select[tuple[bytes]]:
+    """Return the query of the first item of the queue among those of a query."""
+    return query.order_by(review_tables.items.c.position, review_tables.items.c.name).limit(1)
+
+
+def _open_reservation(queue: Queue, rater: str) -> Select[tuple[bytes]]:
+    items, reservations = review_tables.items, review_tables.reservations
+    query = select(items.c.name).join(reservations, reservations.c.item == items.c.name)
+    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    return query.where(reservations.c.rater == rater, ~reservations.c.skipped)
+
+
+def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
+    """Return the query of items that the rater has neither rated nor skipped and that lack ratings."""
+    items, reservations, rated = review_tables.items, review_tables.reservations, valid_verdicts()
+    is_rated = select(rated.c.item).where(rated.c.item == items.c.name, rated.c.rater == rater).exists()
+    is_reserved = (
+        select(reservations.c.item).where(reservations.c.item == items.c.name, reservations.c.rater == rater).exists()
+    )
+    verdicts = select(func.count()).select_from(rated).where(rated.c.item == items.c.name).scalar_subquery()
+    reserved = (
+        select(func.count())
+        .select_from(reservations)
+        .where(reservations.c.item == items.c.name, reservations.c.until_ms > now_ms, ~reservations.c.skipped)
+        .scalar_subquery()
+    )
+    query = select(items.c.name).where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    return query.where(~is_rated, ~is_reserved, verdicts + reserved < queue.rules.ratings)
+
+
+async def _pair_again(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | None:
+    """Return a pair that the rater has rated once, at least five verdicts ago, and is to see with swapped sides."""
+    if queue.rules.question != "pair":
+        return None
+    items, table = review_tables.items, review_tables.verdicts
+    reservations = review_tables.reservations
+    skipped = (
+        select(reservations.c.item).where(reservations.c.item == table.c.item, reservations.c.rater == rater).exists()
+    )
+    query = select(table.c.item, table.c.number, table.c.answer).join(items, items.c.name == table.c.item)
+    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name, table.c.rater == rater, ~skipped)
+    rows = (await tx.execute(query.order_by(table.c.at_ms.desc(), table.c.number.desc()).limit(_AGAIN_SEARCHED))).all()
+    numbers: dict[bytes, int] = {}
+    for row in rows:
+        numbers[bytes(row.item)] = max(row.number, numbers.get(bytes(row.item), 0))
+    for row in rows[_VERDICTS_BETWEEN:]:
+        name = bytes(row.item)
+        if numbers[name] == 1 and row.answer is not None and comes_again(str(uuid.UUID(bytes=name)), rater):
+            return name
+    return None
+
+
+async def skip(tx: AsyncConnection, name: bytes, rater: str) -> None:
+    """Do not offer an item to the rater again, and let others have the place."""
+    table = review_tables.reservations
+    await tx.execute(update(table).where(_of_rater(table, name, rater)).values(skipped=True, until_ms=0))
+
+
+async def offer_skipped(tx: AsyncConnection, queue: Queue, rater: str) -> None:
+    """Offer the items that the rater has skipped again."""
+    items, table = review_tables.items, review_tables.reservations
+    names = select(items.c.name).where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    await tx.execute(delete(table).where(table.c.rater == rater, table.c.skipped, table.c.item.in_(names)))
+
+
+async def skipped_number(tx: AsyncConnection, queue: Queue, rater: str) -> int:
+    """Return the number of items that the rater has skipped."""
+    items, table = review_tables.items, review_tables.reservations
+    query = select(func.count()).select_from(table).join(items, items.c.name == table.c.item)
+    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    return await tx.scalar(query.where(table.c.rater == rater, table.c.skipped)) or 0
+
+
+async def last_rated(tx: AsyncConnection, queue: Queue, rater: str) -> Row | None:
+    """Return the last valid verdict of the rater in a queue, or None."""
+    items, rated = review_tables.items, valid_verdicts()
+    query = select(rated).join(items, items.c.name == rated.c.item)
+    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name, rated.c.rater == rater)
+    row = (await tx.execute(query.order_by(rated.c.at_ms.desc(), rated.c.number.desc()).limit(1))).mappings().first()
+    return None if row is None else dict(row)
+
+
+async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> None:
+    """Store a verdict before it is sent, and end the reservation."""
+    row = {
+        "item": verdict.name,
+        "rater": verdict.rater,
+        "number": verdict.number,
+        "session": session,
+        "answer": verdict.answer,
+        "repeated": verdict.repeated,
+        "at_ms": verdict.at_ms,
+        "log_offset": -1,
+    }
+    await upsert_all(tx, review_tables.verdicts, ("item", "rater", "number"), [row])
+    table = review_tables.reservations
+    await tx.execute(delete(table).where(_of_rater(table, verdict.name, verdict.rater)))
+
+
+async def remove_verdict(tx: AsyncConnection, verdict: Verdict) -> None:
+    """Remove a verdict that was not sent. One that was read from the topic stays."""
+    table = review_tables.verdicts
+    await tx.execute(
+        delete(table).where(
+            _of_rater(table, verdict.name, verdict.rater), table.c.number == verdict.number, table.c.log_offset < 0
+        )
+    )

@@ -1,0 +1,95 @@
+"""Verdicts of raters as feedback events, and the ids from which a verdict can be read back.
+
+The feedback of a verdict has the source `review:QUEUE`, and its id is a hash of the item, the rater and the number of
+the verdict. A request that is sent twice therefore counts once, and whoever knows the event knows the verdict.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+
+from headrace_console.read_model.packing import pack_id
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Feedback
+from headrace_schemas.values.ids import derived_id
+
+SOURCE_PREFIX = "review:"
+QUEUE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+VERDICTS_MAX = 50
+"""Verdicts of one rater about one item, with those that are withdrawn or revised."""
+_RANDOM_ONE_IN = 5
+_REPEATED_ONE_IN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer of a rater about an item, or its withdrawal (`answer` None)."""
+
+    item: str
+    queue: str
+    rater: str
+    number: int
+    repeated: bool
+    answer: str | None
+    at_ms: int
+
+    @property
+    def name(self) -> bytes:
+        """Packed id of the item."""
+        return pack_id(self.item)
+
+
+def item_id(tenant: str, queue: str, session_key: str) -> str:
+    """Return the opaque id of a session as an item of a queue."""
+    return derived_id("review-item", tenant, queue, session_key)
+
+
+def feedback_id(item: str, rater: str, number: int, *, repeated: bool, part: int = 0) -> str:
+    """Return the id of the feedback of a verdict. A verdict that needs several requests numbers them by `part`."""
+    return derived_id("review-verdict", item, rater, number, int(repeated), part)
+
+
+def belongs_to_the_random_part(item: str) -> bool:
+    """Return whether a session is in the fifth of all sessions that a queue draws whatever its filter selects."""
+    return uuid.UUID(item).int % _RANDOM_ONE_IN == 0
+
+
+def comes_again(item: str, rater: str) -> bool:
+    """Return whether a rater sees a pair again, for one pair in twenty."""
+    return uuid.UUID(derived_id("review-again", item, rater)).int % _REPEATED_ONE_IN == 0
+
+
+def has_swapped_sides(item: str, rater: str, *, repeated: bool) -> bool:
+    """Return whether a rater sees the second answer of a pair as A."""
+    return bool(uuid.UUID(derived_id("review-side", item, rater)).int % 2) != repeated
+
+
+def is_verdict(event: Feedback) -> bool:
+    """Return whether feedback may be a verdict, before its id is compared."""
+    queue = event.source.removeprefix(SOURCE_PREFIX)
+    return queue != event.source and event.rater is not None and QUEUE_NAME.fullmatch(queue) is not None
+
+
+def verdict_of(event: Feedback) -> Verdict | None:
+    """Return the verdict of feedback, or None for feedback of other origin and for further parts of a verdict."""
+    if not is_verdict(event) or event.rater is None:
+        return None
+    queue = event.source.removeprefix(SOURCE_PREFIX)
+    item = item_id(event.tenant, queue, event.session_key)
+    for number in range(1, VERDICTS_MAX + 1):
+        for repeated in (False, True):
+            if event.feedback_id == feedback_id(item, event.rater, number, repeated=repeated):
+                return Verdict(item, queue, event.rater, number, repeated, _answer_of(event), epoch_ms(event.time))
+    return None
+
+
+def _answer_of(event: Feedback) -> str | None:
+    if event.withdrawn:
+        return None
+    if event.preference is not None:
+        return str(event.preference.chosen.choice)
+    if event.label is not None:
+        return event.label
+    return None if event.value is None else f"{event.value:g}"

@@ -1,0 +1,104 @@
+"""Answers of raters as bodies of `POST /v1/feedback`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queues import SCORES, QueueRules
+from headrace_console.read_model.ratings import Item
+from headrace_console.read_model.verdicts import Verdict, feedback_id, has_swapped_sides
+
+SAME, BOTH_BAD = "same", "bad"
+"""Labels of a pair of which no answer is better. They abstain unless `scorer.labels` gives them a value."""
+SIDES = ("A", "B")
+Body = dict[str, JsonValue]
+
+
+def pair_of(item: Item) -> tuple[int, int]:
+    """Return the two compared answers of a turn, which every rater of the item gets."""
+    choices = item.turn["choices"] if item.turn is not None else 2
+    first, second = sorted(random.Random(item.id).sample(range(choices), 2))
+    return first, second
+
+
+def sides_of(item: Item, rater: str, *, repeated: bool) -> tuple[int, int]:
+    """Return the answers that a rater sees as A and as B."""
+    first, second = pair_of(item)
+    return (second, first) if has_swapped_sides(item.id, rater, repeated=repeated) else (first, second)
+
+
+def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repeated: bool) -> str | None:
+    """Return the answer that a button of the form stands for, or None if the queue has no such button."""
+    if rules.question == "pair":
+        if text in SIDES:
+            return str(sides_of(item, rater, repeated=repeated)[SIDES.index(text)])
+        return text if text in (SAME, BOTH_BAD) else None
+    return text if text in (SCORES if rules.question == "score" else rules.labels) else None
+
+
+def feedback_bodies(rules: QueueRules, item: Item, verdict: Verdict, previous: str | None) -> list[Body]:
+    """Return the requests of a verdict. The first one has the id by which the verdict is known.
+
+    Args:
+        rules: the rules of the queue.
+        item: the item.
+        verdict: the verdict.
+        previous: the answer that is valid before it, or None.
+    """
+    bodies = [] if verdict.answer is None else _opinion(rules, item, verdict.answer)
+    if previous is not None and (verdict.answer is None or _kind(rules, previous) != _kind(rules, verdict.answer)):
+        bodies += _withdrawal(rules, item, previous)
+    ids = [
+        feedback_id(verdict.item, verdict.rater, verdict.number, repeated=verdict.repeated, part=part)
+        for part in range(len(bodies))
+    ]
+    return [{**body, "feedback_id": name} for body, name in zip(bodies, ids, strict=True)]
+
+
+def _kind(rules: QueueRules, answer: str) -> str:
+    """Return the kind of an answer. An answer of the same kind replaces an earlier one; another kind withdraws it."""
+    return answer if rules.question == "pair" and answer in (SAME, BOTH_BAD) else rules.question
+
+
+def _target(rules: QueueRules, item: Item) -> Body:
+    if rules.about == "session" or item.turn is None:
+        return {"session_id": item.session["session_id"]}
+    return {"response_id": unpack_id(item.turn["name"]), "level": "turn"}
+
+
+def _answers(item: Item) -> list[Body]:
+    """Return each answer of a pair as a target."""
+    response: Mapping[str, JsonValue] = {"response_id": _response(item), "level": "response"}
+    return [{**response, "choice": choice} for choice in pair_of(item)]
+
+
+def _response(item: Item) -> str:
+    assert item.turn is not None, "an item with a pair has a turn"
+    return unpack_id(item.turn["name"])
+
+
+def _preference(item: Item, answer: str) -> Body:
+    chosen = int(answer)
+    rejected = next(choice for choice in pair_of(item) if choice != chosen)
+    return {"response_id": _response(item), "preference": {"chosen": chosen, "rejected": rejected}}
+
+
+def _opinion(rules: QueueRules, item: Item, answer: str) -> list[Body]:
+    kind = _kind(rules, answer)
+    if kind == "pair":
+        return [_preference(item, answer)]
+    if kind == BOTH_BAD and rules.question == "pair":
+        return [{**target, "label": BOTH_BAD} for target in _answers(item)]
+    return [{**_target(rules, item), **({"value": float(answer)} if kind == "score" else {"label": answer})}]
+
+
+def _withdrawal(rules: QueueRules, item: Item, answer: str) -> list[Body]:
+    kind = _kind(rules, answer)
+    if kind == "pair":
+        return [{**_preference(item, answer), "withdrawn": True}]
+    targets = _answers(item) if kind == BOTH_BAD and rules.question == "pair" else [_target(rules, item)]
+    return [{**target, "withdrawn": True} for target in targets]
