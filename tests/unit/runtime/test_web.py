@@ -142,6 +142,14 @@ async def test_only_a_page_without_the_token_makes_a_browser_ask_for_it(accept: 
     assert answer.headers.get("www-authenticate", "").startswith("Basic ") == ("text/html" in accept)
 
 
+async def test_an_application_with_a_login_page_makes_no_browser_ask_for_a_password() -> None:
+    serving = web.serve(web.app({}, ROUTES), ServiceSettings(), accepts_forms=True)
+    async with serving as port, httpx2.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/guarded", headers={"accept": "text/html"})
+    assert answer.status_code == 401
+    assert "www-authenticate" not in answer.headers
+
+
 class _Stream:
     """An endless response, and whether the application has ended it."""
 

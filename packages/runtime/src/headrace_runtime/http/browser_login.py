@@ -1,4 +1,4 @@
-"""Middleware of all HTTP servers that lets a browser log in with the token of the stack.
+"""Middleware of HTTP servers without a login page that lets a browser log in with the token of the stack.
 
 A browser cannot send a bearer token, but it asks for a password when a server requests HTTP Basic authentication
 (RFC 7617), and takes it from a URL such as `http://headrace:TOKEN@127.0.0.1:8003/v1/models`. Unlike a token in the

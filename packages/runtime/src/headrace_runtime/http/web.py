@@ -100,7 +100,8 @@ async def serve(
     """Serve `application` while the body runs, and yield the port. Afterwards open requests get a few seconds to end.
 
     Requests of web pages are refused (`guard`), except from origins and hosts that `security` names. With
-    `accepts_forms`, forms of the application's own pages are accepted.
+    `accepts_forms`, forms of the application's own pages are accepted, and browsers are not asked for a password
+    (`browser_login`), because such an application has a login page, which its status 401 shows.
 
     A socket that the process inherited (sd_listen_fds(3)) is used in place of a new one. `headrace up` keeps the
     gateway's socket open in this way, so that callers wait while the gateway restarts.
@@ -110,10 +111,11 @@ async def serve(
         SettingError: the inherited socket has another address than the settings.
     """
     listener = _listen(settings)
+    guarded = _with_exact_paths(application)
     server = _Server(
         uvicorn.Config(
             WebGuard(
-                BrowserLogin(_with_exact_paths(application)),
+                guarded if accepts_forms else BrowserLogin(guarded),
                 settings,
                 security or SecuritySettings(),
                 accepts_forms=accepts_forms,
