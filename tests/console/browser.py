@@ -204,7 +204,7 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
         observed["refresh"] = observe_refresh(page)
         page.add_init_script(_PAUSE)
         observed["not_found"], targets = search(page, task["searched"])
-        paths = crawl(page, task["routes"], targets)
+        paths = crawl(page, task["routes"], [*targets, *task["targets"]])
         observed["unlinked"] = [route for route in task["routes"] if route not in paths]
         observed["pages"] = [examine(page, path) for path in paths.values()]
         observed |= {"errors": list(observer.errors), "foreign": list(observer.foreign)}
@@ -225,7 +225,7 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             for path in task["changes"]
         ]
     with opened(browser, url, java_script_enabled=False) as (page, _):
-        log_in(page, task["viewer"])
+        log_in(page, task["operator"])
         observed["plain"] = []
         for path in paths.values():
             reply = page.goto(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
+from aiokafka import AIOKafkaProducer
 
 from headrace import Client
+from headrace.bus_access import client_options
 from headrace.registry import ModelRegistry
 from headrace.sessions import Purpose
 from headrace_operations.supervisor import Supervisor
@@ -104,6 +107,16 @@ class ConsoleStack:
         """End a session."""
         with Client(self.supervisor.url("gateway")) as client:
             client.session(session_id).end()
+
+    def send_garbage(self, records: int) -> None:
+        """Send records of the tenant `default` to the scorer that are no events."""
+
+        async def send() -> None:
+            async with AIOKafkaProducer(**client_options(self.supervisor.plan.bus)) as producer:
+                for number in range(records):
+                    await producer.send_and_wait("trajectories", b'{"tenant":"default"}', str(number).encode())
+
+        asyncio.run(send())
 
 
 @contextlib.contextmanager

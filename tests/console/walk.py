@@ -16,6 +16,7 @@ from headrace_console.app import Console
 from headrace_console.settings import ConsoleSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.settings.sections import Common
+from headrace_schemas.http.catalog import AuditList
 from headrace_schemas.http.registry_api import VersionState
 from tests.console.stack import BATCHES, MODEL, USERS, ConsoleStack, console_stack
 from tests.support import browser
@@ -43,6 +44,7 @@ def lines(folder: Path, base: Path) -> Iterator[Line]:
     with console_stack(folder, settings(base)) as stack:
         stack.supervisor.wait_ready(180)
         make_versions(stack)
+        stack.send_garbage(3)  # so that the pages of dead letters have content
         candidates = [version for version in versions(stack) if version.state == "registered"][::-1]
         rollout = begin_rollout(stack, candidates[0].id)
         with LiveTraffic(stack):
@@ -115,8 +117,10 @@ def _pages(stack: ConsoleStack, version: VersionState, rollout: str) -> dict[str
     session, response = stack.call("found by its ids")
     return {
         "searched": [session, response, version.id],
+        "targets": [f"/r/{response}"],  # an address that a client's log has, and no page
         "login": stack.login_path(),
         "viewer": "eve",
+        "operator": "ann",
         "routes": [route.path_regex.pattern for route in routes if "GET" in (route.methods or ())],
         "changes": [f"{path}/promote", f"{path}/withdraw", f"/rollouts/{rollout}/stop"],
     }
@@ -173,9 +177,9 @@ def _decision_lines(stack: ConsoleStack, candidates: list[VersionState], rollout
     path, button = f"/rollouts/{begin_rollout(stack, chosen)}", "Promote now, without further evidence"
     yield _decide(stack, "promote a rollout, by keyboard", path, button, chosen, "promoted")
     path, button = f"/rollouts/{begin_rollout(stack, rolled)}", "Roll back for good, with its descendants"
-    yield _decide(stack, "roll a rollout back, without JavaScript", path, button, rolled, "rolled_back", script=False)
+    yield _decide(stack, "roll a rollout back, without JavaScript", path, button, rolled, "roll_back", script=False)
     path, button = f"/models/{MODEL}/{promoted.partition('@')[2]}", "Make it the next candidate at the gate"
-    yield _decide(stack, "promote a version, by keyboard", path, button, promoted, "promoted")
+    yield _decide(stack, "promote a version, by keyboard", path, button, promoted, "promote")
 
 
 def _decide(
@@ -197,10 +201,19 @@ def _decide(
 
 
 def _decisions(stack: ConsoleStack, version: str) -> list[tuple[str, str, bool]]:
-    """Return kind, author and whether the reason is that of the browser, of all decisions about a version."""
+    """Return kind, author and whether the reason is that of the browser, of all decisions about a version.
+
+    The registry promotes a version that a user requested itself, so the user is in its audit log alone.
+    """
     events = next((state.decisions for state in versions(stack) if state.id == version), ())
+    with stack.registry() as registry:
+        audited = registry.ask("GET", f"/v1/audit?model={MODEL}", AuditList).data
+    requests = [entry for entry in audited if entry.version == version]
     return [
-        (kind, event.who or "", _REASON in (event.reason or ""))
-        for event in events
-        for kind in filter(None, (event.decision, event.rollout.kind if event.rollout else None))
+        *((entry.action, entry.who, entry.why == _REASON) for entry in requests),
+        *(
+            (kind, event.who or "", _REASON in (event.reason or ""))
+            for event in events
+            for kind in filter(None, (event.decision, event.rollout.kind if event.rollout else None))
+        ),
     ]

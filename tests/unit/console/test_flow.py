@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -56,6 +57,15 @@ CASES = [
     (
         "equal_rewards",
         facts(TURNS, "trainer_trained_total 64.0", 'trainer_measure{measure="zero_advantage_group_fraction"} 1.0'),
+    ),
+    (
+        "no_advantage",
+        facts(
+            TURNS,
+            "trainer_trained_total 4.0",
+            'trainer_measure{measure="zero_advantage_fraction"} 1.0',
+            'trainer_measure{measure="gradient_norm"} 0.0',
+        ),
     ),
     ("batch_not_full", facts(TURNS, "trainer_waiting_experiences 3.0")),
     (
@@ -125,6 +135,26 @@ def test_counters_of_a_service_that_was_started_again_count_from_zero() -> None:
     before = facts('collector_left_out_total{reason="truncated_sampling"} 9.0').stack
     cause = cause_of(facts(TURNS, 'collector_left_out_total{reason="truncated_sampling"} 2.0', before=before))
     assert "truncated sampling 2" in cause.sentence
+
+
+def test_weights_that_went_back_between_two_reports_are_named_although_experiences_were_trained_in_between() -> None:
+    reports = [facts(TURNS, f"trainer_trained_total {n}", f"trainer_rewinds_total {n // 4}") for n in (0, 4, 4)]
+    progress = Progress()
+    for number, report in enumerate(reports):
+        progress.note(report.stack, 2.0 * number)
+    observed = replace(reports[2], before=progress.before, preceding=progress.preceding, untrained_s=500.0)
+    assert cause_of(observed).name == "weights_went_back"
+    later = [observed.stack, facts(TURNS, "trainer_trained_total 8", "trainer_rewinds_total 1").stack]
+    for number, stack in enumerate(later):
+        progress.note(stack, 6.0 + 2.0 * number)
+    observed = replace(reports[2], before=progress.before, preceding=progress.preceding, untrained_s=500.0)
+    assert cause_of(observed).name == "no_traffic"
+
+
+@pytest.mark.parametrize("measures", [{"zero_advantage_fraction": 1, "gradient_norm": 0.1}, {"gradient_norm": 0}])
+def test_a_step_that_changed_weights_is_not_named(measures: dict[str, float]) -> None:
+    samples = [f'trainer_measure{{measure="{name}"}} {value}' for name, value in measures.items()]
+    assert find_cause(facts(TURNS, *samples, untrained_s=3.0)) is None
 
 
 def test_progress_remembers_the_report_in_which_training_advanced() -> None:

@@ -67,6 +67,8 @@ class Facts:
     """Seconds since the number of trained experiences last rose; None if it has not risen since the console's start."""
     before: StackReport | None = None
     """The stack when that number last rose, or when the console first read it. None if nothing was trained before."""
+    preceding: StackReport | None = None
+    """The stack as it was read before that number last rose, or None."""
     idle_s: float = 300.0
     """Setting `collector.idle_s`."""
     rewards: RewardRules = field(default_factory=RewardRules)
@@ -76,10 +78,13 @@ class Facts:
         """Return a metric of a service, or 0 without it."""
         return self.stack.service(service).value(metric, **labels) or 0.0
 
-    def rise(self, service: str, metric: str) -> float:
-        """Return the growth of a counter since `before`. A service that was started again counts from 0."""
-        now = self.value(service, metric)
-        earlier = (self.before.service(service).value(metric) or 0.0) if self.before is not None else 0.0
+    def rise(self, service: str, metric: str, *, includes_training: bool = False) -> float:
+        """Return the growth of a counter since `before`, or with `includes_training` since `preceding`.
+
+        A service that was started again counts from 0.
+        """
+        now, since = self.value(service, metric), (includes_training and self.preceding) or self.before
+        earlier = (since.service(service).value(metric) or 0.0) if since is not None else 0.0
         return now - earlier if now >= earlier else now
 
     def rises(self, service: str, metric: str) -> dict[str, float]:
@@ -247,6 +252,18 @@ def _equal_rewards(facts: Facts) -> Cause | None:
     )
 
 
+def _no_advantage(facts: Facts) -> Cause | None:
+    measure = "headrace_trainer_measure"
+    gradient_norm = facts.stack.service("trainer").value(measure, measure="gradient_norm")
+    if gradient_norm != 0 or facts.value("trainer", measure, measure="zero_advantage_fraction") < 1:
+        return None
+    return Cause(
+        "no_advantage",
+        "The last step changed no weights: no run differed in its reward from another run of its task.",
+        "Play each task several times, or send calls without a task id, which are compared with all runs.",
+    )
+
+
 def _dropped(facts: Facts) -> Cause | None:
     reasons = facts.rises("trainer", "headrace_trainer_dropped_total")
     if _waiting(facts) or not reasons:
@@ -299,7 +316,8 @@ def _version_at_gate(facts: Facts) -> Cause | None:
 
 
 def _rewound(facts: Facts) -> Cause | None:
-    count = facts.rise("trainer", "headrace_trainer_rewinds_total")
+    # A gate of a few seconds refuses a version before the report with its training is read.
+    count = facts.rise("trainer", "headrace_trainer_rewinds_total", includes_training=True)
     if not count:
         return None
     return Cause(
@@ -342,6 +360,7 @@ _STOPPING: tuple[Callable[[Facts], Cause | None], ...] = (
     _failing_source,
     _no_traffic,
     _equal_rewards,
+    _no_advantage,
 )
 """Causes that are named even if experiences were trained a moment ago."""
 _STALLING: tuple[Callable[[Facts], Cause | None], ...] = (

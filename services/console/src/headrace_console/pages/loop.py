@@ -171,6 +171,7 @@ class LoopPages:
             base_url=f"{self._stack.url('gateway')}/v1",
             untrained_s=self._stack.progress.untrained_s(self._clock.monotonic_s()),
             before=self._stack.progress.before,
+            preceding=self._stack.progress.preceding,
             idle_s=self._idle_s,
             rewards=self._rewards,
             batches=self._batches,

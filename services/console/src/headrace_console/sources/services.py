@@ -83,6 +83,9 @@ class Progress:
     def __init__(self) -> None:
         self.before: StackReport | None = None
         """That report, or the first one if experiences had been trained by then. None if none was trained yet."""
+        self.preceding: StackReport | None = None
+        """The report before that one, in which these experiences were not trained yet. None if there was none."""
+        self._last: StackReport | None = None
         self._rose_at_s: float | None = None
         self._trained: float | None = None
 
@@ -94,8 +97,8 @@ class Progress:
         if self._trained is None and trained:
             self.before = report
         elif self._trained is not None and trained > self._trained:
-            self.before, self._rose_at_s = report, now_s
-        self._trained = trained
+            self.before, self.preceding, self._rose_at_s = report, self._last, now_s
+        self._trained, self._last = trained, report
 
     def untrained_s(self, now_s: float) -> float | None:
         """Return the seconds since the number of trained experiences rose, or None if no rise was observed."""
