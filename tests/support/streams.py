@@ -10,7 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,9 +32,9 @@ from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.values.sources import giver_of
 from tests.support.migrated import make_tables
+from tests.support.turns import START
 
 E = TypeVar("E", bound=Event)
-START = datetime(2026, 1, 1, tzinfo=UTC)
 if not structlog.is_configured():  # structlog's own default renders tracebacks with colours, which takes 0.5 s each
     structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -17,8 +17,9 @@ from headrace_schemas import Choice, Feedback, Message, Sampling, SessionEnd, Tu
 from headrace_schemas.events.turn import TurnReference
 from headrace_schemas.rules.turn_history import token_digest
 from headrace_schemas.values import ids
-from tests.support.streams import START
 
+START = datetime(2026, 1, 1, tzinfo=UTC)
+"""Time of the first event."""
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 EOS = 5
 VERSION = "m@0123456789ab"

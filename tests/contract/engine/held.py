@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from headrace_inference.grammar.settings import GrammarSettings
 from headrace_runtime.errors import Refused
 from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
 from tests.contract.engine.ground import Ground, logits_of, prompt_of, recomputed
+from tests.support import tiny_model
 
 FORM = AnswerForm({"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 3, "maxItems": 3})
 
@@ -57,6 +59,30 @@ async def answers_keep_to_their_grammar(ground: Ground, _: Path) -> None:
     assert sampled_logprobs.sum() > free.sum() + 5
     cut, tokens = await sampled(ground, seed=6, max_tokens=3)
     assert (tokens.finish, text.startswith(cut)) == ("length", True)
+
+
+async def held_logprobs_are_over_the_masks_of_the_guide(ground: Ground, _: Path) -> None:
+    """The softmax over the tokens that the guide allows gives the reported logprobs, with several end tokens too."""
+    assert ground.engine.reports_sets
+    of = ground.versions.first
+    compiled_form, tokenizer = await compiled(ground)
+    guide = compiled_form.guides[0].fresh()
+    other_end_id = tokenizer.token_id(tiny_model.SPECIAL[0])
+    assert other_end_id is not None
+    assert not tokenizer.stop_ids & {other_end_id}
+    guide.stop_ids = {*tokenizer.stop_ids, other_end_id}
+    options: dict[str, Any] = {"stop_ids": guide.stop_ids, "grammar": compiled_form.record.text, "max_tokens": 120}
+    for seed in range(4):
+        start = Start(guide=guide.fresh())
+        tokens = await ground.sample(prompt_of(20), of, start=start, seed=seed, stream=bool(seed % 2), **options)
+        assert tokens.finish == "stop"
+        logits_TV, again = logits_of(of, prompt_of(20), tokens.token_ids), guide.fresh()
+        for logits_V, token, logprob in zip(logits_TV, tokens.token_ids, tokens.logprobs, strict=True):
+            bits_V = np.unpackbits(again.allowed().view(np.uint8), bitorder="little")[: len(logits_V)]
+            held_V = logits_V.masked_fill(torch.from_numpy(bits_V) == 0, float("-inf")).log_softmax(0)
+            assert logprob == pytest.approx(float(held_V[token]), abs=1e-4)
+            again.accept(token)
+        assert tokens.logprobs[-1] < 0, "either of two tokens may end it"
 
 
 async def a_held_answer_goes_on_or_is_refused(ground: Ground, _: Path) -> None:

@@ -17,7 +17,7 @@ from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.engine import VllmEngine
 from headrace_inference.vllm_engine.step_separation import StepSeparation
 from headrace_schemas import Probe
-from tests.contract.engine import held, promises
+from tests.contract.engine import held, promises, stand_in
 from tests.contract.engine.promises import Promise
 from tests.contract.engine.stand_in import Adapter, StandIn, StandInLLM
 
@@ -213,6 +213,11 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     ),
     ("no grammar", no_grammar, held.answers_keep_to_their_grammar),
+    (
+        "one end token",
+        patched(stand_in, "allow_stops", nothing),
+        held.held_logprobs_are_over_the_masks_of_the_guide,
+    ),
     ("grammars begin anew", patched(engine, "refuse_unsupported", nothing), held.a_held_answer_goes_on_or_is_refused),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
 )

@@ -34,6 +34,7 @@ from tests.contract.engine.ground import (
 from tests.contract.engine.held import (
     a_held_answer_goes_on_or_is_refused,
     answers_keep_to_their_grammar,
+    held_logprobs_are_over_the_masks_of_the_guide,
     kept_sets_are_those_that_the_logprobs_are_of,
     logprobs_are_those_after_a_bias,
     truncation_is_in_the_logprobs,
@@ -367,6 +368,7 @@ PROMISES: tuple[Promise, ...] = (
     an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     versions_come_and_go_beside_streams,
     answers_keep_to_their_grammar,
+    held_logprobs_are_over_the_masks_of_the_guide,
     a_held_answer_goes_on_or_is_refused,
 )
 

@@ -10,14 +10,14 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from llguidance import LLMatcher, grammar_from
-from llguidance.hf import from_tokenizer
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -25,6 +25,8 @@ from transformers import AutoTokenizer
 from headrace_inference.importing.native import load_model
 from headrace_inference.vllm_engine.core import Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.settings import VllmSettings
+from headrace_runtime.grammars.guides import allow_stops
+from headrace_runtime.grammars.vocabulary import library_vocabulary
 
 BLOCK = 16
 """Tokens of a prompt that are cached together."""
@@ -97,22 +99,26 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Matched:
-    """Counterpart of `vllm.v1.structured_output.backend_guidance.GuidanceGrammar`."""
+    """Counterpart of `headrace_inference.vllm_engine.masks.HeldGrammar`."""
 
     matcher: Any
+    end_id: int
+    stop_ids: Set[int]
 
     def held(self, logits_V: Tensor) -> Tensor:
-        bytes_B = torch.tensor(list(self.matcher.compute_bitmask()), dtype=torch.uint8)
-        bits_V = ((bytes_B[:, None] >> torch.arange(8)) & 1).flatten()[: len(logits_V)]
+        mask = np.frombuffer(self.matcher.compute_bitmask(), np.int32).copy()
+        allow_stops(mask, self.end_id, self.stop_ids)
+        bits_V = torch.from_numpy(np.unpackbits(mask.view(np.uint8), bitorder="little"))[: len(logits_V)]
         return logits_V.masked_fill(bits_V == 0, float("-inf"))
 
 
-def guide_of(grammar: str, folder: Path, vocabulary: int) -> Matched:
-    """Grammar of a request as vLLM's back end `guidance` builds it: the model's tokenizer, the library's limits."""
-    words = from_tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary)
-    matcher = LLMatcher(words, grammar_from("grammar", grammar))
+def guide_of(request: Request, folder: Path, vocabulary: int) -> Matched:
+    """Grammar of a request as `HeldBackend` builds it, with the library's limits."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = library_vocabulary(tokenizer.backend_tokenizer, vocabulary, tokenizer.eos_token_id).words
+    matcher = LLMatcher(words, grammar_from("grammar", request.grammar))
     assert not matcher.is_error(), matcher.get_error()
-    return Matched(matcher)
+    return Matched(matcher, words.eos_token, {token for token in request.stop_token_ids if token < vocabulary})
 
 
 class StandInLLM:
@@ -153,7 +159,7 @@ class StandInLLM:
         ids = list(prompt["prompt_token_ids"])
         cached = self._prefix(prompt["cache_salt"], number, ids)
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
-        guide = guide_of(request.grammar, self._folder, len(self._logits(number, ids))) if request.grammar else None
+        guide = guide_of(request, self._folder, len(self._logits(number, ids))) if request.grammar else None
         sampled: list[int] = []
         entries: list[Mapping[int, Entry]] = []
         reported_count = 0
@@ -166,7 +172,7 @@ class StandInLLM:
             if guide is not None:
                 logits_V = guide.held(logits_V)
             token, entry = self._draw(logits_V, request, sampled, generator)
-            if guide is not None:
+            if guide is not None and token not in guide.stop_ids:
                 guide.matcher.consume_token(token)
             sampled.append(token)
             entries.append(entry)

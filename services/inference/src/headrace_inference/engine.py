@@ -169,8 +169,9 @@ class Engine(Protocol):
     grammars: bool
     """Whether it can constrain choices to `Sampling.grammar`."""
     reports_sets: bool
-    """Whether it samples by `Start.guide` and reports `Tokens.sets`, so that turns can record from which tokens each
-    one was sampled. Constrained turns of other engines are not trained, and truncated ones only with `Tokens.sets`."""
+    """Whether it samples by the masks of `Start.guide`, or by others that equal them bit for bit, and reports
+    `Tokens.sets`, so that turns can record from which tokens each one was sampled. Constrained turns of other engines
+    are not trained, and truncated ones only with `Tokens.sets`."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         """Load a version while others continue to generate. The base of a LoRA version must be loaded before it.

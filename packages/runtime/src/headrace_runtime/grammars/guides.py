@@ -19,6 +19,13 @@ def match_grammar(words: LLTokenizer, text: str) -> LLMatcher:
     return LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
+def allow_stops(mask: NDArray[np.int32], end_id: int, stop_ids: Set[int]) -> None:
+    """Allow all `stop_ids` in the mask of a position if it allows `end_id`."""
+    if mask[end_id // 32] >> (end_id % 32) & 1:
+        for token in stop_ids:
+            mask[token // 32] |= _BITS[token % 32]
+
+
 class GrammarGuide:
     """A `headrace_inference.engine.Guide`. All `stop_ids` are allowed where the grammar allows `end_id`."""
 
@@ -48,9 +55,7 @@ class GrammarGuide:
 
     def allowed(self) -> NDArray[np.int32]:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._mask[self._end_id // 32] >> (self._end_id % 32) & 1:
-            for token in self.stop_ids:
-                self._mask[token // 32] |= _BITS[token % 32]
+        allow_stops(self._mask, self._end_id, self.stop_ids)
         return self._mask
 
     def accept(self, token: int) -> None:

