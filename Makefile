@@ -144,7 +144,7 @@ test: $(VENV)/installed ## run the tests that take seconds, in under 10 minutes 
 	@echo "make test-long runs the others: the whole loop, kills under load, every bus and database, replays, documentation on a running stack"
 
 test-long: WORKERS = 2
-test-long: $(VENV)/installed ## run the tests that kill processes or take minutes: the whole loop, Kafka with PostgreSQL, replays, running documentation
+test-long: $(VENV)/installed ## run the tests that kill processes or take minutes: the whole loop, Kafka, PostgreSQL, replays, running documentation
 	mkdir -p reports
 	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/simulation tests/unit --ignore=tests/docs/test_tutorials.py
 

@@ -81,9 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` chooses: a node of Kafka is a Java process in each worker, so `make test-long` alone has them."""
+    """Before `-m` chooses: tests that need a server of others, Kafka or PostgreSQL, are long.
+
+    A node of Kafka is a Java process in each worker, and each test on PostgreSQL makes a database of its own.
+    """
     for item in items:
-        if item.get_closest_marker("kafka"):
+        if item.get_closest_marker("kafka") or item.get_closest_marker("postgres"):
             item.add_marker(pytest.mark.long)
 
 

@@ -171,6 +171,7 @@ READERS: dict[str, Callable[[Values], Values]] = {
     "bench-bus": _bus,
     "bench-learning": _arms,
     "bench-learning-hot": _arms,
+    "bench-learning-typed": _arms,
     "bench-trainer": _trainer,
     "compose": _compose,
     "demo": lambda report: {str(report["seed"]): report},

@@ -8,9 +8,8 @@ from headrace_schemas import Checkpoint, Event, Experience, Reward, RewardPart, 
 from headrace_schemas.values.blobs import BlobRef
 from tests.docs.trail import Log, Missing, follow
 from tests.support.account_events import report, verdict
-from tests.support.streams import START
 from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import START, ask, feedback, user
 
 
 def experience_of(run: Trajectory, turn: Turn, *sources: str) -> Experience:

@@ -24,8 +24,7 @@ from tests.feedback.oracle import Oracle
 from tests.feedback.sayings import Answer, Saying, Scene
 from tests.feedback.world import branches, events, trajectory
 from tests.support import tiny_model
-from tests.support.streams import START
-from tests.support.turns import VERSION
+from tests.support.turns import START, VERSION
 
 TRAINED: Mapping[str, frozenset[str]] = {
     "sft": frozenset({"edit"}),

@@ -28,8 +28,8 @@ from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
 from tests.feedback.sayings import LABELS, Answer, Sampled, Saying, Scene
-from tests.support.streams import START, Bench, ManualClock, Service, bench
-from tests.support.turns import VERSION, ask, user
+from tests.support.streams import Bench, ManualClock, Service, bench
+from tests.support.turns import START, VERSION, ask, user
 
 PARTITIONS = 2
 _WAIT_S = 600.0

@@ -92,6 +92,16 @@ def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
         assert hashes == lock[pin][1], f"{pin}: run `make lock`"
 
 
+def test_all_locks_have_one_version_of_the_grammar_library() -> None:
+    """Masks of other versions may differ, and a trainer drops answers that a replica with another version held."""
+    texts = [
+        path.read_text() for folder in ("requirements", "deploy/requirements") for path in (ROOT / folder).iterdir()
+    ]
+    found = [version for text in texts for version in re.findall(r"^llguidance==(\S+)", text, re.MULTILINE)]
+    assert len(found) >= 8
+    assert len(set(found)) == 1
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> None:
     roots = ("headrace-schemas", "headrace-runtime", f"headrace-{service}")

@@ -23,7 +23,8 @@ from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory
 from headrace_schemas.values.ids import session_key
 from tests.support.fake_llm import FakeLLM
-from tests.support.streams import START, Bench, ManualClock, MemoryProducer, Service, bench
+from tests.support.streams import Bench, ManualClock, MemoryProducer, Service, bench
+from tests.support.turns import START
 
 WAIT_S = 20.0
 

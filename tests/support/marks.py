@@ -8,10 +8,3 @@ import pytest
 def on_each_bus(fixture: str) -> pytest.MarkDecorator:
     """A test on each kind of bus, of which `make test` runs the embedded one."""
     return pytest.mark.parametrize(fixture, ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
-
-
-def postgres_is_long() -> pytest.MarkDecorator:
-    """A test on each database, of which `make test` runs SQLite: with thousands of transactions PostgreSQL takes half a
-    minute."""
-    postgres = pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.long))
-    return pytest.mark.parametrize("database_url", ["sqlite", postgres], indirect=True)

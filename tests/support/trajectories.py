@@ -7,8 +7,7 @@ from typing import Any
 
 from headrace_schemas import Branch, Dialogue, Span, Trajectory, Turn
 from headrace_schemas.values.ids import derived_id
-from tests.support.streams import START
-from tests.support.turns import ask, user
+from tests.support.turns import START, ask, user
 
 
 def branch(turn: Turn) -> Branch:

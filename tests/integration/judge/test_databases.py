@@ -23,8 +23,7 @@ from headrace_schemas import Reward, Trajectory
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import Rig, judge, replica, settings, trajectory
-from tests.support.marks import postgres_is_long
-from tests.support.streams import START
+from tests.support.turns import START
 
 PREFERENCE = (
     'name = "preference"\nmode = "pair"\ninstructions = "Which is better?"\n'
@@ -79,7 +78,6 @@ async def test_single_and_pair_side_by_side(llm: FakeLLM, data_dir: Path, databa
     }
 
 
-@postgres_is_long()
 async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
     llm: FakeLLM, data_dir: Path, database_url: str, tmp_path: Path
 ) -> None:
@@ -107,7 +105,6 @@ async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
         assert of_run[-1].value == number / 5
 
 
-@postgres_is_long()
 async def test_two_replicas_never_spend_more_than_the_budget(llm: FakeLLM, data_dir: Path, database_url: str) -> None:
     llm.usual = fake_llm.answer(by_number)
     judge_settings = settings(llm, budget={"calls_per_hour": 7}, endpoint={"concurrency": 8})

@@ -15,7 +15,8 @@ from headrace_collector.handlers import ENDS_OF, Collector
 from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_schemas import Trajectory
-from tests.support.streams import START, Bench, ManualClock, Service, bench
+from tests.support.streams import Bench, ManualClock, Service, bench
+from tests.support.turns import START
 
 Open = Callable[..., AbstractAsyncContextManager[Bench]]
 

@@ -13,8 +13,8 @@ from sqlalchemy import Connection, text
 from headrace_collector import schema, upkeep
 from headrace_collector.settings import CollectorSettings
 from headrace_schemas import DeadLetter, Event, Message, Sampling, Trajectory, Turn
-from tests.support.streams import START, Bench
-from tests.support.turns import after, ask, commit, end, feedback, tool, user
+from tests.support.streams import Bench
+from tests.support.turns import START, after, ask, commit, end, feedback, tool, user
 from tests.unit.collector.conftest import Open, pass_time, turns_of
 
 

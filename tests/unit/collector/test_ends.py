@@ -13,9 +13,8 @@ from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
-from tests.support.marks import postgres_is_long
-from tests.support.streams import START, Bench
-from tests.support.turns import after, ask, commit, end, feedback, tool, user
+from tests.support.streams import Bench
+from tests.support.turns import START, after, ask, commit, end, feedback, tool, user
 from tests.unit.collector.conftest import Open, pass_time, turns_of
 
 
@@ -117,7 +116,6 @@ async def test_commit_applies_to_its_partition(stream: Bench) -> None:
     assert len(turns_of(stream)) == 1
 
 
-@postgres_is_long()
 async def test_commit_closes_thousands_of_sessions_in_steps(with_settings: Open) -> None:
     async with with_settings() as stream:
         sessions = [f"s{n}" for n in range(450)]

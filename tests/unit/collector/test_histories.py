@@ -22,8 +22,7 @@ from headrace_schemas import Message, Turn
 from headrace_schemas.rules.turn_history import token_bytes
 from tests.support.chat_templates import TEMPLATES, render
 from tests.support.seeds import draw_seed
-from tests.support.streams import START
-from tests.support.turns import ask
+from tests.support.turns import START, ask
 
 HISTORIES = 125
 """Histories for each of the eight families."""

@@ -19,11 +19,10 @@ from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, Event, SessionEnd, Trajectory, Turn
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.loop_block import blocked
-from tests.support.marks import postgres_is_long
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_collector
-from tests.support.streams import START, Bench
-from tests.support.turns import after, ask, commit, end, feedback, user
+from tests.support.streams import Bench
+from tests.support.turns import START, after, ask, commit, end, feedback, user
 from tests.unit.collector.conftest import Open, pass_time
 
 _TURNS = 20_000
@@ -44,7 +43,6 @@ async def _use(stream: Bench, settings: CollectorSettings) -> None:
     await stream.processor.prune()
 
 
-@postgres_is_long()
 async def test_queries_never_scan_whole_tables(with_settings: Open) -> None:
     async with with_settings() as stream:
         settings = CollectorSettings()

@@ -7,8 +7,7 @@ from typing import Any
 from headrace_collector.facts import turn_facts
 from headrace_collector.retries import superseded_turns
 from headrace_schemas import Turn
-from tests.support.streams import START
-from tests.support.turns import after, ask, user
+from tests.support.turns import START, after, ask, user
 
 
 def call(reply: str = "x", **fields: Any) -> Turn:

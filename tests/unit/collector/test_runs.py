@@ -23,8 +23,8 @@ from headrace_collector.runs import partition_runs
 from headrace_schemas import Feedback, FunctionCall, Message, SubAgent, ToolCall, Trajectory, Turn
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.events.trajectory import NO_TOOLS, SIDE_CALL
-from tests.support.streams import START, Bench
-from tests.support.turns import after, ask, end, feedback, said, tool, user
+from tests.support.streams import Bench
+from tests.support.turns import START, after, ask, end, feedback, said, tool, user
 from tests.unit.collector.conftest import Open
 
 

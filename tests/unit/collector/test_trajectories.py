@@ -30,8 +30,8 @@ from headrace_schemas import (
 )
 from headrace_schemas.events.chat import LogitShift
 from headrace_schemas.rules.turn_history import UNRESOLVED
-from tests.support.streams import START, Bench
-from tests.support.turns import VERSION, after, ask, end, extending, feedback, said, tool, user
+from tests.support.streams import Bench
+from tests.support.turns import START, VERSION, after, ask, end, extending, feedback, said, tool, user
 from tests.unit.collector.conftest import Open, pass_time
 
 

@@ -25,7 +25,6 @@ from headrace_schemas import Event, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.events.checkpoint import Restored
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
-from tests.support.marks import postgres_is_long
 from tests.support.migrated import make_tables
 from tests.support.seeds import draw_seed
 from tests.unit.cli.test_turn_account import STATES
@@ -183,7 +182,6 @@ def _outcomes(chance: random.Random, name: str, turn_ids: Sequence[str], revisio
     return saves
 
 
-@postgres_is_long()
 async def test_counts_equal_the_account_for_any_order_repetition_and_cut(database: Database) -> None:
     chance = random.Random(draw_seed())
     events = random_history(chance, 60)
@@ -243,7 +241,6 @@ async def test_property_fails_for_a_planted_fault(fault: str, data_dir: Path, mo
     assert differences
 
 
-@postgres_is_long()
 async def test_migrations_create_the_schema_of_the_code(database: Database) -> None:
     def differences(connection: Connection) -> list[object]:
         context = MigrationContext.configure(connection, opts={"version_table": "schema_version"})

@@ -22,7 +22,6 @@ from headrace_schemas import Event, Reward, TrainingMetrics
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
 from tests.support.loop_block import blocked
-from tests.support.marks import postgres_is_long
 from tests.support.migrated import make_tables
 from tests.support.seeds import draw_seed
 from tests.unit.console.support import Stand
@@ -81,7 +80,6 @@ async def check_counts(database: Database, events: Sequence[Event]) -> None:
         assert (counts.waiting, counts.dropped) == (account.waiting, account.dropped)
 
 
-@postgres_is_long()
 async def test_deletion_leaves_the_counts_of_the_other_sessions_and_a_replay_restores_them(database: Database) -> None:
     chance = random.Random(draw_seed())
     events = random_history(chance, 60)

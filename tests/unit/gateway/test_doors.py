@@ -46,8 +46,7 @@ from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
 from tests.support.ports import free_port
 from tests.support.seeds import draw_seed
-from tests.support.streams import START
-from tests.support.turns import ask, user
+from tests.support.turns import START, ask, user
 from tests.unit.collector.conftest import collector, pass_time
 from tests.unit.scorer.conftest import half, scorer
 

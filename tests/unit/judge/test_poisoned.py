@@ -24,7 +24,8 @@ from headrace_schemas.values.ids import session_key
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import Rig, judge, settings, trajectory
-from tests.support.streams import START, ManualClock
+from tests.support.streams import ManualClock
+from tests.support.turns import START
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "ValueError": lambda: ValueError("poison with \x00 and \ud83d"),

@@ -21,7 +21,6 @@ from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.versions import lifecycle
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Event, ModelEvent, Routing
-from tests.support.marks import postgres_is_long
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
 
@@ -202,7 +201,6 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
 
 
 @pytest.mark.parametrize(("reward", "phase"), [(0.2, "rolled_back"), (0.7, "champion")])
-@postgres_is_long()
 async def test_rollout_decisions_are_the_same_after_crashes(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, reward: float, phase: str
 ) -> None:

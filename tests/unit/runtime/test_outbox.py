@@ -16,7 +16,8 @@ from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import DeadLetter, Reward
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.values.ids import session_key
-from tests.support.streams import START, Bench, Service, bench
+from tests.support.streams import Bench, Service, bench
+from tests.support.turns import START
 
 metadata = MetaData()
 tables = StreamTables(metadata)

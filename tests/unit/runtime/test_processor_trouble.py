@@ -23,7 +23,8 @@ from headrace_runtime.stream.pausing import TenantLimits
 from headrace_runtime.stream.processor import Handling, ProcessorLimits, StepFailed, position
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
-from tests.support.streams import START, Bench, Service, bench
+from tests.support.streams import Bench, Service, bench
+from tests.support.turns import START
 
 metadata = MetaData()
 tables = StreamTables(metadata)

@@ -16,12 +16,10 @@ from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Event, Experience, Reward
 from headrace_scorer import upkeep
 from headrace_scorer.settings import ScorerSettings
-from tests.support.marks import postgres_is_long
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_scorer
-from tests.support.streams import START
 from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import START, ask, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half, rematch_of, scorer
 from tests.unit.scorer.test_scorer import reward
 
@@ -143,7 +141,6 @@ async def outcome(rig: Rig) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@postgres_is_long()
 async def test_p10_any_order_and_duplicates_come_to_the_same(open_scorer: Open, seed: int) -> None:
     print("seed", seed)
     events = story(seed)
@@ -204,7 +201,6 @@ async def _use(rig: Rig, settings: ScorerSettings) -> None:
     await rig.stream.processor.prune()
 
 
-@postgres_is_long()
 async def test_nothing_reads_all_that_is_remembered(database_url: str, data_dir: Path) -> None:
     async with scorer(database_url, data_dir, length) as rig:
         settings = ScorerSettings()

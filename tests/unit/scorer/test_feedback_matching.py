@@ -31,9 +31,7 @@ from headrace_scorer.feedback_matching import (
 from tests.feedback.planted import FAULTS, TRAINING_FAULTS, Fault
 from tests.feedback.playing import differing, replayed, talk
 from tests.feedback.training import TRAINED
-from tests.support.marks import postgres_is_long
-from tests.support.streams import START
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import START, ask, feedback, user
 
 
 def closed(name: str, began: int | None, at: float = 0.0, offset: int = 0) -> ClosedTrajectory:
@@ -144,7 +142,6 @@ COUNT = 200
 
 
 @pytest.mark.parametrize(("seed", "combine"), [(1, "mean"), (2, "sum")])
-@postgres_is_long()
 async def test_any_order_ends_as_the_order_of_the_log(
     database_url: str, data_dir: Path, seed: int, combine: Literal["mean", "sum"]
 ) -> None:

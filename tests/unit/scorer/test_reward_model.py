@@ -30,9 +30,9 @@ from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
-from tests.support.streams import START, Bench, ManualClock, Service, bench
+from tests.support.streams import Bench, ManualClock, Service, bench
 from tests.support.trajectories import closed
-from tests.support.turns import ask, user
+from tests.support.turns import START, ask, user
 from tests.unit.scorer.conftest import LocalPool, Rig
 
 DEMANDS = FitRequirements(thumbs_min=20)

@@ -11,9 +11,8 @@ from sqlalchemy import Connection
 
 from headrace_schemas import DeadLetter, Experience, LeftOut, Reward, Trajectory
 from headrace_scorer import schema
-from tests.support.streams import START
 from tests.support.trajectories import closed
-from tests.support.turns import VERSION, ask, feedback, user
+from tests.support.turns import START, VERSION, ask, feedback, user
 from tests.unit.scorer.conftest import Open, answer, half
 
 

@@ -26,9 +26,9 @@ from headrace_schemas import Feedback, Trajectory, Turn
 from headrace_scorer import ledger, schema, store
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
-from tests.support.streams import START, Service, bench
+from tests.support.streams import Service, bench
 from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import START, ask, feedback, user
 
 NOW = START + timedelta(seconds=100)
 

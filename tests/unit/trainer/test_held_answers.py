@@ -9,8 +9,7 @@ from headrace_collector.trajectories import build_trajectory
 from headrace_schemas import Experience, Grammar, Sampling, Turn
 from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat, grammar_of
 from headrace_trainer.batches.batch import Row
-from tests.support.streams import START
-from tests.support.turns import after, ask, tool, user
+from tests.support.turns import START, after, ask, tool, user
 
 JSON = grammar_of(ResponseFormat(type="json_object"), None)
 FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name="mark")))

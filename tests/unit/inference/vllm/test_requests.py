@@ -252,11 +252,10 @@ def test_the_service_itself_watches_nobody() -> None:
     assert psutil.Process().num_threads() == before
 
 
-def test_vllm_is_told_of_it() -> None:
-    (plugin,) = [
-        entry_point for entry_point in entry_points(group="vllm.general_plugins") if entry_point.name == "headrace"
-    ]
-    assert plugin.load() is orphans.end_with_the_service
+def test_vllm_is_told_of_its_plugins() -> None:
+    plugins = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
+    assert plugins["headrace"].load() is orphans.end_with_the_service
+    assert plugins["headrace_masks"].value == "headrace_inference.vllm_engine.masks:use_own_masks"
 
 
 def changed(models: Models, folder: Path, **changes: object) -> Path:

@@ -12,8 +12,7 @@ from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import SessionRecord
 from headrace_schemas import FunctionCall, Message, Reward, ToolCall, Turn
 from tests.support import plugins
-from tests.support.streams import START
-from tests.support.turns import after, ask, feedback, said, user
+from tests.support.turns import START, after, ask, feedback, said, user
 
 NAMES = (
     "reward", "success", "missing", "timed_out", "satisfaction", "dissatisfied_follow_ups",

@@ -17,7 +17,6 @@ from headrace_registry.storage.tables import EVENTS, READINGS, SESSIONS, UNITS
 from headrace_schemas import ModelEvent, UnitAssignment
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
-from tests.support.marks import postgres_is_long
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import steps
 from tests.unit.registry.shadow.shadow_traffic import SHADOW, FakeAnswers, ShadowTraffic, begin_shadow, shadow_settings
@@ -280,7 +279,6 @@ async def reboot(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("reward", "phase"), [(0.1, "rolled_back"), pytest.param(0.7, "champion", marks=pytest.mark.long)]
 )
-@postgres_is_long()
 async def test_shadow_decisions_are_the_same_after_crashes(
     tmp_path: Path, database_url: str, reward: float, phase: str
 ) -> None:
