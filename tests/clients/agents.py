@@ -178,7 +178,7 @@ CLIENTS = (
     Client("smolagents, ToolCallingAgent", "smolagents", "frameworks", _CHAT,
            _frameworks("smolagents_agent", "tools"), branches=None, typed=True),
     Client("smolagents, CodeAgent", "smolagents", "frameworks", "chat, streamed, stop strings",
-           _frameworks("smolagents_agent", "code"), branches=None),
+           _frameworks("smolagents_agent", "code")),
     Client("DSPy, ReAct", "dspy", "frameworks", "chat", _frameworks("dspy_react"), runs=8, branches=None),
     Client("AgentScope", "agentscope", "frameworks", _CHAT, _frameworks("agentscope_agent")),
     Client("AgentScope, structured_schema", "agentscope", "frameworks", _TYPED,

@@ -136,7 +136,7 @@ def answer_to(body: Json, file: str) -> str | Called:
         return f"[[ ## reasoning ## ]]\nI read it.\n\n[[ ## answer ## ]]\n{final}\n\n[[ ## completed ## ]]"
     if "</code>" in texts[0]:
         code = 'print(search("the invoice"))' if result_count < CALLS else f"final_answer({final!r})"
-        return f"I act.\n<code>\n{code}\n"
+        return f"I act.\n<code>\n{code}\n</code>"
     if name is not None and result_count < CALLS:
         return Called(name, _arguments(tools[name], file, final))
     typed = next((name for name, tool in tools.items() if "answer" in _properties(tool)), None)

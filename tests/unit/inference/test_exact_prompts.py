@@ -44,13 +44,13 @@ class Conversation:
     def prompt(self, *messages: Message) -> Prompt:
         return self.prompts.build(self.tokenizer, messages, self.tools, {})
 
-    def answer(self, prompt: Prompt, ids: list[int]) -> Message:
+    def answer(self, prompt: Prompt, ids: list[int], stops: Sequence[str] = ()) -> Message:
         """Return the message that the client receives for `ids`."""
-        how = Reading.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools))
+        how = Reading.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools), stops=stops)
         answer = Answer(self.tokenizer, how)
         answer.feed(ids)
         answer.end()
-        self.prompts.remember(prompt, answer.message, ids)
+        self.prompts.remember(prompt, answer.message, ids, stop=answer.stop)
         return answer.message
 
     def plain(self, prompt: Prompt) -> list[int]:
@@ -75,6 +75,22 @@ def test_the_next_prompt_begins_with_the_tokens_that_were_sampled(tokenizer: Cha
     third_ids = [*letters(tokenizer, "answers"), talk.end]
     third = talk.prompt(QUESTION, message, MORE, talk.answer(second, third_ids), MORE)
     assert third.token_ids[: len(second.token_ids) + len(third_ids)] == second.token_ids + third_ids
+
+
+STOP = "</code>"
+
+
+@pytest.mark.parametrize("echo", ["question", f"question{STOP}", f"question\n{STOP}"])
+def test_a_client_may_append_the_stop_string_that_ended_the_answer(tokenizer: ChatTokenizer, echo: str) -> None:
+    """smolagents' CodeAgent does, on every message of the model."""
+    talk = Conversation(tokenizer)
+    first = talk.prompt(QUESTION)
+    sampled = letters(tokenizer, f"question{STOP}\n")
+    message = talk.answer(first, sampled, stops=(STOP,))
+    assert message.text == "question"
+    second = talk.prompt(QUESTION, message.model_copy(update={"content": echo}), MORE)
+    exact = [*first.token_ids, *sampled, talk.end]
+    assert (second.token_ids[: len(exact)] == exact) is (echo == f"question{STOP}"), "another text has other tokens"
 
 
 def test_replica_that_lost_its_memory_continues_the_exact_tokens_of_the_gateway(tokenizer: ChatTokenizer) -> None:

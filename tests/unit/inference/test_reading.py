@@ -165,15 +165,16 @@ def test_without_parsers_tags_are_text() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: list[str]) -> None:
-    complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    expected = text[: min(complete)[1]] if complete else text
+    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    end, start = min(matches, default=(len(text), len(text)))
+    expected = text[:start]
     cutter = StopStrings(stops)
     passed_text = ""
     for letter in text:
         passed_text += cutter.feed(letter)
         assert expected.startswith(passed_text), "not a letter of a stop string was given out"
     assert passed_text + cutter.end() == expected
-    assert cutter.stopped == bool(complete)
+    assert cutter.complete == (text[start:end] if matches else None)
     unsplit = StopStrings(stops)
     assert unsplit.feed(text) + unsplit.end() == expected
 

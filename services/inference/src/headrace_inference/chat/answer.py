@@ -125,6 +125,11 @@ class Text:
         self.total += delta
         return delta
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop.complete
+
 
 class Answer:
     """Reader of the tokens of an answer. It does not affect which tokens are sampled."""
@@ -170,6 +175,11 @@ class Answer:
             tool_calls=tuple(total.calls) or None,
         )
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer. It is not part of the message."""
+        return self._text.stop
+
 
 class StopWatch:
     """Detector of stop strings for an engine (`headrace_inference.engine.Start.until`)."""
@@ -181,7 +191,7 @@ class StopWatch:
     def replay(self, token_ids: Sequence[int]) -> bool:
         """Read tokens, and return whether the text so far contains a stop string."""
         self._stop.feed(self._tokens.feed(token_ids))
-        return self._stop.stopped
+        return self._stop.complete is not None
 
     def __call__(self, token_id: int) -> bool:
         return self.replay((token_id,))

@@ -109,15 +109,23 @@ class ExactPrompts:
         ids = self._continued(tokenizer, text, conversation, tools)
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
-    def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
-        """Remember the tokens sampled for the prompt of a conversation, and the `message` that the client received for
-        them."""
+    def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int], *, stop: str | None = None) -> None:
+        """Remember the tokens sampled for the prompt of a conversation.
+
+        Args:
+            message: the message that the client received for them.
+            stop: the stop string that ended the answer. Some clients append it to the message that they send back.
+        """
         if prompt.digest is None:
             return
         conversation = _Conversation(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
-        digest = _chain_digest(prompt.digest, message)
+        echoes = [message]
+        if stop is not None and not message.tool_calls:
+            echoes.append(message.model_copy(update={"content": message.text + stop}))
         with self._lock:
-            self._conversations.set(prompt.salt, digest, conversation, len(conversation.token_ids))
+            for echo in echoes:
+                digest = _chain_digest(prompt.digest, echo)
+                self._conversations.set(prompt.salt, digest, conversation, len(conversation.token_ids))
 
     def _recall(self, salt: str, digest: bytes) -> _Conversation | None:
         with self._lock:

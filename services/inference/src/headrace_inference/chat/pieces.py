@@ -24,25 +24,26 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class StopStrings:
-    """Filter that returns text up to the stop string that is complete first. `stopped` is set once it was read."""
+    """Filter that returns text up to the stop string that is complete first. `complete` is that stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._buffer = ""
-        self.stopped = False
+        self.complete: str | None = None
 
     def feed(self, text: str) -> str:
         """Read the next text, and return the part that does not belong to a stop string."""
         if not self._stops:
             return text
-        if self.stopped:
+        if self.complete is not None:
             return ""
         text = self._buffer + text
-        complete = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if complete:
-            self.stopped = True
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            end, start = min(matches)
+            self.complete = text[start:end]
             self._buffer = ""
-            return text[: min(complete)[1]]
+            return text[:start]
         length = partial_marker_length(text, self._stops)
         self._buffer = text[len(text) - length :]
         return text[: len(text) - length]

@@ -315,7 +315,8 @@ class Completion:
 
     def _finish(self, choice: _Choice, finish: Finish) -> str:
         choice.finish = finish
-        self._prompts.remember(self._prompt, choice.answer.message, choice.answer.token_ids)
+        answer = choice.answer
+        self._prompts.remember(self._prompt, answer.message, answer.token_ids, stop=answer.stop)
         return "tool_calls" if finish == "stop" and choice.answer.calls else finish
 
     async def _tokens(self) -> AsyncIterator[Tokens]:
