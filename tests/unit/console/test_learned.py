@@ -15,18 +15,28 @@ from alembic.operations import Operations
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.status import history_of
+from headrace_console.sources.registry import RegistryReader
 from headrace_schemas import Event, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage
+from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import experience, report, restores, trajectory, turn, undoes
+from tests.support.account_events import START, experience, report, restores, trajectory, turn, undoes
 from tests.unit.console.support import Stand
 from tests.unit.console.test_sessions import HOSTILE, apply
 
-FIRST, SECOND = "m@00000000000000aa", "m@00000000000000bb"
+FIRST, SECOND, UNTRAINED = "m@00000000000000aa", "m@00000000000000bb", "m@10000000000000cc"
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
+    """Open a console whose registry has three versions."""
+
+    async def versions(_registry: RegistryReader, _model: str) -> tuple[VersionState, ...]:
+        names = (FIRST, SECOND, UNTRAINED)
+        more: dict[str, Any] = {"model": "m", "lineage": "main", "state": "registered", "registered_at": START}
+        return tuple(VersionState(id=name, step=step, **more) for step, name in enumerate(names))
+
+    monkeypatch.setattr(RegistryReader, "versions", versions)
     async with Stand(tmp_path, tenants=("default",)) as opened:
         yield opened
 
@@ -133,7 +143,9 @@ async def test_version_page_lists_what_was_trained_since_the_version_before_it(s
     page = (await client.get("/models/m/00000000000000bb/learned")).text
     assert "4 revisions of experiences, 1 pushed up, 1 pushed down, 1 with advantage 0, 1 without" in page
     assert (await client.get("/models/m/00000000000000bb/learned?first=most")).status_code == 400
-    assert "No training of this version was read" in (await client.get("/models/m/00000000000000cc/learned")).text
+    assert "No training of this version was read" in (await client.get("/models/m/10/learned")).text, "cut"
+    for digest in ("00000000000000dd", "0"):
+        assert (await client.get(f"/models/m/{digest}/learned")).status_code == 404, "none, or several"
 
 
 async def test_version_page_shows_hostile_titles_as_text(stand: Stand) -> None:

@@ -27,11 +27,14 @@ from headrace_console.pages.rollouts import RolloutPages
 from headrace_console.pages.session import SessionPage
 from headrace_console.pages.sessions import SessionPages
 from headrace_console.pages.static import static_route
+from headrace_console.pages.tokens import TokenPage
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.replicas import ReplicaLogprobs
 from headrace_console.sources.services import StackReader
+from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.http import web
@@ -60,6 +63,7 @@ async def run(common: Common, settings: ConsoleSettings) -> None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(console.watch())
                 group.create_task(console.follower.run())
+                group.create_task(console.logprobs.replicas.run())
         finally:
             console.changes.close()
             await console.close()
@@ -89,6 +93,8 @@ class Console:
             titles=settings.titles,
             retention_days=settings.retention_days,
         )
+        self.logprobs = ReplicaLogprobs(common, blobs, clock)
+        tokenizers = TokenizerReader(registry, blobs)
         producer = EventProducer(common.bus, "headrace/dead-letters", blobs)
         self._letters = DeadLetterActions(self._records, producer, blobs, clock)
         templates = Templates(behind_tls=settings.behind_tls)
@@ -97,10 +103,11 @@ class Console:
             *login.pages(),
             *LoopPages(templates, self.database, self._stack, registry, common, clock).pages(),
             *ModelPages(templates, registry).pages(),
-            *LearnedPage(templates, self.database).pages(),
+            *LearnedPage(templates, self.database, registry).pages(),
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),
+            *TokenPage(templates, self.database, self._records, tokenizers, self.logprobs).pages(),
             *FeedbackPages(templates, self.database, self._records, gateway).pages(),
             *QueueForm(templates, self.database, clock).pages(),
             *ReviewPages(templates, self.database, self._records, gateway, clock).pages(),

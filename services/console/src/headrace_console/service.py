@@ -17,6 +17,7 @@ INFO = ServiceInfo(
         "training-metrics",
         "dead-letters",
         "dead-letter-decisions",
+        "replicas",
     ),
     database=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +45,13 @@ class Templates:
             lstrip_blocks=True,
             auto_reload=False,
         )
-        self._environment.filters |= {"visible": _visible, "lines": _lines, "moment": _format_time, "iso": _iso}
+        self._environment.filters |= {
+            "visible": _visible,
+            "lines": _lines,
+            "moment": _format_time,
+            "iso": _iso,
+            "exp": math.exp,
+        }
         self._environment.globals["ui"] = self._environment.get_template("macros.html").module
         self._theme_cookie = "__Host-headrace-theme" if behind_tls else "headrace-theme"
 

@@ -7,16 +7,16 @@ from starlette.responses import Response
 
 from headrace_console.advantages import direction, is_undone
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.models import find_version
+from headrace_console.pages.page import InvalidParameter, Page
 from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row
 from headrace_console.read_model.status import history_of
-from headrace_console.read_model.version_queries import version_training
+from headrace_console.read_model.training_queries import version_training
+from headrace_console.sources.registry import RegistryReader
 from headrace_console.users import User
-from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
-from headrace_schemas.values.text import printable
 
 ORDERS = ("up", "down")
 """Values of the parameter `first`: the sessions that were pushed up most, or down most, come first."""
@@ -25,9 +25,10 @@ ORDERS = ("up", "down")
 class LearnedPage:
     """The page of the sessions that a version was trained on."""
 
-    def __init__(self, templates: Templates, database: Database) -> None:
+    def __init__(self, templates: Templates, database: Database, registry: RegistryReader) -> None:
         self._templates = templates
         self._database = database
+        self._registry = registry
 
     def pages(self) -> list[Page]:
         """Return the page."""
@@ -37,11 +38,8 @@ class LearnedPage:
         """List the sessions that a version was trained on since the version before it."""
         first = parameters_of(request, "first").get("first", "up")
         if first not in ORDERS:
-            problem = f"first = {printable(first)!r}: must be one of {', '.join(ORDERS)}"
-            raise Refused(400, "invalid_parameter", problem, "first")
-        version = f"{request.path_params['model']}@{request.path_params['digest']}"
-        if "\0" in version:
-            raise NotFound
+            raise InvalidParameter("first", first, f"must be one of {', '.join(ORDERS)}")
+        version = (await find_version(self._registry, request)).id
         async with self._database.transaction() as tx:
             training = await version_training(tx, user.scope, version, is_ascending=first == "down")
         return self._templates.render(

@@ -58,7 +58,7 @@ class ModelPages:
     async def version(self, request: Request, user: User) -> Response:
         """Show a version and the numbers of each decision about it."""
         parameters_of(request)
-        version = await self._find(request)
+        version = await find_version(self._registry, request)
         model = await self._registry.model(version.model)
         return self._templates.render(
             request,
@@ -73,26 +73,27 @@ class ModelPages:
 
     async def promote(self, request: Request, user: User) -> Response:
         """Make a version the next candidate. It still passes the gate."""
-        version = await self._find(request)
+        version = await find_version(self._registry, request)
         body = AuditedPromoteRequest(version=version.id, reason=await read_reason(request))
         await self._registry.change(f"/v1/models/{version.model}/promote", body, user)
         return RedirectResponse(request.url.path.removesuffix("/promote"), 303)
 
     async def withdraw(self, request: Request, user: User) -> Response:
         """Withdraw a version, so that it never serves."""
-        version = await self._find(request)
+        version = await find_version(self._registry, request)
         body = WithdrawRequest(version=version.id, reason=await read_reason(request))
         await self._registry.change(f"/v1/models/{version.model}/withdraw", body, user)
         return RedirectResponse(request.url.path.removesuffix("/withdraw"), 303)
 
-    async def _find(self, request: Request) -> VersionState:
-        """Return the version of the path, whose digest may be cut. Raises `NotFound` unless one version matches."""
-        prefix = f"{request.path_params['model']}@{request.path_params['digest']}"
-        versions = await self._registry.versions(request.path_params["model"])
-        matches = [version for version in versions if version.id.startswith(prefix)]
-        if len(matches) != 1:
-            raise NotFound
-        return matches[0]
+
+async def find_version(registry: RegistryReader, request: Request) -> VersionState:
+    """Return the version of the path, whose digest may be cut. Raises `NotFound` unless one version matches."""
+    prefix = f"{request.path_params['model']}@{request.path_params['digest']}"
+    versions = await registry.versions(request.path_params["model"])
+    matches = [version for version in versions if version.id.startswith(prefix)]
+    if len(matches) != 1:
+        raise NotFound
+    return matches[0]
 
 
 def describe_decision(version: VersionState) -> str:

@@ -31,6 +31,13 @@ class NotFound(Refused):
         super().__init__(404, "not_found", "There is nothing here for you. Check the address.")
 
 
+class InvalidParameter(Refused):
+    """A parameter of the address has a value that is not permitted."""
+
+    def __init__(self, name: str, text: str, problem: str) -> None:
+        super().__init__(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """A page. `role` is the least role that may open it. The handler may raise `Refused`."""

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.page import InvalidParameter, NotFound, Page
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.queries import SESSION_TURNS_MAX, Filter
 from headrace_console.users import User
@@ -153,18 +153,20 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
     for name, choices in CHOICES.items():
         text = parameters.get(name)
         if text is not None and text not in choices:
-            raise _refused(name, text, f"must be one of {', '.join(choices)}")
+            raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
     since = reward = None
     if "since" in parameters:
         try:
             since = epoch_ms(datetime.fromisoformat(f"{parameters['since']}+00:00"))
         except ValueError:
-            raise _refused("since", parameters["since"], "must be a time in UTC such as 2026-11-27T07:30") from None
+            raise InvalidParameter(
+                "since", parameters["since"], "must be a time in UTC such as 2026-11-27T07:30"
+            ) from None
     if "reward_max" in parameters:
         try:
             reward = float(parameters["reward_max"])
         except ValueError:
-            raise _refused("reward_max", parameters["reward_max"], "must be a number") from None
+            raise InvalidParameter("reward_max", parameters["reward_max"], "must be a number") from None
     return Filter(
         model=parameters.get("model"),
         version=parameters.get("version"),
@@ -177,10 +179,6 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         since_ms=since,
         after=parse_position(parameters["after"]) if "after" in parameters else None,
     )
-
-
-def _refused(name: str, text: str, problem: str) -> Refused:
-    return Refused(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
 
 
 def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:

@@ -12,14 +12,22 @@ from headrace_schemas.values.text import printable
 _TIMEOUT_S = 10.0
 
 
-async def call(service: str, method: str, url: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
+async def call(
+    service: str,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    content: bytes = b"",
+    *,
+    timeout_s: float = _TIMEOUT_S,
+) -> bytes:
     """Send a request to a service, and return the body of its answer.
 
     Raises:
         Refused: the service refuses the request, with its message, or it does not answer (503).
     """
     try:
-        async with httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+        async with httpx2.AsyncClient(timeout=timeout_s, trust_env=False) as client:
             reply = await client.request(method, url, headers=dict(headers), content=content)
     except (httpx2.HTTPError, OSError) as error:
         problem = f"The {service} does not answer at {url.partition('/v1/')[0]} ({type(error).__name__})."

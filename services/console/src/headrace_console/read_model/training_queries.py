@@ -1,4 +1,4 @@
-"""What a version was trained on since the version before it, from the rows of its lineage's saves."""
+"""What a version was trained on since the version before it, and what training made of one turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
+from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row, numbers_of, tenants, texts_of
 from headrace_console.users import Scope
 
@@ -79,3 +80,13 @@ def _counts(advantage: ColumnElement[Any]) -> list[ColumnElement[Any]]:
         "not_reported": advantage.is_(None),
     }
     return [func.sum(case((condition, 1), else_=0)).label(name) for name, condition in conditions.items()]
+
+
+_TURN_EXPERIENCES_MAX = 64
+
+
+async def experiences_of_turn(tx: AsyncConnection, turn: Row) -> list[Row]:
+    """Return at most 64 experiences that contain a turn, the newest first."""
+    table, numbers = tables.experiences, unpack_numbers(turn["experiences"])
+    query = select(table).where(table.c.id.in_(numbers[-_TURN_EXPERIENCES_MAX:])).order_by(table.c.id.desc())
+    return [dict(row) for row in (await tx.execute(query)).mappings()]

@@ -1,0 +1,230 @@
+"""The tokens of one turn: how each was sampled, how probable it was and is now, and whether it was trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headrace_console.advantages import pushes_by_turn
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import InvalidParameter, NotFound, Page, read_fields
+from headrace_console.read_model import queries
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.packing import unpack_id, unpack_numbers
+from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.status import HistoryEntry, history_of
+from headrace_console.read_model.training_queries import experiences_of_turn
+from headrace_console.sources.replicas import TOKENS_MAX, ReplicaLogprobs
+from headrace_console.sources.tokenizers import TokenizerReader
+from headrace_console.token_lens import CHANGE_LEGEND, COLOURS, LEGEND, TABLE_ROWS, WINDOW, Lens
+from headrace_console.users import User
+from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Experience, Turn
+from headrace_schemas.http.replica_api import TokensToScore
+from headrace_schemas.rules.turn_history import extend
+from headrace_schemas.values.errors import InvalidEvent
+from headrace_schemas.values.text import printable
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_EARLIER_TURNS_MAX = 256
+"""Earlier turns that are read for the prompt of a turn that contains only its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A turn that the user may see, with its session, its experiences and what training made of it."""
+
+    session: Row
+    row: Row
+    experiences: list[Row]
+    histories: list[list[HistoryEntry]]
+    pushes: list[str]
+    texts: Mapping[int, str]
+
+    @property
+    def path(self) -> str:
+        return f"/s/{self.session['session_key']}/turns/{self.row['id']}"
+
+
+class TokenPage:
+    """The page of the tokens of a turn, and the request for their present probabilities."""
+
+    def __init__(
+        self,
+        templates: Templates,
+        database: Database,
+        records: RecordReader,
+        tokenizers: TokenizerReader,
+        logprobs: ReplicaLogprobs,
+    ) -> None:
+        self._templates = templates
+        self._database = database
+        self._records = records
+        self._tokenizers = tokenizers
+        self._logprobs = logprobs
+
+    def pages(self) -> list[Page]:
+        """Return the pages."""
+        path = "/s/{key}/turns/{turn}"
+        return [Page(path, self.tokens), Page(f"{path}/now", self.compute, method="POST")]
+
+    async def tokens(self, request: Request, user: User) -> Response:
+        """Show a window of the tokens of a turn, and a table of its sampled tokens."""
+        parameters = parameters_of(request, "choice", "from", "row", "colour", "now")
+        target = await self._target(request, user)
+        turn = await self._read("turns", target.row)
+        common: dict[str, Any] = {
+            "session": target.session,
+            "row": target.row,
+            "response_id": unpack_id(target.row["name"]),
+        }
+        if not isinstance(turn, Turn):
+            return self._templates.render(request, user, "tokens.html", lens=None, **common)
+        choice = _number(parameters, "choice", 0, len(turn.choices) - 1)
+        now = parameters.get("now", "")
+        logprobs = self._logprobs.cached((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
+        texts, problem = await self._tokenizers.read(turn.version)
+        lens = Lens(turn, choice, texts, logprobs)
+        start = _number(parameters, "from", lens.first_window(), lens.length)
+        first_row = _number(parameters, "row", 0, lens.length)
+        colour = parameters.get("colour", "then")
+        if colour not in COLOURS:
+            raise InvalidParameter("colour", colour, f"must be one of {', '.join(COLOURS)}")
+        rows_start = lens.prompt_length + first_row
+        values = {"choice": choice, "from": start, "row": first_row, "colour": colour, "now": now}
+        return self._templates.render(
+            request,
+            user,
+            "tokens.html",
+            **common,
+            lens=lens,
+            address=lambda **changes: _address(values, changes),
+            tokens=lens.tokens(start, start + WINDOW, colour),
+            start=start,
+            window=WINDOW,
+            rows=lens.tokens(rows_start, rows_start + TABLE_ROWS, colour),
+            first_row=first_row,
+            table_rows=TABLE_ROWS,
+            choice=choice,
+            choices=len(turn.choices),
+            colour=colour,
+            colours=COLOURS if logprobs else COLOURS[:1],
+            legend=CHANGE_LEGEND if colour == "change" else LEGEND,
+            now=now,
+            has_now=bool(logprobs),
+            problem=problem,
+            pushes=target.pushes,
+            trained=await self._trained(target, turn, choice),
+            served=self._logprobs.versions(turn.model),
+            too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
+            tokens_max=TOKENS_MAX,
+        )
+
+    async def compute(self, request: Request, user: User) -> Response:
+        """Request the logprobs of an answer from a replica, and show them."""
+        form = await read_fields(request, ("choice", "version"))
+        target = await self._target(request, user)
+        turn = await self._read("turns", target.row)
+        if not isinstance(turn, Turn):
+            raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
+        choice = _number(form, "choice", 0, len(turn.choices) - 1)
+        version = form.get("version", "")
+        if version not in self._logprobs.versions(turn.model):
+            raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
+        answer = turn.choices[choice]
+        if turn.usage.prompt_tokens + len(answer.token_ids) > TOKENS_MAX:
+            raise Refused(413, "too_long", f"Prompt and answer have more than {TOKENS_MAX:,} tokens.")
+        complete_turn = await self._complete(user, turn)
+        await self._logprobs.compute(
+            (target.session["tenant_name"], turn.turn_id, choice, version),
+            TokensToScore(
+                prompt_token_ids=complete_turn.prompt_token_ids,
+                token_ids=answer.token_ids,
+                temperature=turn.sampling.temperature or 1.0,
+            ),
+        )
+        return RedirectResponse(f"{target.path}?{_query(choice=choice, now=version, colour='change')}", 303)
+
+    async def _target(self, request: Request, user: User) -> _Target:
+        """Return the turn of the path. Raises `NotFound`, for a turn of another tenant, too."""
+        number = request.path_params["turn"]
+        async with self._database.transaction() as tx:
+            session = await queries.session_of(tx, user.scope, request.path_params["key"])
+            if session is None or not _NUMBER.fullmatch(number):
+                raise NotFound
+            row = await queries.turn_in_session(tx, session["id"], int(number))
+            if row is None:
+                raise NotFound
+            experiences = await experiences_of_turn(tx, row)
+            histories = [history_of(experience["history"]) for experience in experiences]
+            saves = {(entry.lineage, entry.save) for history in histories for entry in history}
+            steps = await queries.steps_of(tx, saves)
+            texts = await queries.texts_of(tx, {number for save in steps.values() for number in save})
+        turns = [unpack_numbers(experience["turns"]) for experience in experiences]
+        numbers = {unpack_id(row["name"]): row["id"]}
+        pushes = pushes_by_turn(zip(turns, histories, strict=True), numbers, steps, texts)
+        return _Target(session, row, experiences, histories, pushes.get(row["id"], []), texts)
+
+    async def _read(self, topic: str, row: Row) -> object:
+        """Return the event of a row, or None if it has expired or the bus does not answer."""
+        try:
+            return (await self._records.read(topic, [position_of(row)])).get(position_of(row))
+        except Unavailable:
+            return None
+
+    async def _trained(self, target: _Target, turn: Turn, choice: int) -> bool | None:
+        """Return whether an answer is in the loss of a trained experience, or None if that cannot be read."""
+        for row, history in zip(target.experiences, target.histories, strict=True):
+            trained = [entry for entry in history if entry.kind == "trained"]
+            if not trained or all(turn.turn_id in entry.left_out for entry in trained):
+                continue
+            experience = await self._read("experiences", row)
+            if not isinstance(experience, Experience):
+                return None
+            spans = experience.branch.spans if experience.branch is not None else ()
+            if any((span.turn_id, span.choice) == (turn.turn_id, choice) for span in spans):
+                return True
+        return False
+
+    async def _complete(self, user: User, turn: Turn) -> Turn:
+        """Return a turn with its whole prompt. Raises `Refused` 409 if an earlier turn has expired."""
+        chain = [turn]
+        problem = "The prompt cannot be put together: an earlier turn has expired, or the bus does not answer."
+        while (reference := chain[-1].extends) is not None:
+            async with self._database.transaction() as tx:
+                record = await queries.turn_of(tx, user.scope, reference.turn_id)
+            earlier = await self._read("turns", record[1]) if record is not None else None
+            if not isinstance(earlier, Turn) or len(chain) > _EARLIER_TURNS_MAX:
+                raise Refused(409, "expired", problem)
+            chain.append(earlier)
+        complete_turn = chain.pop()
+        try:
+            while chain:
+                complete_turn = extend(complete_turn, chain.pop())
+        except InvalidEvent:
+            raise Refused(409, "expired", problem) from None
+        return complete_turn
+
+
+def _number(parameters: Mapping[str, str], name: str, default: int, largest: int) -> int:
+    """Return a parameter as a number from 0 to `largest`. Raises `Refused` 400."""
+    text = parameters.get(name, str(default))
+    if not _NUMBER.fullmatch(text) or int(text) > largest:
+        raise InvalidParameter(name, text, f"must be a number from 0 to {largest}")
+    return int(text)
+
+
+def _address(values: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    return "?" + _query(**{**values, **changes})
+
+
+def _query(**values: Any) -> str:
+    return urlencode({name: value for name, value in values.items() if value != ""})

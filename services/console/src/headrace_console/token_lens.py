@@ -1,0 +1,139 @@
+"""Tokens of one answer as a page shows them: how each was sampled, its probability then and now, and its colour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from headrace_console.token_texts import TokenTexts
+from headrace_schemas import Turn
+
+WINDOW = 4_000
+"""Tokens that one page colours."""
+TABLE_ROWS = 200
+_LEAD = 500
+"""Tokens of the prompt before the answer in the first window."""
+_LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
+"""Probabilities from which on a token has the class `l0`, `l1` and so on. Less likely ones have `l5`."""
+_CHANGES = (0.1, 1.0)
+"""Differences of logprobs, in nats, from which on a token has the class `u1` or `d1`, and `u2` or `d2`."""
+COLOURS = ("then", "now", "change")
+LEGEND = (
+    *((f"l{level}", f"at least {share:.0%}") for level, share in enumerate(_LEVELS)),
+    (f"l{len(_LEVELS)}", f"below {_LEVELS[-1]:.0%}"),
+)
+CHANGE_LEGEND = (
+    ("u2", "at least e times as likely"),
+    ("u1", "likelier"),
+    ("z", "within 10 %"),
+    ("d1", "less likely"),
+    ("d2", "at most 1/e as likely"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LensToken:
+    """One token. `kind` is `prompt`, `sampled` or `forced`, if the constraint left no other token."""
+
+    position: int
+    token_id: int
+    text: str
+    kind: str
+    then: float | None = None
+    """Logprob with which the engine sampled it, or None if there is none."""
+    now: float | None = None
+    """Logprob under the weights of another version, or None if it was not computed."""
+    colour: str = ""
+    """Class of the colour."""
+
+    @property
+    def label(self) -> str:
+        """Numbers of the token for a tool tip."""
+        numbers = [f"{self.kind}, id {self.token_id}"]
+        numbers += [f"p {math.exp(self.then):.3f} then"] if self.then is not None else []
+        numbers += [f"{math.exp(self.now):.3f} now"] if self.now is not None else []
+        return ", ".join(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """Tokens of a turn: the prompt ids that its event contains, followed by one answer."""
+
+    turn: Turn
+    choice: int
+    texts: TokenTexts | None
+    now: Sequence[float] = ()
+    """Logprobs of the answer under another version; empty if they were not computed."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt ids that the event contains. Those of an earlier turn are not among them."""
+        return len(self.turn.prompt_token_ids)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the answer."""
+        return self.prompt_length + len(self.turn.choices[self.choice].token_ids)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the logprobs of the sampling policy are known."""
+        return any(self.turn.choices[self.choice].logprobs) or self.turn.sampling.drawn
+
+    def first_window(self) -> int:
+        """Return the start of the window that a page shows first."""
+        return max(0, self.prompt_length - _LEAD)
+
+    def tokens(self, start: int, stop: int, colour: str) -> list[LensToken]:
+        """Return the tokens from `start` up to `stop`, coloured by `colour`."""
+        choice, tokens = self.turn.choices[self.choice], []
+        forced = forced_positions(self.turn, self.choice)
+        for position in range(max(0, start), min(stop, self.length)):
+            at = position - self.prompt_length
+            if at < 0:
+                token_id = self.turn.prompt_token_ids[position]
+                tokens.append(LensToken(position, token_id, self._text(token_id), "prompt"))
+                continue
+            then = choice.logprobs[at] if self.has_logprobs else None
+            now = self.now[at] if self.now else None
+            kind = "forced" if at in forced else "sampled"
+            token_id = choice.token_ids[at]
+            text = self._text(token_id)
+            tokens.append(LensToken(position, token_id, text, kind, then, now, colour_class(colour, then, now)))
+        return tokens
+
+    def _text(self, token_id: int) -> str:
+        return f"\u27e8{token_id}\u27e9" if self.texts is None else self.texts.text(token_id)
+
+
+def forced_positions(turn: Turn, choice: int) -> Collection[int]:
+    """Return the positions in an answer at which its constraint left a single token.
+
+    These are sets of one token that the engine stored, and under a grammar the tokens with the probability 1.
+    """
+    answer = turn.choices[choice]
+    if answer.stored_sets is not None:
+        positions, at = set(), 0
+        for position in range(len(answer.token_ids)):
+            size = answer.stored_sets[at]
+            if size == 1:
+                positions.add(position)
+            at += 1 + size
+        return positions
+    if turn.sampling.grammar is None:
+        return ()
+    return {position for position, logprob in enumerate(answer.logprobs) if logprob == 0.0}
+
+
+def colour_class(colour: str, then: float | None, now: float | None) -> str:
+    """Return the class of a sampled token, or an empty text if its numbers are not known."""
+    if colour == "change":
+        if then is None or now is None:
+            return ""
+        size = sum(abs(now - then) >= bound for bound in _CHANGES)
+        return "z" if not size else f"{'u' if now > then else 'd'}{size}"
+    logprob = now if colour == "now" else then
+    if logprob is None:
+        return ""
+    return f"l{sum(logprob < math.log(share) for share in _LEVELS)}"
