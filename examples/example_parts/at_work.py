@@ -46,7 +46,7 @@ T = TypeVar("T", bound=UserTask)
 
 
 class Users(ABC, Generic[T]):
-    """Users with tasks: `options.concurrency` users at a time, `options.tasks` tasks in total."""
+    """Users with tasks: `options.concurrency` users at a time, `options.tasks` tasks in total, 0 without a bound."""
 
     words = ("questions", "of the answers accepted")
     """Name of the counted tasks, and of the accepted share."""
@@ -83,7 +83,7 @@ class Users(ABC, Generic[T]):
 
     def questions(self) -> Iterator[T]:
         """Yield the next tasks for any free user."""
-        while not self.had_enough and self._started_tasks != self._options.tasks:
+        while not self.had_enough and not 0 < self._options.tasks <= self._started_tasks:
             self._started_tasks += 1
             yield next(self._tasks)
 
@@ -134,7 +134,7 @@ def parser(description: str, model: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"))
     parser.add_argument("--model", default=model)
-    parser.add_argument("--tasks", type=int, help="number of questions (default: unlimited)")
+    parser.add_argument("--tasks", type=int, default=0, help="number of questions; 0: unlimited (%(default)s)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds to run (default: unlimited)")
     parser.add_argument("--concurrency", type=int, default=16, help="concurrent users (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions and their order (%(default)s)")

@@ -84,7 +84,7 @@ def endless(example: Path, folder: Path) -> Path:
         shutil.copytree(folder_name, copy, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "demo.toml"
     recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-    recipe["short"] |= {"enough_gain": 2.0, "traffic_s_max": 10 * WAIT_S}
+    recipe["short"] |= {"enough_gain": 2.0, "traffic_s_max": 10 * WAIT_S, "tasks": 0}
     recipe["agent"] += ["--concurrency", str(CONCURRENCY)]
     tables = {name: recipe.pop(name) for name in list(recipe) if isinstance(recipe[name], dict)}
     text = _entries(recipe) + "".join(f"[{name}]\n{_entries(table)}" for name, table in tables.items())

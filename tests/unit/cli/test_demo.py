@@ -167,7 +167,21 @@ def test_how_long_the_agent_works(monkeypatch: pytest.MonkeyPatch, short: bool, 
     command.demo(FOLDER, short=short, traffic_s=wanted_s)
     demo_recipe = recipe.read(FOLDER)
     stop_condition = demo_recipe.short if short else demo_recipe.goal
-    assert seen == [stop_condition.model_copy(update={"traffic_s_max": wanted_s or stop_condition.traffic_s_max})]
+    changes = {} if wanted_s is None else {"traffic_s_max": wanted_s, "tasks": 0}
+    assert seen == [stop_condition.model_copy(update=changes)]
+
+
+EXAMPLES = sorted(path.parent for path in FOLDER.parent.glob("*/demo.toml"))
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)
+def test_work_of_an_example_is_bounded_by_its_tasks_and_not_by_time(folder: Path) -> None:
+    example = recipe.read(folder)
+    for goal in (example.goal, example.short):
+        assert goal.traffic_s_max >= 3600, "for a run that hangs"
+        bounds = {"{row}"} if example.rows is not None else {"{tasks}"}
+        assert bounds <= set(example.agent)
+        assert example.rows is not None or goal.tasks > 0
 
 
 def test_data_of_an_earlier_demo_is_removed_unless_it_still_runs(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ async def test_feedback_that_fails_is_counted_and_stops_nothing(headrace: Headra
 
 
 async def test_users_who_have_had_enough_still_hear_their_answers(headrace: Headrace) -> None:
-    users = agent.Users(headrace.client(), options(tasks=None))
+    users = agent.Users(headrace.client(), options(tasks=0))
     asking = asyncio.create_task(users.ask())
     await asyncio.wait_for(headrace.heard.wait(), 10)
     users.had_enough = True

@@ -43,7 +43,7 @@ ALL = [query for split in SPLITS for query in queries(mailbox.generate(1), split
 
 
 def options(**changes: object) -> argparse.Namespace:
-    defaults = {"model": "m", "seed": 1, "tasks": None, "concurrency": 4, "max_tokens": 64, "begun": 0, "until": 1}
+    defaults = {"model": "m", "seed": 1, "tasks": 0, "concurrency": 4, "max_tokens": 64, "begun": 0, "until": 1}
     return argparse.Namespace(**{**defaults, **changes})
 
 
@@ -138,7 +138,7 @@ def test_the_services_take_the_settings_and_a_rounds_pairs_are_one_version() -> 
 def test_the_recipe_promises_what_the_article_printed_and_each_command_is_a_program() -> None:
     search_recipe = recipe.read(EXAMPLES / "email_search")
     assert search_recipe.rows is not None
-    assert (search_recipe.rows.at, search_recipe.rows.unit, search_recipe.seed_s_max) == ((0, 5, 10), "rounds", 480)
+    assert (search_recipe.rows.at, search_recipe.rows.unit) == ((0, 5, 10), "rounds")
     promised = {name: (measure.before_max, measure.after_min) for name, measure in search_recipe.measures.items()}
     assert promised == {"tool": (0.65, 0.85), "arguments": (0.55, 0.80), "recall": (3.5, 5.5)}
     filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 5, "row": 10}

@@ -112,7 +112,7 @@ def test_the_services_take_the_settings_and_the_scorer_finds_the_function() -> N
 
 @pytest.mark.parametrize("name", ["base", "agent", "measure"])
 def test_each_command_of_the_recipe_is_a_program_of_the_example(name: str) -> None:
-    placeholders = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION}
+    placeholders = {"cache": "c", "seed": 0, "tasks": 9, "out": "o", "base_url": "u", "version": VERSION}
     _, flag, module, *_ = recipe.read(FOLDER).command(name, placeholders)
     assert flag == "-m"
     assert find_spec(module) is not None

@@ -33,7 +33,7 @@ def demo(
         typer.Option(help="Kind of user feedback, one of the demo's [signals]: edits, corrections, thumbs or rewards."),
     ] = None,
     traffic_s: Annotated[
-        float | None, typer.Option(min=1.0, help="Maximum time of the agent's work in seconds; default: the demo's.")
+        float | None, typer.Option(min=1.0, help="Time of the agent's work in seconds instead of the demo's tasks.")
     ] = None,
     data_dir: Annotated[
         Path | None,
@@ -70,7 +70,7 @@ def demo(
         demo_recipe = demo_recipe.with_signal(signal)
     goal = demo_recipe.short if short else demo_recipe.goal
     if traffic_s is not None:
-        goal = goal.model_copy(update={"traffic_s_max": traffic_s})
+        goal = goal.model_copy(update={"traffic_s_max": traffic_s, "tasks": 0})
     overrides = parse_assignments(settings or [])
     folders = cache.absolute(), out.absolute()
     options = Options(seed, goal, data_dir or Path(), *folders, overrides, parse_pythons(pythons or []))

@@ -130,7 +130,7 @@ class Options:
     @property
     def values(self) -> dict[str, object]:
         """Values for the placeholders of the recipe's commands."""
-        return {"cache": self.cache, "seed": self.seed, "out": self.out.absolute()}
+        return {"cache": self.cache, "seed": self.seed, "tasks": self.goal.tasks, "out": self.out.absolute()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,15 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Goal(BaseModel):
-    """Limits of the agent's work and minimum result of the demo."""
+    """Bounds of the agent's work and minimum result of the demo."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    tasks: Annotated[int, Field(ge=0)] = 0
+    """Number of tasks that the agent works on, the `{tasks}` of its command; 0: until `traffic_s_max`."""
     traffic_s_max: Positive
-    """Maximum time of the agent's work in seconds."""
+    """Maximum time of the agent's work in seconds. With `tasks` or rows only a run that hangs reaches it, so that a
+    busy machine gives the same result later."""
     enough_gain: float = math.inf
     """The agent stops earlier once a promoted version exceeds the first one by this gain and `swaps_min` is reached."""
     gain_min: float
@@ -61,8 +64,8 @@ class Opponent(BaseModel):
 class Recipe(BaseModel):
     """Contents of a `demo.toml`.
 
-    In commands the placeholders `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced,
-    and in the agent's command of a recipe with rows also `{row_before} {row}`.
+    In commands the placeholders `{python} {cache} {seed} {tasks} {base_url} {gateway} {model} {version} {out}` are
+    replaced, and in the agent's command of a recipe with rows also `{row_before} {row}`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,8 +93,6 @@ class Recipe(BaseModel):
     checks: tuple[str, ...] = ()
     """Command that checks promises without services and prints a line of JSON with `name`, `wanted`, `found` and
     `holds` for each."""
-    seed_s_max: Positive | None = None
-    """Maximum time of each seed in seconds, base model included, with `--seeds`."""
     goal: Goal
     short: Goal
     """Goal with `--short`."""

@@ -32,12 +32,6 @@ class SeedsReport:
             for report in reports
             for shortfalls in [report.shortfalls(goal)]
         ]
-        if recipe.seed_s_max is not None:
-            seconds = max(report.wall_s for report in reports)
-            holds = seconds <= recipe.seed_s_max
-            promises.append(
-                PromisedLine("seconds of the longest seed", f"<= {recipe.seed_s_max:g}", f"{seconds:.0f}", holds)
-            )
         return cls(recipe.title, tuple(reports), tuple(promises))
 
     @property
