@@ -47,8 +47,8 @@ def test_colour_follows_from_the_probabilities(
 
 def answer(token_ids: Sequence[int], logprobs: Sequence[float], **more: Any) -> Choice:
     message = Message(role="assistant", content="x")
-    fields = {"token_ids": tuple(token_ids), "logprobs": tuple(logprobs), **more}
-    return Choice(index=0, finish_reason="stop", message=message, **fields)
+    fields = {"message": message, "token_ids": tuple(token_ids), "logprobs": tuple(logprobs), **more}
+    return Choice(index=0, finish_reason="stop", **fields)
 
 
 def sampled(prompt: Sequence[int], *choices: Choice, **more: Any) -> Turn:

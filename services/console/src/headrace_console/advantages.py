@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace_console.read_model.status import HistoryEntry
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model.packing import unpack_id, unpack_numbers
+from headrace_console.read_model.queries import Row, steps_of, texts_of
+from headrace_console.read_model.status import HistoryEntry, history_of
+from headrace_console.read_model.training_queries import experiences_of_turn
 
 Steps = Mapping[tuple[int, int], tuple[int, int, int]]
 """Step, lineage and version (0 without one) by lineage and save."""
@@ -106,3 +112,26 @@ def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -
     step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     name = f"step {step} of lineage {texts.get(lineage, '')}"
     return f"{name}, first in {texts[version]}" if version else name
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTraining:
+    """What training made of one turn."""
+
+    experiences: Sequence[Row]
+    histories: Sequence[Sequence[HistoryEntry]]
+    """The outcomes of each experience."""
+    sentences: Sequence[str]
+    """A sentence for each advantage with which the answer was trained."""
+
+
+async def turn_training(tx: AsyncConnection, turn: Row) -> TurnTraining:
+    """Return what training made of a turn, from at most 64 of its experiences."""
+    experiences = await experiences_of_turn(tx, turn)
+    histories = [history_of(experience["history"]) for experience in experiences]
+    steps = await steps_of(tx, {(entry.lineage, entry.save) for history in histories for entry in history})
+    texts = await texts_of(tx, {number for save in steps.values() for number in save})
+    turns = [unpack_numbers(experience["turns"]) for experience in experiences]
+    numbers = {unpack_id(turn["name"]): turn["id"]}
+    sentences = pushes_by_turn(zip(turns, histories, strict=True), numbers, steps, texts)
+    return TurnTraining(experiences, histories, sentences.get(turn["id"], []))

@@ -12,6 +12,7 @@ from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
 from headrace_console.dead_letter_actions import DeadLetterActions
 from headrace_console.live import Changes
+from headrace_console.pages.compare import ComparePage
 from headrace_console.pages.dead_letters import DeadLetterPages
 from headrace_console.pages.feedback import FeedbackPages
 from headrace_console.pages.frame import Templates
@@ -107,6 +108,7 @@ class Console:
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),
+            *ComparePage(templates, self.database, self._records).pages(),
             *TokenPage(templates, self.database, self._records, tokenizers, self.logprobs).pages(),
             *FeedbackPages(templates, self.database, self._records, gateway).pages(),
             *QueueForm(templates, self.database, clock).pages(),

@@ -144,8 +144,8 @@ def _turns(
                 "pushes": pushes.get(row["id"], ()),
                 "has_text": turn is not None,
                 "hidden": turn.message_count - len(messages[-_MESSAGES_MAX:]) if turn is not None else 0,
-                "messages": [_message(message) for message in messages[-_MESSAGES_MAX:]],
-                "answers": [_message(choice.message) for choice in turn.choices] if turn is not None else [],
+                "messages": [message_values(message) for message in messages[-_MESSAGES_MAX:]],
+                "answers": [message_values(choice.message) for choice in turn.choices] if turn is not None else [],
             }
         )
         previous = turn or previous
@@ -174,7 +174,8 @@ def message_text(message: Message) -> str:
     return "\n".join(filter(None, (message.text, *calls)))
 
 
-def _message(message: Message) -> dict[str, object]:
+def message_values(message: Message) -> dict[str, object]:
+    """Return the role and the text of a message, with its tool calls in the text."""
     return {"role": message.role, "text": message_text(message)}
 
 

@@ -11,15 +11,13 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from headrace_console.advantages import pushes_by_turn
+from headrace_console.advantages import TurnTraining, turn_training
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import InvalidParameter, NotFound, Page, read_fields
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.read_model.packing import unpack_id, unpack_numbers
+from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, position_of
-from headrace_console.read_model.status import HistoryEntry, history_of
-from headrace_console.read_model.training_queries import experiences_of_turn
 from headrace_console.sources.replicas import TOKENS_MAX, ReplicaLogprobs
 from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.token_lens import CHANGE_LEGEND, COLOURS, LEGEND, TABLE_ROWS, WINDOW, Lens
@@ -40,14 +38,11 @@ _EARLIER_TURNS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A turn that the user may see, with its session, its experiences and what training made of it."""
+    """A turn that the user may see, with its session and what training made of it."""
 
     session: Row
     row: Row
-    experiences: list[Row]
-    histories: list[list[HistoryEntry]]
-    pushes: list[str]
-    texts: Mapping[int, str]
+    training: TurnTraining
 
     @property
     def path(self) -> str:
@@ -121,7 +116,7 @@ class TokenPage:
             now=now,
             has_now=bool(logprobs),
             problem=problem,
-            pushes=target.pushes,
+            pushes=target.training.sentences,
             trained=await self._trained(target, turn, choice),
             served=self._logprobs.versions(turn.model),
             too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
@@ -163,15 +158,7 @@ class TokenPage:
             row = await queries.turn_in_session(tx, session["id"], int(number))
             if row is None:
                 raise NotFound
-            experiences = await experiences_of_turn(tx, row)
-            histories = [history_of(experience["history"]) for experience in experiences]
-            saves = {(entry.lineage, entry.save) for history in histories for entry in history}
-            steps = await queries.steps_of(tx, saves)
-            texts = await queries.texts_of(tx, {number for save in steps.values() for number in save})
-        turns = [unpack_numbers(experience["turns"]) for experience in experiences]
-        numbers = {unpack_id(row["name"]): row["id"]}
-        pushes = pushes_by_turn(zip(turns, histories, strict=True), numbers, steps, texts)
-        return _Target(session, row, experiences, histories, pushes.get(row["id"], []), texts)
+            return _Target(session, row, await turn_training(tx, row))
 
     async def _read(self, topic: str, row: Row) -> object:
         """Return the event of a row, or None if it has expired or the bus does not answer."""
@@ -182,7 +169,7 @@ class TokenPage:
 
     async def _trained(self, target: _Target, turn: Turn, choice: int) -> bool | None:
         """Return whether an answer is in the loss of a trained experience, or None if that cannot be read."""
-        for row, history in zip(target.experiences, target.histories, strict=True):
+        for row, history in zip(target.training.experiences, target.training.histories, strict=True):
             trained = [entry for entry in history if entry.kind == "trained"]
             if not trained or all(turn.turn_id in entry.left_out for entry in trained):
                 continue

@@ -1,0 +1,105 @@
+"""Two turns side by side, such as the answers of two versions to the same prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.advantages import TurnTraining, turn_training
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.session import message_values
+from headrace_console.read_model import queries
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.read_model.queries import Row, position_of
+from headrace_console.token_lens import Lens
+from headrace_console.users import User
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_schemas import Turn
+
+SIDES = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two turns. `turn` is None if its text has expired or the bus does not answer."""
+
+    response_id: str
+    session: Row
+    row: Row
+    version: str
+    training: TurnTraining
+    turn: Turn | None
+
+    @property
+    def answer(self) -> str:
+        """Text of the first answer."""
+        return str(message_values(self.turn.choices[0].message)["text"]) if self.turn is not None else ""
+
+    @property
+    def mean_probability(self) -> float | None:
+        """Geometric mean of the probabilities of the sampled tokens, or None if they are not known."""
+        if self.turn is None or not Lens(self.turn, 0, None).has_logprobs:
+            return None
+        logprobs = self.turn.choices[0].logprobs
+        return math.exp(fmean(logprobs)) if logprobs else None
+
+
+class ComparePage:
+    """The page of two turns."""
+
+    def __init__(self, templates: Templates, database: Database, records: RecordReader) -> None:
+        self._templates = templates
+        self._database = database
+        self._records = records
+
+    def pages(self) -> list[Page]:
+        """Return the page."""
+        return [Page("/compare", self.compare)]
+
+    async def compare(self, request: Request, user: User) -> Response:
+        """Show the turns with the response ids `left` and `right`, or the form for them."""
+        parameters = parameters_of(request, *SIDES)
+        ids = {name: parameters.get(name, "").strip() for name in SIDES}
+        sides = [await self._side(user, response_id) for response_id in ids.values() if response_id]
+        turns = [side.turn for side in sides if side.turn is not None]
+        return self._templates.render(
+            request,
+            user,
+            "compare.html",
+            ids=ids,
+            sides=sides,
+            has_equal_prompts=_have_equal_prompts(*turns) if len(turns) == len(SIDES) else None,
+        )
+
+    async def _side(self, user: User, response_id: str) -> _Side:
+        """Return a turn. Raises `NotFound`, for a turn of another tenant, too."""
+        async with self._database.transaction() as tx:
+            record = await queries.turn_of(tx, user.scope, response_id)
+            if record is None or record[1]["log_offset"] < 0:
+                raise NotFound
+            session, row = record
+            training = await turn_training(tx, row)
+            texts = await queries.texts_of(tx, [row["version"]])
+        try:
+            event = (await self._records.read("turns", [position_of(row)])).get(position_of(row))
+        except Unavailable:
+            event = None
+        turn = event if isinstance(event, Turn) else None
+        return _Side(response_id, session, row, texts.get(row["version"], ""), training, turn)
+
+
+def _have_equal_prompts(left: Turn, right: Turn) -> bool | None:
+    """Return whether two turns have the same prompt tokens, or None if their events contain other parts of them."""
+    if left.usage.prompt_tokens != right.usage.prompt_tokens:
+        return False
+    if (left.extends is None) != (right.extends is None):
+        return None
+    digests = [turn.extends.digest if turn.extends is not None else "" for turn in (left, right)]
+    return digests[0] == digests[1] and left.prompt_token_ids == right.prompt_token_ids
