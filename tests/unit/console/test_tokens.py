@@ -18,6 +18,7 @@ from headrace_console.token_lens import Lens, colour_class, forced_positions
 from headrace_console.token_texts import TokenTexts
 from headrace_runtime.errors import Refused
 from headrace_schemas import Choice, Event, Message, Replica, Turn, Usage
+from headrace_schemas.events.checkpoint import TurnAdvantage
 from headrace_schemas.events.routing import LoadedVersion
 from headrace_schemas.events.turn import TurnReference
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
@@ -143,6 +144,17 @@ async def test_page_states_which_answer_is_in_the_loss(stand: Stand, monkeypatch
     assert "The sampled tokens are in the loss of a trained experience." in page
     assert f"This answer was pushed up, advantage +0.5, by step 3 of lineage main, first in {FIRST}." in page
     assert "The sampled tokens were not trained." in (await client.get(f"{path}?choice=1")).text
+
+
+async def test_answer_of_which_an_edit_alone_was_trained_is_not_in_the_loss(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session("a")
+    edit = TurnAdvantage(turn_id=session.turn_ids[0], advantage=1.0, edited=True)
+    await fill(stand, [*session.events, saved(FIRST, 0, session.outcome(None, edit))], monkeypatch)
+    page = (await (await stand.signed_in()).get(await address(stand, session.turn_ids[0]))).text
+    assert "The sampled tokens were not trained." in page
+    assert "An edit of this answer was pushed up" in page
 
 
 @pytest.mark.parametrize("query", ["choice=1", "choice=x", "from=-1", "row=9999999", "colour=red", "other=1"])

@@ -110,9 +110,9 @@ class TrainingOutcome(Model):
     advantage: Finite | None = None
     """The advantage that the loss used for the whole branch, as a mean over its tokens: the step made the answers
     likelier if it is positive. A correction has the advantage that the weights lacked, so the sum over all outcomes of
-    an experience is what the weights hold. 0 if the loss left the branch out. None if the revision was dropped, if only
-    single answers were trained, if a teacher computed an advantage for each token, and in reports of earlier
-    releases."""
+    an experience that were not undone is what the weights hold. 0 if the loss left the branch out. None if the revision
+    was dropped, if only single answers were trained, if a teacher computed an advantage for each token, and in reports
+    of earlier releases."""
     turn_advantages: tuple[TurnAdvantage, ...] = Field(default=(), max_length=TURNS_MAX)
     """The advantages of single turns: of answers that were trained alone or edited, and of all trained turns of a
     branch whose turns have advantages of their own."""

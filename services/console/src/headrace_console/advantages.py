@@ -62,6 +62,20 @@ def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
     return bool(later) and later[-1] != "restored"
 
 
+def trains_answer(entry: HistoryEntry, turns: Sequence[int], turn: int) -> bool:
+    """Return whether an outcome trained the sampled answer of a turn, and not an edit of it alone.
+
+    Args:
+        entry: an outcome of an experience.
+        turns: numbers of the turns of the experience.
+        turn: number of the turn.
+    """
+    if entry.kind != "trained":
+        return False
+    edits = [edited for index, _, edited in entry.turns if index < len(turns) and turns[index] == turn]
+    return entry.advantage is not None or not entry.turns or False in edits
+
+
 def pushes(turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mapping[str, int]) -> Iterable[Push]:
     """Yield the advantages with which the answers of an experience were trained.
 

@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from headrace_console.advantages import TurnTraining, turn_training
+from headrace_console.advantages import TurnTraining, trains_answer, turn_training
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import InvalidParameter, NotFound, Page, read_fields
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.sources.replicas import TOKENS_MAX, ReplicaLogprobs
 from headrace_console.sources.tokenizers import TokenizerReader
@@ -170,8 +170,9 @@ class TokenPage:
     async def _trained(self, target: _Target, turn: Turn, choice: int) -> bool | None:
         """Return whether an answer is in the loss of a trained experience, or None if that cannot be read."""
         for row, history in zip(target.training.experiences, target.training.histories, strict=True):
-            trained = [entry for entry in history if entry.kind == "trained"]
-            if not trained or all(turn.turn_id in entry.left_out for entry in trained):
+            turns = unpack_numbers(row["turns"])
+            trained = [entry for entry in history if trains_answer(entry, turns, target.row["id"])]
+            if all(turn.turn_id in entry.left_out for entry in trained):
                 continue
             experience = await self._read("experiences", row)
             if not isinstance(experience, Experience):
