@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from headrace.topics import connected
+from headrace_console.read_model.follower import RecordReader
 from headrace_operations.dead_letters import Selection, read
 from headrace_operations.dead_letters.reading import Letter, cut
 from headrace_runtime.kafka import topics
@@ -87,13 +88,28 @@ async def desk(own_bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
     await stand.console.close()
 
 
-async def test_retry_of_many_letters_does_what_the_dry_run_has_foreseen(desk: Desk) -> None:
+async def test_retry_of_many_letters_does_what_the_dry_run_has_foreseen(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(230):
         await desk.refuse(number, is_valid=number % 10 != 0)
     await desk.follow()
     assert ">230<" in (await desk.client.get("/dead-letters")).text
-    plan = (await desk.client.get("/dead-letters/plan", params=GROUP)).text
+    reads: list[set[int]] = []
+    read = RecordReader.read
+
+    def count_partitions(self: RecordReader, topic: str, positions: Sequence[tuple[int, int]]) -> Any:
+        reads.append({partition for partition, _ in positions})
+        return read(self, topic, positions)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordReader, "read", count_partitions)
+        plan = (await desk.client.get("/dead-letters/plan", params=GROUP)).text
     assert "207 of 230 letters would be retried" in plan
+    partitions = set[int]().union(*reads)
+    assert len(reads) == 3
+    assert len(partitions) > 1
+    assert sum(map(len, reads)) < len(partitions) + len(reads), "the dry run reads a partition several times"
     assert not any(letter.decisions for letter in await desk.letters())
     first = await desk.post("/dead-letters/retry", **group_form())
     assert "180 letters retried, 20 held back" in first

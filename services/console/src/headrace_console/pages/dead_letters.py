@@ -125,7 +125,8 @@ class DeadLetterPages:
             rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
         problems: Counter[str] = Counter()
         retriable = 0
-        async for planned in self._actions.plan_retry(rows):
+        # In the order of the topic, so that each read is of one partition: the letters of a moment are on all of them.
+        async for planned in self._actions.plan_retry(sorted(rows, key=position_of)):
             if planned.problem is None:
                 retriable += 1
             else:
