@@ -12,6 +12,7 @@ from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
 from headrace_console.dead_letter_actions import DeadLetterActions
 from headrace_console.live import Changes
+from headrace_console.pages.agreement import AgreementPage
 from headrace_console.pages.compare import ComparePage
 from headrace_console.pages.dead_letters import DeadLetterPages
 from headrace_console.pages.feedback import FeedbackPages
@@ -112,6 +113,7 @@ class Console:
             *TokenPage(templates, self.database, self._records, tokenizers, self.logprobs).pages(),
             *FeedbackPages(templates, self.database, self._records, gateway).pages(),
             *QueueForm(templates, self.database, clock).pages(),
+            *AgreementPage(templates, self.database).pages(),
             *ReviewPages(templates, self.database, self._records, gateway, clock).pages(),
             *DeadLetterPages(templates, self.database, self._records, self._letters).pages(),
             *RewardPages(templates, self.database, clock).pages(),

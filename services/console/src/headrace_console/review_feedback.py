@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
 from pydantic import JsonValue
@@ -10,32 +9,32 @@ from pydantic import JsonValue
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queues import SCORES, QueueRules
 from headrace_console.read_model.ratings import Item
-from headrace_console.read_model.verdicts import Verdict, feedback_id, has_swapped_sides
+from headrace_console.read_model.verdicts import BOTH_BAD, SAME, Verdict, feedback_id, pair_of, sides_of
 
-SAME, BOTH_BAD = "same", "bad"
-"""Labels of a pair of which no answer is better. They abstain unless `scorer.labels` gives them a value."""
 SIDES = ("A", "B")
 Body = dict[str, JsonValue]
 
 
-def pair_of(item: Item) -> tuple[int, int]:
-    """Return the two compared answers of a turn, which every rater of the item gets."""
-    choices = item.turn["choices"] if item.turn is not None else 2
-    first, second = sorted(random.Random(item.id).sample(range(choices), 2))
-    return first, second
+def compared(item: Item) -> tuple[int, int]:
+    """Return the two compared answers of an item."""
+    return pair_of(item.id, _choices(item))
 
 
-def sides_of(item: Item, rater: str, *, repeated: bool) -> tuple[int, int]:
-    """Return the answers that a rater sees as A and as B."""
-    first, second = pair_of(item)
-    return (second, first) if has_swapped_sides(item.id, rater, repeated=repeated) else (first, second)
+def sides(item: Item, rater: str, *, repeated: bool) -> tuple[int, int]:
+    """Return the answers of an item that a rater sees as A and as B."""
+    return sides_of(item.id, _choices(item), rater, repeated=repeated)
+
+
+def _choices(item: Item) -> int:
+    assert item.turn is not None, "an item with a pair has a turn"
+    return int(item.turn["choices"])
 
 
 def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repeated: bool) -> str | None:
     """Return the answer that a button of the form stands for, or None if the queue has no such button."""
     if rules.question == "pair":
         if text in SIDES:
-            return str(sides_of(item, rater, repeated=repeated)[SIDES.index(text)])
+            return str(sides(item, rater, repeated=repeated)[SIDES.index(text)])
         return text if text in (SAME, BOTH_BAD) else None
     return text if text in (SCORES if rules.question == "score" else rules.labels) else None
 
@@ -73,7 +72,7 @@ def _target(rules: QueueRules, item: Item) -> Body:
 def _answers(item: Item) -> list[Body]:
     """Return each answer of a pair as a target."""
     response: Mapping[str, JsonValue] = {"response_id": _response(item), "level": "response"}
-    return [{**response, "choice": choice} for choice in pair_of(item)]
+    return [{**response, "choice": choice} for choice in compared(item)]
 
 
 def _response(item: Item) -> str:
@@ -83,7 +82,7 @@ def _response(item: Item) -> str:
 
 def _preference(item: Item, answer: str) -> Body:
     chosen = int(answer)
-    rejected = next(choice for choice in pair_of(item) if choice != chosen)
+    rejected = next(choice for choice in compared(item) if choice != chosen)
     return {"response_id": _response(item), "preference": {"chosen": chosen, "rejected": rejected}}
 
 

@@ -24,8 +24,8 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
-from headrace_console.read_model.verdicts import SOURCE_PREFIX, VERDICTS_MAX, Verdict
-from headrace_console.review_feedback import BOTH_BAD, SAME, SIDES, feedback_bodies, sides_of, stored_answer
+from headrace_console.read_model.verdicts import BOTH_BAD, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
+from headrace_console.review_feedback import SIDES, feedback_bodies, sides, stored_answer
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, epoch_ms
@@ -73,7 +73,7 @@ class ReviewPages:
         """Show the question of a queue and its progress. Users who rate may begin."""
         parameters_of(request)
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user)
+            queue = await queue_of_path(tx, request, user)
             progress = await queues.progress_of(tx, queue)
             skipped = await ratings.skipped_number(tx, queue, user.name)
         return self._templates.render(
@@ -84,7 +84,7 @@ class ReviewPages:
         """Stop a queue from offering items."""
         await read_fields(request, ())
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user, locked=True)
+            queue = await queue_of_path(tx, request, user, locked=True)
             await queues.close_queue(tx, queue)
         return RedirectResponse(f"/review/{queue.id}", 303)
 
@@ -93,7 +93,7 @@ class ReviewPages:
         form = await read_fields(request, ("skipped",))
         _check_rights(user)
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user, locked=True)
+            queue = await queue_of_path(tx, request, user, locked=True)
             if "skipped" in form:
                 await ratings.offer_skipped(tx, queue, user.name)
             return await self._redirect_to_next(tx, queue, user)
@@ -103,7 +103,7 @@ class ReviewPages:
         parameters_of(request)
         _check_rights(user)
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user)
+            queue = await queue_of_path(tx, request, user)
             item = await self._item(tx, request, queue, user)
             rows = await turns_until(tx, item.turn) if item.turn is not None else []
             progress = await queues.progress_of(tx, queue)
@@ -120,7 +120,7 @@ class ReviewPages:
             queue=queue,
             item=item,
             transcript=transcript,
-            answers=_shown_answers(queue, item, transcript, user.name),
+            answers=_answers_of(queue, item, transcript, user.name),
             buttons=_buttons(queue),
             own=_own_answer(queue, item, user.name),
             rated=progress.by_rater.get(user.name, 0),
@@ -134,7 +134,7 @@ class ReviewPages:
         _check_rights(user)
         answer = form.get("answer", "")
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user, locked=True)
+            queue = await queue_of_path(tx, request, user, locked=True)
             item = await self._item(tx, request, queue, user)
             if answer == "skip":
                 await ratings.skip(tx, item.name, user.name)
@@ -151,7 +151,7 @@ class ReviewPages:
                 await ratings.reserve(tx, queue, item.name, user.name, self._now_ms(), repeated=verdict.repeated)
             raise
         async with self._database.transaction() as tx:
-            queue = await self._queue(tx, request, user, locked=True)
+            queue = await queue_of_path(tx, request, user, locked=True)
             if verdict.answer is None:
                 await ratings.reserve(tx, queue, item.name, user.name, self._now_ms())
                 return RedirectResponse(f"/review/{queue.id}/{item.name.hex()}", 303)
@@ -192,14 +192,6 @@ class ReviewPages:
         return RedirectResponse(f"/review/{queue.id}" + (f"/{name.hex()}" if name is not None else ""), 303)
 
     @staticmethod
-    async def _queue(tx: AsyncConnection, request: Request, user: User, *, locked: bool = False) -> Queue:
-        text = request.path_params["queue"]
-        queue = await queues.queue_of(tx, user, int(text), locked=locked) if _NUMBER.fullmatch(text) else None
-        if queue is None:
-            raise NotFound
-        return queue
-
-    @staticmethod
     async def _item(tx: AsyncConnection, request: Request, queue: Queue, user: User) -> Item:
         text = request.path_params["item"]
         name = pack_id(str(uuid.UUID(hex=text))) if _ITEM.fullmatch(text) else b""
@@ -212,6 +204,15 @@ class ReviewPages:
         return epoch_ms(self._clock.now())
 
 
+async def queue_of_path(tx: AsyncConnection, request: Request, user: User, *, locked: bool = False) -> Queue:
+    """Return the queue of the path. Raises `NotFound` if it does not exist for the user."""
+    text = request.path_params["queue"]
+    queue = await queues.queue_of(tx, user, int(text), locked=locked) if _NUMBER.fullmatch(text) else None
+    if queue is None:
+        raise NotFound
+    return queue
+
+
 def may_rate(user: User) -> bool:
     """Return whether a user may rate: raters and reviewers do, viewers only read."""
     return user.role == "rater" or user.has_role("reviewer")
@@ -222,15 +223,15 @@ def _check_rights(user: User) -> None:
         raise Refused(403, "role", f"This needs the role rater or reviewer; {user.name} has the role {user.role}.")
 
 
-def _shown_answers(queue: Queue, item: Item, transcript: Transcript | None, rater: str) -> list[tuple[str, str]]:
+def _answers_of(queue: Queue, item: Item, transcript: Transcript | None, rater: str) -> list[tuple[str, str]]:
     """Return the heading and the text of each answer that a rater compares or judges."""
     if transcript is None:
         return []
     if queue.rules.question == "pair":
-        sides = sides_of(item, rater, repeated=_is_repeated(item))
-        if max(sides) >= len(transcript.answers):
+        choices = sides(item, rater, repeated=_is_repeated(item))
+        if max(choices) >= len(transcript.answers):
             return []
-        return [(name, transcript.answers[choice]) for name, choice in zip(SIDES, sides, strict=True)]
+        return [(name, transcript.answers[choice]) for name, choice in zip(SIDES, choices, strict=True)]
     is_single = len(transcript.answers) == 1
     return [("Answer" if is_single else f"Answer {at}", text) for at, text in enumerate(transcript.answers, 1)]
 
@@ -260,9 +261,9 @@ def _own_answer(queue: Queue, item: Item, rater: str) -> str:
     answer = item.answer
     if answer is None:
         return ""
-    if queue.rules.question == "pair" and answer not in (SAME, BOTH_BAD):
-        sides = sides_of(item, rater, repeated=_is_repeated(item))
-        answer = SIDES[sides.index(int(answer))] if answer in map(str, sides) else answer
+    if queue.rules.question == "pair" and answer not in (SAME, BOTH_BAD) and item.turn is not None:
+        choices = sides(item, rater, repeated=_is_repeated(item))
+        answer = SIDES[choices.index(int(answer))] if answer in map(str, choices) else answer
     return next((text for value, text, _ in _buttons(queue) if value == answer), answer)
 
 

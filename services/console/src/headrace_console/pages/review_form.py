@@ -14,8 +14,8 @@ from headrace_console.pages.page import Page, read_fields
 from headrace_console.pages.sessions import CHOICES, FILTERS, chosen_tenant, parse_filter
 from headrace_console.read_model import queues
 from headrace_console.read_model.queues import QUEUES_MAX, QueueRules
-from headrace_console.read_model.verdicts import QUEUE_NAME
-from headrace_console.review_feedback import BOTH_BAD, SAME, SIDES
+from headrace_console.read_model.verdicts import BOTH_BAD, QUEUE_NAME, SAME
+from headrace_console.review_feedback import SIDES
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import Refused

@@ -6,6 +6,7 @@ the verdict. A request that is sent twice therefore counts once, and whoever kno
 
 from __future__ import annotations
 
+import random
 import re
 import uuid
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ SOURCE_PREFIX = "review:"
 QUEUE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 VERDICTS_MAX = 50
 """Verdicts of one rater about one item, with those that are withdrawn or revised."""
+SAME, BOTH_BAD = "same", "bad"
+"""Answers about a pair of which no answer is better, and labels of their feedback. They abstain unless `scorer.labels`
+gives them a value."""
 _RANDOM_ONE_IN = 5
 _REPEATED_ONE_IN = 20
 
@@ -64,6 +68,18 @@ def comes_again(item: str, rater: str) -> bool:
 def has_swapped_sides(item: str, rater: str, *, repeated: bool) -> bool:
     """Return whether a rater sees the second answer of a pair as A."""
     return bool(uuid.UUID(derived_id("review-side", item, rater)).int % 2) != repeated
+
+
+def pair_of(item: str, choices: int) -> tuple[int, int]:
+    """Return the two compared answers of a turn with `choices` answers, which every rater of the item gets."""
+    first, second = sorted(random.Random(item).sample(range(choices), 2))
+    return first, second
+
+
+def sides_of(item: str, choices: int, rater: str, *, repeated: bool) -> tuple[int, int]:
+    """Return the answers that a rater sees as A and as B."""
+    first, second = pair_of(item, choices)
+    return (second, first) if has_swapped_sides(item, rater, repeated=repeated) else (first, second)
 
 
 def is_verdict(event: Feedback) -> bool:

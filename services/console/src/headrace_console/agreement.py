@@ -1,0 +1,101 @@
+"""Agreement of the raters of a queue, and of a judge with them. Pure functions of the valid answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from headrace_statistics.agreement import alpha, bootstrap_interval, kappa, nominal, raw_agreement, squared
+
+COMMON_MIN = 30
+"""Items that two raters must have in common, because a coefficient of fewer says nothing."""
+COLUMNS_MAX = 8
+"""Raters and judges that are compared, those with the most answers first."""
+Answers = Mapping[str, Mapping[str, Hashable]]
+"""Answer by column, which is a rater or a judge, by item."""
+_Statistic = Callable[[Mapping[Any, int]], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """A coefficient of agreement over items, with its bootstrap interval."""
+
+    items: int
+    value: float | None = None
+    """None if there are too few items, or if all answers are the same."""
+    interval: tuple[float, float] | None = None
+
+    @property
+    def has_too_few_items(self) -> bool:
+        """Whether the items are too few for a number."""
+        return self.items < COMMON_MIN
+
+
+@dataclass(frozen=True, slots=True)
+class PairAgreement:
+    """Agreement of two columns on the items of both."""
+
+    first: str
+    second: str
+    kappa: Coefficient
+    raw: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Agreement on the items of a queue."""
+
+    columns: Mapping[str, Counter[Any]]
+    """Number of items by answer, by column."""
+    alpha: Coefficient
+    """Krippendorff's alpha of all raters, without judges."""
+    pairs: Sequence[PairAgreement]
+
+
+def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, seed: int) -> Agreement:
+    """Return the agreement on items.
+
+    Args:
+        answers: the valid answers.
+        judges: the columns that are judges.
+        are_scores: whether answers are numbers, whose squared differences count. Other answers are equal or not.
+        seed: seed of the bootstrap.
+    """
+    totals: dict[str, Counter[Any]] = {}
+    for by_column in answers.values():
+        for column, answer in by_column.items():
+            totals.setdefault(column, Counter())[answer] += 1
+    columns = sorted(totals, key=lambda column: (column in judges, -totals[column].total(), column))[:COLUMNS_MAX]
+    difference: Callable[[Any, Any], float] = squared if are_scores else nominal
+    units = [
+        tuple(sorted(by_column[name] for name in columns if name in by_column and name not in judges))  # type: ignore[type-var]
+        for by_column in answers.values()
+    ]
+    rated_twice = [unit for unit in units if len(unit) > 1]
+    return Agreement(
+        {column: totals[column] for column in columns},
+        _coefficient(rated_twice, lambda table: alpha(table, difference), seed),
+        [_pair(answers, first, second, difference, seed) for first, second in combinations(columns, 2)],
+    )
+
+
+def _pair(
+    answers: Answers, first: str, second: str, difference: Callable[[Any, Any], float], seed: int
+) -> PairAgreement:
+    common = [(row[first], row[second]) for row in answers.values() if first in row and second in row]
+    coefficient = _coefficient(common, lambda table: kappa(table, difference), seed)
+    raw = None if coefficient.has_too_few_items else raw_agreement(Counter(common))
+    return PairAgreement(first, second, coefficient, raw)
+
+
+def _coefficient(
+    items: Sequence[Any], statistic: Callable[[Mapping[Any, int]], float | None], seed: int
+) -> Coefficient:
+    if len(items) < COMMON_MIN:
+        return Coefficient(len(items))
+    value = statistic(Counter(items))
+    interval = None if value is None else bootstrap_interval(items, statistic, seed=seed)
+    return Coefficient(len(items), value, interval)

@@ -1,0 +1,135 @@
+"""The page of a queue that shows how far its raters agree with each other and with judges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_console.agreement import COMMON_MIN, Coefficient, agreement_of
+from headrace_console.pages.frame import Templates
+from headrace_console.pages.page import Page
+from headrace_console.pages.review import queue_of_path
+from headrace_console.read_model.answers import ITEMS_MAX, AnsweredItem, random_items
+from headrace_console.read_model.verdicts import sides_of
+from headrace_console.users import User
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
+from headrace_statistics.intervals import wilson
+
+_LISTED_MAX = 50
+
+
+@dataclass(frozen=True, slots=True)
+class RaterHabit:
+    """How often a rater of pairs chose A, and the same answer when a pair came again."""
+
+    rater: str
+    decided: int
+    left: int
+    left_interval: tuple[float, float] | None
+    repeated: int
+    consistent: int
+
+
+class AgreementPage:
+    """The agreement of a queue. Raters cannot open it, because it shows the answers of others."""
+
+    def __init__(self, templates: Templates, database: Database) -> None:
+        self._templates = templates
+        self._database = database
+        self._computation = asyncio.Lock()
+
+    def pages(self) -> list[Page]:
+        """Return the page."""
+        return [Page("/review/{queue}/agreement", self.agreement)]
+
+    async def agreement(self, request: Request, user: User) -> Response:
+        """Show the coefficients of the random part, the shares of the answers, and the items with different answers."""
+        parameters_of(request)
+        async with self._database.transaction() as tx:
+            queue = await queue_of_path(tx, request, user)
+            items = await random_items(tx, queue)
+        judges = sorted({judge for item in items for judge in item.by_judge})
+        answers = {item.id: {**item.by_rater, **item.by_judge} for item in items}
+        async with self._computation:
+            agreement = await asyncio.to_thread(
+                agreement_of, answers, judges, are_scores=queue.rules.question == "score", seed=queue.id
+            )
+        values = sorted({value for column in agreement.columns.values() for value in column}, key=str)
+        return self._templates.render(
+            request,
+            user,
+            "review_agreement.html",
+            queue=queue,
+            items=len(items),
+            items_max=ITEMS_MAX,
+            common_min=COMMON_MIN,
+            alpha=_text(agreement.alpha),
+            pairs=[(pair, _text(pair.kappa)) for pair in agreement.pairs],
+            columns=agreement.columns,
+            values=values,
+            names={value: name_of(value) for value in values},
+            habits=habits_of(items) if queue.rules.question == "pair" else [],
+            differing=_differing(items),
+        )
+
+
+def _text(coefficient: Coefficient) -> str:
+    """Return a coefficient with its interval in words."""
+    if coefficient.has_too_few_items:
+        return f"too few ({coefficient.items} of {COMMON_MIN} items)"
+    if coefficient.value is None:
+        return f"undefined: all answers to the {coefficient.items} items are the same"
+    if coefficient.interval is None:
+        return f"{coefficient.value:.3f}"
+    lower, upper = coefficient.interval
+    return f"{coefficient.value:.3f} (95 %: {lower:.3f} to {upper:.3f})"
+
+
+def name_of(answer: Hashable) -> str:
+    """Return the text that the page shows for an answer. The answers of a pair have numbers from 1 on."""
+    if isinstance(answer, float):
+        return f"{answer:g}"
+    text = str(answer)
+    return f"answer {int(text) + 1}" if text.isascii() and text.isdigit() else text
+
+
+def habits_of(items: Sequence[AnsweredItem]) -> list[RaterHabit]:
+    """Return the habits of the raters of pairs."""
+    sides: dict[str, list[bool]] = {}
+    again: dict[str, list[bool]] = {}
+    for item in items:
+        for rater, answer in item.by_rater.items():
+            verdicts = [verdict for verdict in item.verdicts if verdict["rater"] == rater]
+            repeated = bool(verdicts[-1]["repeated"])
+            if str(answer).isdigit():
+                left, _ = sides_of(item.id, item.choices, rater, repeated=repeated)
+                sides.setdefault(rater, []).append(int(str(answer)) == left)
+            if repeated and len(verdicts) > 1:
+                again.setdefault(rater, []).append(verdicts[-2]["answer"] == verdicts[-1]["answer"])
+    return [
+        RaterHabit(
+            rater,
+            len(sides.get(rater, ())),
+            sum(sides.get(rater, ())),
+            wilson(sum(sides[rater]), len(sides[rater])) if sides.get(rater) else None,
+            len(again.get(rater, ())),
+            sum(again.get(rater, ())),
+        )
+        for rater in sorted(sides.keys() | again.keys())
+    ]
+
+
+def _differing(items: Sequence[AnsweredItem]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the address of each item with different answers, and the answers, the last drawn items first."""
+    entries = []
+    for item in items:
+        answers = {**item.by_rater, **item.by_judge}
+        if len(set(answers.values())) > 1:
+            address = f"/s/{item.session_key}" + (f"#t-{item.turn}" if item.turn else "")
+            entries.append((address, [(name, name_of(answer)) for name, answer in sorted(answers.items())]))
+    return entries[:_LISTED_MAX]
