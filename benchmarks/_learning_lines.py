@@ -18,6 +18,7 @@ from typing import Any, Literal
 from headrace_operations import guard
 from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import Control
+from headrace_operations.controls.report import Row
 from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_statistics.clustered_means import Mean, Score, difference, mean
 
@@ -180,11 +181,37 @@ def lines(table: Table) -> list[Line]:
             result.append(
                 Line(f"{control.name}: gain over the base, within two errors", gain.value, *_two_errors(gain))
             )
-    result += _flipped_lines(table) + _guard_lines(table) + _held_lines(table)
+    result += _accusation_lines(table) + _flipped_lines(table) + _guard_lines(table) + _held_lines(table)
     if "lag 4" in table.arms:
         loss = -table.compare("lag 4", kinds.TRUE.name).value
         result.append(Line("lag 4: what it loses on lag 0", loss, -1, LAG_LOSS_MAX))
     return result
+
+
+def _accusation_lines(table: Table) -> list[Line]:
+    """Return how often `headrace controls` with one seed reports a problem: of the true reward never, of recorded
+    rewards that were shuffled always."""
+    runs = [table.arms.get(control.name, []) for control in (kinds.TRUE, kinds.SHUFFLED, kinds.RANDOM)]
+    true_runs, shuffled_runs, random_runs = runs
+    if not true_runs or not shuffled_runs:
+        return []
+    sound = [is_accused(run, shuffled) for run, shuffled in zip(true_runs, shuffled_runs, strict=True)]
+    broken = [is_accused(run, other) for run, other in zip(shuffled_runs, random_runs or shuffled_runs, strict=True)]
+    return [
+        Line("controls: share of seeds that accuse the true reward", _share(sound), 0, 0),
+        Line("controls: share of seeds that accuse shuffled recorded rewards", _share(broken), 1, 1),
+    ]
+
+
+def is_accused(recorded: RunResult, shuffled: RunResult) -> bool:
+    """Return whether `headrace controls` reports a problem, from runs with the recorded rewards and with shuffled
+    ones."""
+    true_gain = difference([recorded.scores], [recorded.base])
+    rows = [
+        Row(control, mean([run.scores]), difference([run.scores], [run.base]), run.steps, 0, (), true_gain)
+        for control, run in ((kinds.TRUE, recorded), (kinds.SHUFFLED, shuffled))
+    ]
+    return not all(row.as_expected for row in rows)
 
 
 def _two_errors(gain: Mean) -> tuple[float, float]:

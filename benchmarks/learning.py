@@ -6,6 +6,8 @@ points. Shuffled and random rewards and a learning rate of 0 stay within two sta
 rewards lower the score, and the gate refuses all of their versions. Training on samples of the version of four steps
 before loses at most two points. The guard detects training by the format alone in four runs of five, and never training
 by the true reward.
+With the runs of one seed `headrace controls` never reports a problem of the true reward, and always one of recorded
+rewards that were shuffled (`--only true shuffled` trains these alone).
 The agent with typed answers gains as much with held calls as with free ones, within two standard errors.
 
 Steps are shorter than the demo's, which has three minutes. The effect of noise grows with the square root of the steps

@@ -61,7 +61,7 @@ def missed(run_table: Table) -> list[str]:
 def test_a_sound_trainer_misses_no_line() -> None:
     run_table = table(SCORES)
     assert missed(run_table) == []
-    assert len(lines(run_table)) == 12
+    assert len(lines(run_table)) == 14
     assert "| flipped | " in markdown(run_table.rows(), run_table.score_of_base())
 
 
@@ -81,7 +81,20 @@ def test_a_sound_trainer_misses_no_line() -> None:
     ],
 )
 def test_each_fault_fails_its_line(changed: dict[str, float], line: str) -> None:
-    assert {name for name in missed(table(SCORES | changed)) if ":" not in name} == {line.split(":")[0]}
+    assert {*missed(table(SCORES | changed))} - {"controls"} == {line.split(":")[0]}
+
+
+@pytest.mark.parametrize(
+    ("true", "shuffled", "line"),
+    [
+        (0.7, 0.6, "controls: share of seeds that accuse the true reward"),  # shuffled rewards teach as well
+        (0.7, 0.6, "controls: share of seeds that accuse shuffled recorded rewards"),
+        (0.36, 0.35, "controls: share of seeds that accuse the true reward"),  # it teaches nothing
+    ],
+)
+def test_wrong_accusation_of_a_reward_fails_its_line(true: float, shuffled: float, line: str) -> None:
+    run_table = table({"true": true, "shuffled": shuffled, "random": 0.35})
+    assert line in [accusation.name for accusation in lines(run_table) if not accusation.holds]
 
 
 def test_a_flipped_version_that_the_gate_lets_pass_fails() -> None:
