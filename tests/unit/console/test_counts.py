@@ -21,7 +21,7 @@ from headrace_console.users import Scope
 from headrace_operations.turn_account import turn_account_of
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
-from headrace_schemas import Event, TrainingOutcome, Trajectory, Undone
+from headrace_schemas import Event, Reward, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.events.checkpoint import Restored
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
@@ -198,6 +198,29 @@ async def test_counts_equal_the_account_for_any_order_repetition_and_cut(databas
     await read(database, everything[cut:], chance)
     assert await counted(database) == accounted(everything)
     await check_sessions(database)
+
+
+async def test_names_of_sources_and_versions_are_bounded_and_counts_stay_exact(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_console.read_model.rows.NAMES_MAX", 20)
+    chance = random.Random(draw_seed())
+    events: list[Event] = []
+    for number in range(60):
+        name = f"t{number}"
+        key = turn(name).session_key
+        source = Reward(time=START, trajectory_id="run", session_key=key, source=f"source-{number}", value=0.5)
+        events += [turn(name).model_copy(update={"version": f"m@{number:012x}"}), source]
+    await read(database, events, chance)
+    assert await counted(database) == accounted(events)
+    async with database.transaction() as tx:
+        names = {row.id: row.name for row in await tx.execute(select(tables.names))}
+        sources = [names[row.source] for row in await tx.execute(select(tables.rewards.c.source))]
+        versions = [names[row.version] for row in await tx.execute(select(tables.turns.c.version))]
+    assert len(names) < 30
+    assert "(other)" in sources
+    assert len(versions) == 60
+    assert versions.count("(other)") > 40
 
 
 async def check_sessions(database: Database) -> None:

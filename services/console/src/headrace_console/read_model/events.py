@@ -85,7 +85,7 @@ class EventEffects:
         names, session = self._names, self._session(event)
         turn = self._turn(event.tenant, event.turn_id, session)
         turn.session = session.id
-        turn.model, turn.version = names.number(event.model), names.number(event.version)
+        turn.model, turn.version = names.number(event.model), names.number(event.version, is_bounded=True)
         turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
         turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         turn.eval = turn.eval or event.purpose == "eval"
@@ -133,7 +133,7 @@ class EventEffects:
                 turn.sampled_tokens = facts.tokens.get(turn_id, ("", 0))[1]
         if facts.ingested:
             if event.versions and at_ms >= session.last_ms:
-                session.version = names.number(event.versions[-1])
+                session.version = names.number(event.versions[-1], is_bounded=True)
             self._see_session(session, event, at_ms)
 
     def _reason_numbers(self, reasons: Mapping[str, str], turns: Mapping[str, TurnRow]) -> Mapping[int, int]:
@@ -160,7 +160,7 @@ class EventEffects:
         session, trajectory = self._batch.reward_target(event)
         turn = 0 if event.turn_id is None else self._turn(event.tenant, event.turn_id, session).id
         choice = -1 if event.choice is None else event.choice
-        key = RewardKey(session.id, trajectory.id, turn, choice, self._names.number(event.source))
+        key = RewardKey(session.id, trajectory.id, turn, choice, self._names.number(event.source, is_bounded=True))
         values = {
             "tenant": session.tenant,
             "revision": event.revision,

@@ -302,6 +302,11 @@ async def upsert_all(
         await tx.execute(statement, part)
 
 
+NAMES_MAX = 100_000
+"""Texts that are stored before new sources and versions share one."""
+OTHER = "(other)"
+
+
 class Names:
     """Numbers of texts that repeat. Numbers begin at 1; a batch must call `refresh` first and `store` at its end."""
 
@@ -310,10 +315,16 @@ class Names:
         self._texts: dict[int, str] = {}
         self._stored_until = 0
 
-    def number(self, text: str) -> int:
-        """Return the number of a text, a new one if it has none."""
+    def number(self, text: str, *, is_bounded: bool = False) -> int:
+        """Return the number of a text, a new one if it has none.
+
+        `is_bounded`: once there are `NAMES_MAX` texts, new ones share the number of `OTHER`. It is for sources and
+        versions, which events name without a limit. Rows of different tenants, models and states must not be merged.
+        """
         number = self._ids.get(text)
         if number is None:
+            if is_bounded and len(self._texts) >= NAMES_MAX:
+                return self.number(OTHER)
             number = len(self._texts) + 1
             self._ids[text], self._texts[number] = number, text
         return number
