@@ -198,6 +198,9 @@ REQUIRED_SERVERS=clients $(BIN)/pytest tests/integration/clients
 $(PROGRAM) clients $(SEED_OPTION) $(ARGS)
 endef
 
+#: NAME=coding-agents  Claude Code and Codex CLI repair generated bugs and are trained on the results (ARGS="--rounds 6")
+check_coding-agents = $(PROGRAM) coding-agents $(SEED_OPTION) $(ARGS)
+
 #: NAME=compose        every image, built, and the shortened demo through the containers (Docker or podman)
 check_compose = $(PROGRAM) compose --seed $(SEED) $(ARGS)
 

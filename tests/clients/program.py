@@ -58,7 +58,7 @@ def play(run: Run) -> None:
     replica = AgentReplica(run.folder)
     rows = []
     for client in chosen:
-        problem = _installed(environments, client.environment)
+        problem = environment_problem(environments, client.environment)
         if problem is not None:
             run.skip(client.name, problem)
             continue
@@ -185,7 +185,7 @@ def _table_line(values: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, values))} |"
 
 
-def _installed(environments: Path, name: str) -> str | None:
+def environment_problem(environments: Path, name: str) -> str | None:
     """Install the newest releases of an environment once. Return the problem, if there is one."""
     folder = environments / name
     if (folder / "installed").exists():

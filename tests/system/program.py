@@ -29,6 +29,7 @@ MODULES = {
     "attack": "tests.attack.program",
     "chaos": "tests.chaos.program",
     "clients": "tests.clients.program",
+    "coding-agents": "tests.clients.coding",
     "compose": "tests.compose.program",
     "console": "tests.console.program",
     "feedback": "tests.feedback.program",
