@@ -66,7 +66,7 @@ async def test_page_shows_the_coefficients_of_the_random_part(stand: Stand, bus:
     expected = {event.session_key: table[int(event.session_id[8:])] for event in events if isinstance(event, Turn)}
     assert all(answers == expected[key] for key, answers in rows.items())
     page = (await reviewer.get(f"{queue}/agreement")).text
-    of_all = alpha(Counter(tuple(sorted(row.values())) for row in rows.values()), squared)
+    of_all = alpha(Counter(tuple(sorted(row.values(), key=str)) for row in rows.values()), squared)
     assert of_all is not None
     assert f"alpha of all raters: {of_all:.3f} (95 %: " in page
     for first, second in (("ann", "ben"), ("ann", "cat"), ("ben", "cat")):
@@ -123,7 +123,7 @@ async def test_pairs_show_the_share_of_a_side_and_answers_to_repeated_pairs(stan
             events.append(verdict(call, rater, number=1 + repeated, repeated=repeated, preference=preference))
         events += [
             Reward(
-                time=START, trajectory_id=f"Tdefault{session[0].session_key}", session_key=call.session_key,
+                time=START, trajectory_id=f"T{call.turn_id}", session_key=call.session_key,
                 source="judge:pair", turn_id=call.turn_id, choice=choice, value=value,
             )
             for choice, value in enumerate((0.2, 0.2, 0.9))
@@ -138,9 +138,9 @@ async def test_pairs_show_the_share_of_a_side_and_answers_to_repeated_pairs(stan
     assert (habits["ann"].left, habits["ann"].decided) == (len(items), len(items))
     assert (habits["ben"].consistent, habits["ben"].repeated) == (len(items), len(items))
     assert 0 < habits["ben"].left < len(items)
-    for item in items:
-        expected[SAME if 2 not in pair_of(item.id, 3) else "2"] += 1
-    assert Counter(item.by_judge["judge:pair"] for item in items) == expected
+    for answered in items:
+        expected[SAME if 2 not in pair_of(answered.id, 3) else "2"] += 1
+    assert Counter(answered.by_judge["judge:pair"] for answered in items) == expected
     page = (await reviewer.get(f"{queue}/agreement")).text
     assert f"{len(items)} of {len(items)} (95 %: " in page
     assert "answer 3" in page
