@@ -163,6 +163,7 @@ def _stale(why: Why, _undo: contextlib.ExitStack) -> None:
 def _gated(folder: Path) -> Act:
     def act(why: Why, _undo: contextlib.ExitStack) -> None:
         (folder / "hold").touch()
+        why.text()  # so that the console has read the trainer's counters before the first step
         for number in range(4):  # two runs of each task, so that the step changes the weights
             why.stack.call(f"task {number % 2}")
         wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the first step is taken")
