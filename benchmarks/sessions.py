@@ -58,6 +58,8 @@ _OPENING_BYTES = 4096
 _MESSAGE_BYTES = 24
 _ARRIVAL_S = 120.0
 _IDLE_S = 10.0
+_TOKENS_PER_S = 1e9
+"""Limit of the gateway, above what one client sends."""
 _DECODED = 20
 """Turns of a session whose JSON is decoded."""
 AFTER_CAPTURE = ("broker_cpu_ms", "collector_cpu_ms", "scorer_cpu_ms", "topic_bytes", "state_open", "state_closed")
@@ -117,7 +119,12 @@ async def running(folder: Path) -> AsyncIterator[Stack]:
     port = free_port()
     command = [sys.executable, "-m", "benchmarks._sessions_replica", str(port)]
     broker = BrokerProcess(folder / "broker")
-    gateway = GatewayProcess(folder / "data", broker.address)
+    gateway = GatewayProcess(
+        folder / "data",
+        broker.address,
+        GATEWAY__LIMITS_TOTAL__TOKENS_PER_S=_TOKENS_PER_S,
+        GATEWAY__LIMITS_PER_KEY__TOKENS_PER_S=_TOKENS_PER_S,
+    )
     services = {
         "collector": ServiceProcess("collector", folder / "data", broker.address),
         "scorer": ServiceProcess("scorer", folder / "data", broker.address, SCORER__REQUIRED='["feedback"]'),
