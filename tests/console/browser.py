@@ -138,6 +138,38 @@ def search(page: Page, texts: list[str]) -> tuple[list[str], list[str]]:
     return lost, targets
 
 
+def make_queue(page: Page) -> str:
+    """Make a queue in which sessions are scored, by the form of a reviewer, and return its path."""
+    page.goto("/review/new")
+    page.fill("#name", "help")
+    page.fill("#rubric", "Did the answer help?")
+    page.get_by_role("button", name="Make the queue").click()
+    return urlsplit(page.url).path
+
+
+def rate(page: Page, queue: str) -> str:
+    """Answer the next item, by the key 1 if the page has JavaScript, and return the path of the one after it."""
+    first = next_item(page, queue)
+    if page.locator("#keys").is_visible():
+        with page.expect_navigation():
+            page.keyboard.press("1")
+    else:
+        page.locator("button[name=answer]").first.click()
+    following = urlsplit(page.url).path
+    return following if following not in (queue, first) else queue
+
+
+def next_item(page: Page, queue: str) -> str:
+    """Open the next item of the queue, and return its path; that of the queue if there is none in ten seconds."""
+    for _ in range(20):  # the console reads the topics with a delay
+        page.goto(queue)
+        page.get_by_role("button", name="Rate the next item").click()
+        if urlsplit(page.url).path != queue:
+            break
+        page.wait_for_timeout(500)
+    return urlsplit(page.url).path
+
+
 def crawl(page: Page, routes: list[str], targets: list[str]) -> dict[str, str]:
     """Follow links from `/` and `targets`. Return one path for each route that they lead to."""
     paths: dict[str, str] = {}
@@ -204,12 +236,15 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
         observed["refresh"] = observe_refresh(page)
         page.add_init_script(_PAUSE)
         observed["not_found"], targets = search(page, task["searched"])
-        paths = crawl(page, task["routes"], [*targets, *task["targets"]])
+        queue = make_queue(page)
+        item = rate(page, queue)
+        paths = crawl(page, task["routes"], [item, f"{queue}/agreement", *targets, *task["targets"]])
         observed["unlinked"] = [route for route in task["routes"] if route not in paths]
         observed["pages"] = [examine(page, path) for path in paths.values()]
         observed |= {"errors": list(observer.errors), "foreign": list(observer.foreign)}
         observed["pages"].append(examine(page, "/nothing-here"))
         observed["planted"] = observe_planted(page)
+    paths = {route: path for route, path in paths.items() if path != item}  # it is reserved for the owner
     with opened(browser, url) as (page, _):
         observed["pages"].append(examine(page, "/login"))
         log_in(page, task["viewer"])
@@ -230,6 +265,7 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
         for path in paths.values():
             reply = page.goto(path)
             observed["plain"].append([path, reply.status if reply else 0, len(page.locator("main").inner_text())])
+        observed["plain_rating"] = rate(page, queue) != queue
         page.select_option("#theme", "dark")
         page.click("header form[action='/theme'] button")
         observed["plain_theme"] = page.locator("html").get_attribute("data-theme")

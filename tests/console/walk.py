@@ -152,6 +152,7 @@ def _page_lines(observed: dict[str, Any]) -> Iterator[Line]:
     )
     plain = [f"{path}: {status}" for path, status, length in observed["plain"] if status != 200 or length < 40]
     yield no_problems("pages that cannot be read without JavaScript", plain)
+    yield equals("an item rated without JavaScript, and the next one shown", observed["plain_rating"], True)
     yield equals("theme chosen without JavaScript", observed["plain_theme"], "dark")
     yield no_problems("forms of decisions that a viewer sees", observed["viewer_forms"])
     yield equals("answers to decisions that a viewer sends anyway", sorted(set(observed["viewer_posts"])), [403])
