@@ -21,7 +21,9 @@ from tests.system.line import Line, at_most, none_of
 
 TITLE = "a tenant that asks for all that it can leaves another tenant its pace"
 CALLS = 60
-"""Calls of the modest tenant under each load, one after the other."""
+"""Calls of the modest tenant under each load and as many without it, one after the other."""
+_ROUNDS = 4
+"""Rounds without the load and under it alternate, so that both have the same share of a disturbed machine."""
 TOKENS = 16
 RATIO_MAX = 2.0
 _CONNECTIONS = 24
@@ -40,14 +42,14 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     lines: list[Line] = []
     failed = calls = 0
     async with serving(folder, tenants=("modest", "greedy")) as running, aiohttp.ClientSession() as http:
-        await _calls(running, http, rng, 20)  # the first calls pay for what all later ones use
+        await _calls(running, http, rng, [])  # the first calls pay for what all later ones use
         for kind, words in _KINDS.items():
-            alone_s, refused = await _calls(running, http, rng, CALLS)
-            failed += refused
-            async with _load(running.gateway.url, kind, rng):
-                await asyncio.sleep(_SETTLE_S)
-                beside_s, refused = await _calls(running, http, rng, CALLS)
-            failed += refused
+            alone_s, beside_s = list[float](), list[float]()
+            for _ in range(_ROUNDS):
+                failed += await _calls(running, http, rng, alone_s)
+                async with _load(running.gateway.url, kind, rng):
+                    await asyncio.sleep(_SETTLE_S)
+                    failed += await _calls(running, http, rng, beside_s)
             calls += 2 * CALLS
             ratio = _p99(beside_s) / _p99(alone_s)
             tail = f"p99 {_ms(_p99(alone_s))} to {_ms(_p99(beside_s))} ms"
@@ -57,13 +59,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     return [*lines, none_of("calls of the other tenant that failed", failed, calls)]
 
 
-async def _calls(
-    running: Serving, http: aiohttp.ClientSession, rng: random.Random, count: int
-) -> tuple[list[float], int]:
-    """Return the seconds of each call, and how many failed."""
-    seconds: list[float] = []
+async def _calls(running: Serving, http: aiohttp.ClientSession, rng: random.Random, seconds: list[float]) -> int:
+    """Make the calls of one round, append the seconds of each to `seconds`, and return how many failed."""
     failed = 0
-    for _ in range(count):
+    for _ in range(CALLS // _ROUNDS):
         body = _chat(rng, 40, max_tokens=TOKENS)
         began = time.perf_counter()
         headers = {"authorization": "Bearer modest"}
@@ -72,7 +71,7 @@ async def _calls(
             failed += answer.status != 200
         seconds.append(time.perf_counter() - began)
         await asyncio.sleep(0.02)
-    return seconds, failed
+    return failed
 
 
 def _chat(rng: random.Random, length: int, **fields: object) -> dict[str, object]:
