@@ -134,9 +134,9 @@ CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prome
 	$(BIN)/python -m tests.repo.helm.schemas .venv-helm $(CRDS)
 	@touch $@
 
-# Tests start hundreds of Python processes: each would compile its sources again if the environment forbade bytecode files.
+# The files that take longest come first, so that all workers end together. Tests start hundreds of Python processes: each would compile its sources again if the environment forbade bytecode files.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
-TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration)
+TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/integration tests/contract tests/simulation tests/docs tests/unit tests/repo)
 
 test: $(VENV)/installed ## run the tests that take seconds, in under 10 minutes on 2 cores (SERVICE=: one area; TEST_SEED=random: other cases)
 	mkdir -p reports

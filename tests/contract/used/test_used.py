@@ -59,7 +59,7 @@ def kafka_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     params=[
         "simulated",
         "embedded",
-        "embedded_login",
+        pytest.param("embedded_login", marks=pytest.mark.long),
         pytest.param("kafka", marks=KAFKA),
         pytest.param("kafka_login", marks=KAFKA),
     ]
