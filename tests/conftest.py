@@ -65,7 +65,7 @@ def database_url(request: pytest.FixtureRequest) -> str:
     if request.param == "sqlite":
         return "sqlite"
     node: postgres_node.PostgresNode = request.getfixturevalue("postgres")
-    return node.url()
+    return node.empty_url()
 
 
 @pytest.fixture

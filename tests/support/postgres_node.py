@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pwd
 import shutil
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import asyncpg  # type: ignore[import-untyped]
 import psutil
 
 from tests.support.ports import free_port
@@ -64,6 +67,21 @@ class PostgresNode:
 
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://headrace@127.0.0.1:{self.port}/{database}"
+
+    def empty_url(self) -> str:
+        """Drop the schemas that earlier tests left, and return the address of the database."""
+        with ThreadPoolExecutor(1) as pool:  # the caller's thread may have an event loop
+            pool.submit(asyncio.run, self._drop_schemas()).result()
+        return self.url()
+
+    async def _drop_schemas(self) -> None:
+        connection = await asyncpg.connect(self.url(), command_timeout=30)
+        try:
+            query = "SELECT nspname FROM pg_namespace WHERE nspname NOT SIMILAR TO '(pg_|information_schema|public)%'"
+            for (name,) in await connection.fetch(query):
+                await connection.execute(f'DROP SCHEMA "{name}" CASCADE')
+        finally:
+            await connection.close()
 
     def start(self) -> None:
         binaries = _binaries()

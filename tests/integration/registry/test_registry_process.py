@@ -69,7 +69,7 @@ async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(o
 async def test_a_standby_takes_over_from_a_killed_leader(
     own_bus: str, tmp_path: Path, postgres: postgres_node.PostgresNode
 ) -> None:
-    rig = RegistryRig(own_bus, tmp_path, postgres.url())
+    rig = RegistryRig(own_bus, tmp_path, postgres.empty_url())
     model = "standby"
     async with rig.open(), httpx2.AsyncClient(timeout=10) as http:
         processes = {url: process for process, url in (rig.registry(), rig.registry())}

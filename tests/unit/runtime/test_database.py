@@ -308,7 +308,7 @@ def value_of(column: Any, number: int) -> object:
 async def databases(postgres: PostgresNode, tmp_path: Path) -> AsyncIterator[tuple[Database, Database]]:
     name = f"copy_{uuid.uuid4().hex[:12]}"
     common = Common.model_validate({"data_dir": tmp_path})
-    server = Common.model_validate({"data_dir": tmp_path, "database": {"url": postgres.url()}})
+    server = Common.model_validate({"data_dir": tmp_path, "database": {"url": postgres.empty_url()}})
     source, target = Database.open(name, common), Database.open(name, server)
     yield source, target
     async with target.transaction() as tx:
