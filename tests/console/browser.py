@@ -248,10 +248,10 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
     with opened(browser, url) as (page, _):
         observed["pages"].append(examine(page, "/login"))
         log_in(page, task["viewer"])
-        observed["viewer_forms"] = []
+        observed["viewer_forms"] = []  # without those that only compute probabilities
         for path in paths.values():
             page.goto(path)
-            observed["viewer_forms"] += page.locator("main form[method=post]").evaluate_all(
+            observed["viewer_forms"] += page.locator("main form[method=post]:not([action$='/now'])").evaluate_all(
                 "(all) => all.map((form) => form.action)"
             )
         token = page.locator("input[name=form_token]").first.get_attribute("value")
