@@ -33,7 +33,8 @@ ONLY_OPTION = $(if $(ONLY),--only $(ONLY))
 # The whole workspace where it is installed already, and otherwise what the demo needs.
 DEMO := $(if $(wildcard $(VENV)/installed),$(VENV),.venv-demo)
 
-demo: $(if $(NAME),$(VENV),$(DEMO))/installed $(needs_demo_$(NAME)) ## improve an agent from its own calls, in about five minutes (SEED=0), or play NAME=
+.SECONDEXPANSION: # the environments that a name needs are listed beside the name, further below
+demo: $(if $(NAME),$(VENV),$(DEMO))/installed $$(needs_demo_$$(NAME)) ## improve an agent from its own calls, in about five minutes (SEED=0), or play NAME=
 	$(call one_of,NAME,$(call names_of,demo))
 	$(or $(demo_$(NAME)),$(DEMO)/bin/headrace demo --seed $(SEED) $(ARGS))
 
@@ -166,7 +167,7 @@ schemas: $(VENV)/installed ## write JSON Schema, AsyncAPI and OpenAPI from the m
 
 ##@ Check and measure it
 
-check: $(VENV)/installed $(needs_check_$(NAME)) ## run one test program, with its report in reports/ (NAME=, SEED=, ARGS=)
+check: $(VENV)/installed $$(needs_check_$$(NAME)) ## run one test program, with its report in reports/ (NAME=, SEED=, ARGS=)
 	$(call required,NAME,$(call names_of,check))
 	$(call one_of,NAME,$(call names_of,check))
 	$(check_$(NAME))

@@ -57,6 +57,16 @@ def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+NEEDED = re.findall(r"^needs_([a-z]+)_(\w+) = (\S+)/installed$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("target", "name", "environment"), NEEDED)
+def test_a_name_installs_the_environment_that_it_needs(target: str, name: str, environment: str) -> None:
+    plan = dry_run("--always-make", target, f"NAME={name}")
+    assert plan.returncode == 0, plan.stderr
+    assert f"-m venv {environment}\n" in plan.stdout
+
+
 @pytest.mark.parametrize(("target", "name"), sorted(named_commands()))
 def test_a_command_that_is_named_exists_under_its_present_name(target: str, name: str) -> None:
     run = dry_run(target, *filter(None, [name.strip().replace('"', "")]))

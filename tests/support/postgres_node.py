@@ -12,7 +12,6 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import asyncpg  # type: ignore[import-untyped]
 import psutil
 
 from tests.support.ports import free_port
@@ -75,6 +74,8 @@ class PostgresNode:
         return self.url()
 
     async def _drop_schemas(self) -> None:
+        import asyncpg  # type: ignore[import-untyped]  # vLLM's environment has no driver
+
         connection = await asyncpg.connect(self.url(), command_timeout=30)
         try:
             query = "SELECT nspname FROM pg_namespace WHERE nspname NOT SIMILAR TO '(pg_|information_schema|public)%'"
