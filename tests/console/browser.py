@@ -138,13 +138,19 @@ def search(page: Page, texts: list[str]) -> tuple[list[str], list[str]]:
     return lost, targets
 
 
+def path_of(page: Page) -> str:
+    """Return the path of the present address."""
+    path: str = urlsplit(page.url).path
+    return path
+
+
 def make_queue(page: Page) -> str:
     """Make a queue in which sessions are scored, by the form of a reviewer, and return its path."""
     page.goto("/review/new")
     page.fill("#name", "help")
     page.fill("#rubric", "Did the answer help?")
     page.get_by_role("button", name="Make the queue").click()
-    return urlsplit(page.url).path
+    return path_of(page)
 
 
 def rate(page: Page, queue: str) -> str:
@@ -155,7 +161,7 @@ def rate(page: Page, queue: str) -> str:
             page.keyboard.press("1")
     else:
         page.locator("button[name=answer]").first.click()
-    following = urlsplit(page.url).path
+    following = path_of(page)
     return following if following not in (queue, first) else queue
 
 
@@ -164,10 +170,10 @@ def next_item(page: Page, queue: str) -> str:
     for _ in range(20):  # the console reads the topics with a delay
         page.goto(queue)
         page.get_by_role("button", name="Rate the next item").click()
-        if urlsplit(page.url).path != queue:
+        if path_of(page) != queue:
             break
         page.wait_for_timeout(500)
-    return urlsplit(page.url).path
+    return path_of(page)
 
 
 def crawl(page: Page, routes: list[str], targets: list[str]) -> dict[str, str]:
