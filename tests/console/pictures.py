@@ -11,7 +11,7 @@ from headrace_schemas.http.stack_access import make_login_token
 from tests.support import browser
 
 PROGRAM = Path(__file__).with_name("browser.py")
-PICTURES = (("console", "/", 622),)
+PICTURES = (("console", "/", 664),)
 """Name of the file, path of the page, and height of the picture in pixels of the page."""
 _WIDTH, _SCALE, _COLOURS = 1000, 1.5, 48
 
