@@ -25,6 +25,7 @@ from headrace_inference.engine import Engine, Guide, Sampling, Start, Tokens
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.grammar.settings import GrammarSettings
+from headrace_runtime.grammars.guides import allows
 from headrace_schemas import Experience, Grammar, TokenGrammar, Tool, Turn, Usage
 from headrace_schemas import Sampling as RecordedSampling
 from headrace_schemas.values.blobs import Manifest
@@ -181,7 +182,7 @@ def allowed_ids(row: Row, start: int, count: int) -> list[list[int]]:
 
 
 def bits(mask: NDArray[np.int32]) -> list[int]:
-    return [token for token in range(VOCABULARY) if mask[token // 32] >> (token % 32) & 1]
+    return [token for token in range(VOCABULARY) if allows(mask, token)]
 
 
 async def in_parallel(jobs: Sequence[Any]) -> list[Any]:

@@ -48,9 +48,9 @@ async def test_no_garbage_is_collected_in_a_measured_block() -> None:
 
     before = collections()
     async with blocked():
-        kept = [[number] for number in range(100_000)]
+        lists = [[number] for number in range(100_000)]
         assert collections() == before
-    kept += [[number] for number in range(100_000)]
+    lists += [[number] for number in range(100_000)]
     assert collections() > before
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace_console.token_texts import TokenTexts
 from headrace_schemas import Turn
+from headrace_schemas.events.allowed_tokens import iterate_sets
 
 WINDOW = 4_000
 """Tokens that one page colours."""
@@ -114,13 +115,7 @@ def forced_positions(turn: Turn, choice: int) -> Collection[int]:
     """
     answer = turn.choices[choice]
     if answer.stored_sets is not None:
-        positions, at = set(), 0
-        for position in range(len(answer.token_ids)):
-            size = answer.stored_sets[at]
-            if size == 1:
-                positions.add(position)
-            at += 1 + size
-        return positions
+        return {position for position, ids in enumerate(iterate_sets(answer.stored_sets)) if len(ids) == 1}
     if turn.sampling.grammar is None:
         return ()
     return {position for position, logprob in enumerate(answer.logprobs) if logprob == 0.0}

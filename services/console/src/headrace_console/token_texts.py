@@ -11,15 +11,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_runtime.grammars.token_bytes import byte_level_table
 from headrace_schemas.values.text import printable_lines
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_PIECE = "\u2581"
 _TEXT_LENGTH_MAX = 400
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-"""Bytes that a byte-level vocabulary contains as the character of the same number. The other bytes are shifted."""
-_SHIFTED = [byte for byte in range(0x100) if byte not in _PRINTED]
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(0x100 + at): byte for at, byte in enumerate(_SHIFTED)}
 
 
 class TokenTexts:
@@ -45,8 +42,8 @@ class TokenTexts:
         piece = self._pieces.get(token_id)
         if piece is None:
             return None
-        if self._is_byte_level and all(character in _BYTES for character in piece):
-            return bytes(_BYTES[character] for character in piece)
+        if self._is_byte_level and all(character in byte_level_table() for character in piece):
+            return bytes(byte_level_table()[character] for character in piece)
         single = _BYTE_PIECE.fullmatch(piece) if self._has_byte_pieces else None
         if single is not None:
             return bytes.fromhex(single[1])

@@ -19,9 +19,14 @@ def match_grammar(words: LLTokenizer, text: str) -> LLMatcher:
     return LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Return whether the mask of a position allows a token."""
+    return bool(int(mask[token // 32]) >> (token % 32) & 1)
+
+
 def allow_stops(mask: NDArray[np.int32], end_id: int, stop_ids: Set[int]) -> None:
     """Allow all `stop_ids` in the mask of a position if it allows `end_id`."""
-    if mask[end_id // 32] >> (end_id % 32) & 1:
+    if allows(mask, end_id):
         for token in stop_ids:
             mask[token // 32] |= _BITS[token % 32]
 

@@ -15,10 +15,9 @@ from headrace_console.pages.page import NotFound, Page
 from headrace_console.pages.session import message_values
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.queries import Row
 from headrace_console.token_lens import Lens
 from headrace_console.users import User
-from headrace_runtime.errors import Unavailable
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
@@ -87,10 +86,7 @@ class ComparePage:
             session, row = record
             training = await turn_training(tx, row)
             texts = await queries.texts_of(tx, [row["version"]])
-        try:
-            event = (await self._records.read("turns", [position_of(row)])).get(position_of(row))
-        except Unavailable:
-            event = None
+        event = await self._records.read_row("turns", row)
         turn = event if isinstance(event, Turn) else None
         return _Side(response_id, session, row, texts.get(row["version"], ""), training, turn)
 

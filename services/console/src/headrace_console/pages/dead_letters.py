@@ -21,7 +21,7 @@ from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
-from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import DeadLetter
@@ -104,10 +104,7 @@ class DeadLetterPages:
             row = await letter_of(tx, request.path_params["letter"])
         if row is None:
             raise NotFound
-        try:
-            event = (await self._records.read(DeadLetter.topic, [position_of(row)])).get(position_of(row))
-        except Unavailable:
-            event = None
+        event = await self._records.read_row(DeadLetter.topic, row)
         return self._templates.render(
             request,
             user,

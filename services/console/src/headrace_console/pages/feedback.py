@@ -15,10 +15,10 @@ from headrace_console.pages.page import NotFound, Page, read_fields
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.queries import Row
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.users import User
-from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Message, Turn
@@ -89,11 +89,7 @@ class FeedbackPages:
 
     async def _answer(self, turn: Row) -> Message | None:
         """Return the first answer of a turn, or None if its text has expired or the bus does not answer."""
-        position = position_of(turn)
-        try:
-            event = (await self._records.read("turns", [position])).get(position)
-        except Unavailable:
-            return None
+        event = await self._records.read_row("turns", turn)
         return event.choices[0].message if isinstance(event, Turn) else None
 
 

@@ -21,7 +21,7 @@ from headrace_console.pages.transcript import Transcript, transcript_of, turns_u
 from headrace_console.read_model import queues, ratings
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.queries import Row
 from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
 from headrace_console.read_model.verdicts import BOTH_BAD, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
@@ -29,7 +29,7 @@ from headrace_console.review_feedback import SIDES, feedback_bodies, sides, stor
 from headrace_console.sources.gateway import FeedbackClient
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, epoch_ms
-from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 
@@ -108,10 +108,7 @@ class ReviewPages:
             rows = await turns_until(tx, item.turn) if item.turn is not None else []
             progress = await queues.progress_of(tx, queue)
             last = await ratings.last_rated(tx, queue, user.name)
-        try:
-            events = await self._records.read("turns", [position_of(row) for row in rows]) if rows else {}
-        except Unavailable:
-            events = {}
+        events = await self._records.read_rows("turns", rows)
         transcript = await asyncio.to_thread(transcript_of, rows, events)
         return self._templates.render(
             request,

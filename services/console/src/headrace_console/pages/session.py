@@ -21,7 +21,6 @@ from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
 from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
-from headrace_runtime.errors import Unavailable
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Feedback, Message, Reward, Turn
@@ -57,9 +56,9 @@ class SessionPage:
             numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
             numbers |= {entry.reason for entry in entries}
             texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
-        turns = await self._read("turns", rows.turns)
-        rewards = await self._read("rewards", rows.rewards[:_SPEAKERS_MAX])
-        feedback = await self._read("feedback", rows.feedback[:_SPEAKERS_MAX])
+        turns = await self._records.read_rows("turns", rows.turns)
+        rewards = await self._records.read_rows("rewards", rows.rewards[:_SPEAKERS_MAX])
+        feedback = await self._records.read_rows("feedback", rows.feedback[:_SPEAKERS_MAX])
         outcomes = await self._outcomes(rows, feedback)
         experiences = [unpack_numbers(row["turns"]) for row in rows.experiences]
         numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
@@ -107,13 +106,6 @@ class SessionPage:
             refused=refused,
         )
         return dict(zip(feedback, outcomes, strict=True))
-
-    async def _read(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], object]:
-        """Return the events of rows. Without the bus the page shows the numbers alone."""
-        try:
-            return await self._records.read(topic, [position_of(row) for row in rows]) if rows else {}
-        except Unavailable:
-            return {}
 
 
 def _turns(

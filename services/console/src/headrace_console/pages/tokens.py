@@ -17,12 +17,12 @@ from headrace_console.pages.page import InvalidParameter, NotFound, Page, read_f
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
-from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.queries import Row
 from headrace_console.sources.replicas import TOKENS_MAX, ReplicaLogprobs
 from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.token_lens import CHANGE_LEGEND, COLOURS, LEGEND, TABLE_ROWS, WINDOW, Lens
 from headrace_console.users import User
-from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Experience, Turn
@@ -75,7 +75,7 @@ class TokenPage:
         """Show a window of the tokens of a turn, and a table of its sampled tokens."""
         parameters = parameters_of(request, "choice", "from", "row", "colour", "now")
         target = await self._target(request, user)
-        turn = await self._read("turns", target.row)
+        turn = await self._records.read_row("turns", target.row)
         common: dict[str, Any] = {
             "session": target.session,
             "row": target.row,
@@ -127,7 +127,7 @@ class TokenPage:
         """Request the logprobs of an answer from a replica, and show them."""
         form = await read_fields(request, ("choice", "version"))
         target = await self._target(request, user)
-        turn = await self._read("turns", target.row)
+        turn = await self._records.read_row("turns", target.row)
         if not isinstance(turn, Turn):
             raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
         choice = _number(form, "choice", 0, len(turn.choices) - 1)
@@ -160,13 +160,6 @@ class TokenPage:
                 raise NotFound
             return _Target(session, row, await turn_training(tx, row))
 
-    async def _read(self, topic: str, row: Row) -> object:
-        """Return the event of a row, or None if it has expired or the bus does not answer."""
-        try:
-            return (await self._records.read(topic, [position_of(row)])).get(position_of(row))
-        except Unavailable:
-            return None
-
     async def _trained(self, target: _Target, turn: Turn, choice: int) -> bool | None:
         """Return whether an answer is in the loss of a trained experience, or None if that cannot be read."""
         for row, history in zip(target.training.experiences, target.training.histories, strict=True):
@@ -174,7 +167,7 @@ class TokenPage:
             trained = [entry for entry in history if trains_answer(entry, turns, target.row["id"])]
             if all(turn.turn_id in entry.left_out for entry in trained):
                 continue
-            experience = await self._read("experiences", row)
+            experience = await self._records.read_row("experiences", row)
             if not isinstance(experience, Experience):
                 return None
             spans = experience.branch.spans if experience.branch is not None else ()
@@ -189,7 +182,7 @@ class TokenPage:
         while (reference := chain[-1].extends) is not None:
             async with self._database.transaction() as tx:
                 record = await queries.turn_of(tx, user.scope, reference.turn_id)
-            earlier = await self._read("turns", record[1]) if record is not None else None
+            earlier = await self._records.read_row("turns", record[1]) if record is not None else None
             if not isinstance(earlier, Turn) or len(chain) > _EARLIER_TURNS_MAX:
                 raise Refused(409, "expired", problem)
             chain.append(earlier)

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, texts_of
-from headrace_console.read_model.queues import SCORES, Queue, valid_verdicts
+from headrace_console.read_model.queues import SCORES, Queue, of_queue, valid_verdicts
 from headrace_console.read_model.verdicts import SAME, pair_of
 
 ITEMS_MAX = 500
@@ -43,7 +43,7 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
     is_rated = select(verdicts.c.item).where(verdicts.c.item == items.c.name).exists()
     query = select(items, sessions.c.session_key, func.coalesce(turns.c.choices, 1).label("choices"))
     query = query.join(sessions, sessions.c.id == items.c.session).outerjoin(turns, turns.c.id == items.c.turn)
-    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name, items.c.drawn_at_random, is_rated)
+    query = query.where(of_queue(queue), items.c.drawn_at_random, is_rated)
     rows = (await tx.execute(query.order_by(items.c.position.desc()).limit(ITEMS_MAX))).mappings()
     answered = {
         bytes(row["name"]): AnsweredItem(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
 from headrace_console.read_model.rows import Names, upsert_all
 from headrace_runtime.clock import Clock, epoch_ms
@@ -244,6 +245,17 @@ class RecordReader:
             except (KafkaError, OSError) as error:
                 await self._disconnect()
                 raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
+
+    async def read_rows(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], Event]:
+        """Return the events of rows as `read` does. Without the bus there are none, so that a page shows the rest."""
+        try:
+            return await self.read(topic, [position_of(row) for row in rows]) if rows else {}
+        except Unavailable:
+            return {}
+
+    async def read_row(self, topic: str, row: Row) -> Event | None:
+        """Return the event of a row, or None if it has expired or the bus does not answer."""
+        return (await self.read_rows(topic, [row])).get(position_of(row))
 
     async def _read(
         self, reader: AIOKafkaConsumer, topic: str, positions: Sequence[tuple[int, int]]

@@ -76,7 +76,8 @@ class Progress:
     by_rater: Mapping[str, int]
 
 
-def _of_queue(queue: Queue) -> ColumnElement[bool]:
+def of_queue(queue: Queue) -> ColumnElement[bool]:
+    """Return the condition that an item is one of the queue."""
     table = review_tables.items
     return (table.c.tenant == queue.tenant) & (table.c.queue == queue.name)
 
@@ -130,8 +131,8 @@ def _queue(row: Row, tenants: Mapping[int, str]) -> Queue:
 async def progress_of(tx: AsyncConnection, queue: Queue) -> Progress:
     """Return the progress of a queue."""
     items, rated = review_tables.items, valid_verdicts()
-    number = await tx.scalar(select(func.count()).select_from(items).where(_of_queue(queue))) or 0
-    query = select(rated.c.rater, func.count()).join(items, items.c.name == rated.c.item).where(_of_queue(queue))
+    number = await tx.scalar(select(func.count()).select_from(items).where(of_queue(queue))) or 0
+    query = select(rated.c.rater, func.count()).join(items, items.c.name == rated.c.item).where(of_queue(queue))
     rows = await tx.execute(query.group_by(rated.c.rater).order_by(func.count().desc()).limit(50))
     return Progress(number, {row[0]: row[1] for row in rows})
 
@@ -159,7 +160,7 @@ async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> in
         selection: the queue's filter.
     """
     items = review_tables.items
-    drawn = await tx.execute(select(func.count(), func.max(items.c.position)).where(_of_queue(queue)))
+    drawn = await tx.execute(select(func.count(), func.max(items.c.position)).where(of_queue(queue)))
     number, last = drawn.one()
     count = min(_DRAWN_AT_ONCE, queue.rules.items_max - number)
     if count <= 0:
@@ -209,7 +210,7 @@ async def _oldest_drawn(tx: AsyncConnection, queue: Queue) -> tuple[int, int] | 
     """Return the place of the oldest session in the list that was drawn because of the filter."""
     items, sessions = review_tables.items, tables.sessions
     query = select(sessions.c.began_ms, sessions.c.id).join(items, items.c.session == sessions.c.id)
-    query = query.where(_of_queue(queue), ~items.c.drawn_at_random).order_by(sessions.c.began_ms, sessions.c.id)
+    query = query.where(of_queue(queue), ~items.c.drawn_at_random).order_by(sessions.c.began_ms, sessions.c.id)
     row = (await tx.execute(query.limit(1))).first()
     return None if row is None else (row.began_ms, row.id)
 

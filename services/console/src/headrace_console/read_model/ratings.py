@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row
-from headrace_console.read_model.queues import Queue, valid_verdicts
+from headrace_console.read_model.queues import Queue, of_queue, valid_verdicts
 from headrace_console.read_model.rows import upsert_all
 from headrace_console.read_model.verdicts import Verdict, comes_again
 
@@ -57,7 +57,7 @@ def _of_rater(table: Table, name: bytes, rater: str) -> ColumnElement[bool]:
 async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) -> Item | None:
     """Return an item that the rater has reserved or rated, or None for all others."""
     items, verdicts, reservations = review_tables.items, review_tables.verdicts, review_tables.reservations
-    query = select(items).where(items.c.name == name, items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    query = select(items).where(items.c.name == name, of_queue(queue))
     row = (await tx.execute(query)).mappings().first()
     if row is None:
         return None
@@ -146,7 +146,7 @@ def _first(query: Select[tuple[bytes]]) -> Select[tuple[bytes]]:
 def _open_reservation(queue: Queue, rater: str) -> Select[tuple[bytes]]:
     items, reservations = review_tables.items, review_tables.reservations
     query = select(items.c.name).join(reservations, reservations.c.item == items.c.name)
-    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    query = query.where(of_queue(queue))
     return query.where(reservations.c.rater == rater, ~reservations.c.skipped)
 
 
@@ -164,7 +164,7 @@ def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
         .where(reservations.c.item == items.c.name, reservations.c.until_ms > now_ms, ~reservations.c.skipped)
         .scalar_subquery()
     )
-    query = select(items.c.name).where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    query = select(items.c.name).where(of_queue(queue))
     return query.where(~is_rated, ~is_reserved, verdicts + reserved < queue.rules.ratings)
 
 
@@ -178,7 +178,7 @@ async def _pair_again(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | 
         select(reservations.c.item).where(reservations.c.item == table.c.item, reservations.c.rater == rater).exists()
     )
     query = select(table.c.item, table.c.number, table.c.answer).join(items, items.c.name == table.c.item)
-    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name, table.c.rater == rater, ~skipped)
+    query = query.where(of_queue(queue), table.c.rater == rater, ~skipped)
     rows = (await tx.execute(query.order_by(table.c.at_ms.desc(), table.c.number.desc()).limit(_AGAIN_SEARCHED))).all()
     numbers: dict[bytes, int] = {}
     for row in rows:
@@ -199,7 +199,7 @@ async def skip(tx: AsyncConnection, name: bytes, rater: str) -> None:
 async def offer_skipped(tx: AsyncConnection, queue: Queue, rater: str) -> None:
     """Offer the items that the rater has skipped again."""
     items, table = review_tables.items, review_tables.reservations
-    names = select(items.c.name).where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    names = select(items.c.name).where(of_queue(queue))
     await tx.execute(delete(table).where(table.c.rater == rater, table.c.skipped, table.c.item.in_(names)))
 
 
@@ -207,7 +207,7 @@ async def skipped_number(tx: AsyncConnection, queue: Queue, rater: str) -> int:
     """Return the number of items that the rater has skipped."""
     items, table = review_tables.items, review_tables.reservations
     query = select(func.count()).select_from(table).join(items, items.c.name == table.c.item)
-    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name)
+    query = query.where(of_queue(queue))
     return await tx.scalar(query.where(table.c.rater == rater, table.c.skipped)) or 0
 
 
@@ -215,24 +215,14 @@ async def last_rated(tx: AsyncConnection, queue: Queue, rater: str) -> Row | Non
     """Return the last valid verdict of the rater in a queue, or None."""
     items, rated = review_tables.items, valid_verdicts()
     query = select(rated).join(items, items.c.name == rated.c.item)
-    query = query.where(items.c.tenant == queue.tenant, items.c.queue == queue.name, rated.c.rater == rater)
+    query = query.where(of_queue(queue), rated.c.rater == rater)
     row = (await tx.execute(query.order_by(rated.c.at_ms.desc(), rated.c.number.desc()).limit(1))).mappings().first()
     return None if row is None else dict(row)
 
 
 async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> None:
     """Store a verdict before it is sent, and end the reservation."""
-    row = {
-        "item": verdict.name,
-        "rater": verdict.rater,
-        "number": verdict.number,
-        "session": session,
-        "answer": verdict.answer,
-        "repeated": verdict.repeated,
-        "at_ms": verdict.at_ms,
-        "log_offset": -1,
-    }
-    await upsert_all(tx, review_tables.verdicts, ("item", "rater", "number"), [row])
+    await upsert_all(tx, review_tables.verdicts, ("item", "rater", "number"), [verdict.row(session, -1)])
     table = review_tables.reservations
     await tx.execute(delete(table).where(_of_rater(table, verdict.name, verdict.rater)))
 

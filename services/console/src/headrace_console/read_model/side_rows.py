@@ -140,18 +140,7 @@ class SideRows:
                 "drawn_at_random": belongs_to_the_random_part(verdict.item),
             }
         )
-        self._verdicts.append(
-            {
-                "item": verdict.name,
-                "rater": verdict.rater,
-                "number": verdict.number,
-                "session": session.id,
-                "answer": verdict.answer,
-                "repeated": verdict.repeated,
-                "at_ms": verdict.at_ms,
-                "log_offset": offset,
-            }
-        )
+        self._verdicts.append(verdict.row(session.id, offset))
 
     async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
         """Return the lineage of each model that reported last. Steps of this batch must be stored first."""

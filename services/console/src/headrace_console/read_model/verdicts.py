@@ -10,6 +10,7 @@ import random
 import re
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from headrace_console.read_model.packing import pack_id
 from headrace_runtime.clock import epoch_ms
@@ -43,6 +44,19 @@ class Verdict:
     def name(self) -> bytes:
         """Packed id of the item."""
         return pack_id(self.item)
+
+    def row(self, session: int, offset: int) -> dict[str, Any]:
+        """Return the row of the verdict. `offset` is -1 until its event was read."""
+        return {
+            "item": self.name,
+            "rater": self.rater,
+            "number": self.number,
+            "session": session,
+            "answer": self.answer,
+            "repeated": self.repeated,
+            "at_ms": self.at_ms,
+            "log_offset": offset,
+        }
 
 
 def item_id(tenant: str, queue: str, session_key: str) -> str:

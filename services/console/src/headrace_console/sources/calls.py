@@ -12,6 +12,11 @@ from headrace_schemas.values.text import printable
 _TIMEOUT_S = 10.0
 
 
+def bearer(key: str) -> dict[str, str]:
+    """Return the headers that authenticate a request, none without a key."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 async def call(
     service: str,
     method: str,

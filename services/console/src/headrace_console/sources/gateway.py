@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from headrace_console.sources.calls import call
+from headrace_console.sources.calls import bearer, call
 from headrace_console.users import User
 from headrace_runtime.errors import Refused
 
@@ -51,9 +51,7 @@ class FeedbackClient:
         if tenant not in self._keys:
             problem = f"console.gateway_keys has no key of tenant {tenant}; add one with the scope feedback"
             raise Refused(403, "no_gateway_key", problem)
-        headers = {"content-type": "application/json"}
-        if self._keys[tenant]:
-            headers["authorization"] = f"Bearer {self._keys[tenant]}"
+        headers = {"content-type": "application/json"} | bearer(self._keys[tenant])
         content = json.dumps({**body, "source": source, "rater": user.name}).encode()
         reply = json.loads(await call("gateway", "POST", f"{self._url}/v1/feedback", headers, content))
         reason = None if reply.get("teaches", True) else str(reply.get("reason", "no answer can be trained"))

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from headrace_console.sources.calls import call
+from headrace_console.sources.calls import bearer, call
 from headrace_console.users import User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
@@ -27,7 +27,7 @@ class RegistryReader:
 
     def __init__(self, url: str, internal_key: str, clock: Clock) -> None:
         self._url = url
-        self._headers = {"authorization": f"Bearer {internal_key}"} if internal_key else {}
+        self._headers = bearer(internal_key)
         self._clock = clock
         self._cache: dict[str, tuple[float, bytes]] = {}
 

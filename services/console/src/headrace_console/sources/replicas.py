@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from headrace_console.sources.calls import call
+from headrace_console.sources.calls import bearer, call
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import InvalidEvent, Refused
 from headrace_runtime.http.guard import ReplicaTrust
@@ -33,7 +33,7 @@ class ReplicaLogprobs:
 
     def __init__(self, common: Common, blobs: BlobStore, clock: Clock) -> None:
         key = common.security.internal_key.get_secret_value()
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"content-type": "application/json"} | bearer(key)
         self._clock = clock
         self._seen_at_s: dict[str, float] = {}
         accepts = ReplicaTrust(common.security).accepts

@@ -14,6 +14,7 @@ import httpx2
 from pydantic import ValidationError
 
 from headrace_console.settings import ConsoleSettings
+from headrace_console.sources.calls import bearer
 from headrace_runtime.clock import Clock
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.sections import Common, ServiceSettings
@@ -120,7 +121,7 @@ class StackReader:
         self._read_at_s: float | None = None
         self.progress = Progress()
         key = common.security.internal_key.get_secret_value()
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = bearer(key)
 
     def url(self, name: str) -> str:
         """Return the address of a service: that of `console.urls`, or its port on this machine."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_runtime.grammars.guides import allows
 from headrace_runtime.grammars.vocabulary import SAMPLES, LibraryVocabulary, VocabularyUnreadable, library_vocabulary
 from headrace_runtime.process.logs import get_logger
 
@@ -49,7 +50,7 @@ def _check_round_trip(tokenizer: ChatTokenizer, tokens: Sequence[bytes], words: 
     mask = np.zeros((words.vocab_size + 31) // 32, np.int32)
     for number in ids:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        allowed = int(mask[number // 32]) >> (number % 32) & 1
+        allowed = allows(mask, number)
         if not allowed or not matcher.consume_token(number):
             token: Any = tokenizer.token(number).text
             verb = "consume" if allowed else "allow"

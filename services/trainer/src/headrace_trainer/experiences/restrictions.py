@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from headrace_runtime.errors import HeadraceError
+from headrace_runtime.grammars.guides import allows
 from headrace_runtime.process import liveness
 from headrace_schemas import Branch, Span, TokenGrammar
 from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
@@ -134,7 +135,7 @@ class SetBuilder:
             for position, token in enumerate(token_ids):
                 liveness.progress()
                 words = guide.allowed()
-                if guide.error or token >= self._vocabulary or not int(words[token // 32]) >> (token % 32) & 1:
+                if guide.error or token >= self._vocabulary or not allows(words, token):
                     raise SetsUnknown("grammar")
                 allowed = set_of_bits(words, self._vocabulary)
                 if allowed is not None:
