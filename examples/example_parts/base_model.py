@@ -110,7 +110,7 @@ class Lesson:
         tokenizer = self._tokenizer(conversations)
         rendered = tokenizer.apply_chat_template(conversations, tools=self.definitions, tokenize=False)
         texts = tokenizer(rendered)["input_ids"]
-        model = _model(recipe, tokenizer)
+        model = new_model(recipe, tokenizer)
         opening = tokenizer.encode("<|im_start|>assistant\n")
         with _progress(recipe.schedule.steps) as step_done:
             warm_up.train(model, texts, opening, tokenizer.eos_token_id, recipe.schedule, step_done)
@@ -118,20 +118,25 @@ class Lesson:
         tokenizer.save_pretrained(folder)
 
     def _tokenizer(self, conversations: list[list[dict[str, Any]]]) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
         sample = conversations[:_TOKENIZER_CONVERSATIONS]
         texts = (message["content"] for messages in sample for message in messages if message["role"] != "assistant")
-        return PreTrainedTokenizerFast(
-            tokenizer_object=self.tokenizer(texts),
-            eos_token=bpe.END,
-            pad_token=bpe.PADDING,
-            chat_template=TEMPLATE.read_text(encoding="utf-8"),
-            model_max_length=CONTEXT,
-        )
+        return chat_tokenizer(self.tokenizer(texts))
 
 
-def _model(recipe: Recipe, tokenizer: Any) -> Any:
+def chat_tokenizer(tokenizer: Any, context: int = CONTEXT) -> Any:
+    """Return a `tokenizers.Tokenizer` as transformers uses it, with the chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=bpe.END,
+        pad_token=bpe.PADDING,
+        chat_template=TEMPLATE.read_text(encoding="utf-8"),
+        model_max_length=context,
+    )
+
+
+def new_model(recipe: Recipe, tokenizer: Any, context: int = CONTEXT) -> Any:
     """Return a model with new weights. Generation samples from the full distribution, because truncated samples cannot
     be trained."""
     import torch
@@ -147,7 +152,7 @@ def _model(recipe: Recipe, tokenizer: Any) -> Any:
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.head_dim,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
         tie_word_embeddings=True,
         bos_token_id=None,

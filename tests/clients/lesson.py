@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from example_parts import bpe, warm_up
-from example_parts.base_model import TEMPLATE
+from example_parts.base_model import Recipe, chat_tokenizer, new_model
 from headrace_runtime.chat_messages import template_message
 from headrace_runtime.kafka import wire
 from headrace_schemas import Message
@@ -103,8 +103,8 @@ async def record(programs: Path, folder: Path, draw: random.Random, bugs: Sequen
 def build(folder: Path, conversations: Sequence[Json], steps: int, seed: int, step_done: Callable[[], None]) -> Path:
     """Train a model on the conversations and write it to `folder`."""
     tokenizer = _tokenizer(conversations)
-    model = _model(tokenizer, seed)
     schedule = warm_up.Schedule(steps=steps, batch=4)
+    model = new_model(Recipe(schedule, seed, layers=2), tokenizer, CONTEXT)
     draw = random.Random(seed)
     rendered = [
         tokenizer.apply_chat_template(conversation["messages"], tools=conversation["tools"] or None, tokenize=False)
@@ -123,7 +123,6 @@ def build(folder: Path, conversations: Sequence[Json], steps: int, seed: int, st
 def _tokenizer(conversations: Sequence[Json]) -> Any:
     """Train a tokenizer on the conversations, so that their long prompts are few tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,28 +135,4 @@ def _tokenizer(conversations: Sequence[Json]) -> Any:
     )
     texts = (json.dumps(conversation["messages"], ensure_ascii=False) for conversation in conversations)
     tokenizer.train_from_iterator((text.replace("\\n", "\n") for text in texts), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=bpe.END,
-        pad_token=bpe.PADDING,
-        model_max_length=CONTEXT,
-        chat_template=TEMPLATE.read_text(encoding="utf-8"),
-    )
-
-
-def _model(tokenizer: Any, seed: int) -> Any:
-    """Return a model with new weights."""
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, intermediate_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, bos_token_id=None, **ends,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(torch.float32)
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.1)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **ends)
-    return model
+    return chat_tokenizer(tokenizer, CONTEXT)
