@@ -235,7 +235,7 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
     url, observed = task["url"], dict[str, Any]()
     with opened(browser, url) as (page, observer):
         page.goto(task["login"])
-        observed["login"] = [urlsplit(page.url).path, "token" in page.url, page.locator("h1").inner_text()]
+        observed["login"] = [path_of(page), "token" in page.url, page.locator("h1").inner_text()]
         reply = page.goto(task["login"])
         observed["replay"] = reply.status if reply else 0
         observer.errors.clear()  # of the refused address
@@ -294,7 +294,7 @@ def decide(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             page.locator("form", has=button).locator("[name=reason]").fill(task["reason"])
             button.click()
         return {
-            "path": urlsplit(page.url).path,
+            "path": path_of(page),
             "problem": " ".join(page.locator("main .problem").all_inner_texts()),
             "errors": observer.errors,
         }
