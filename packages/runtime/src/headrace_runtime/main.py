@@ -31,6 +31,9 @@ from headrace_runtime.storage.files import private_folder
 from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
+_SWITCH_INTERVAL_S = 0.0005
+"""Longest time that one thread keeps the interpreter from the event loop, if no library call keeps it longer. With
+Python's default of 5 ms one large request would delay each step of every other request."""
 _OWNER_ALONE = 0o077
 _SECRET_LENGTH_MIN = 8
 """Minimum length of a secret in an environment variable that is no setting. Shorter values are more likely words."""
@@ -97,6 +100,7 @@ class Service(Generic[S]):
         try:
             run = getattr(import_module(module), function)
             tune_garbage_collection(self.garbage_threshold)
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
             asyncio.run(_until_stopped(run, common, settings, pipe))
         except (SettingError, PluginError) as error:
             log.error("refused_to_start", error=str(error))

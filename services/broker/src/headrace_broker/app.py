@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-import sys
 from collections.abc import AsyncIterator
 from importlib import import_module
 
@@ -45,13 +44,10 @@ _TRY_INTERVAL_S = 1.0
 _NO_LOGIN = Credentials()
 _SHARE_OF_TABLES = 0.5
 """Share of `disk_free_bytes_min` below which records of compacted topics are refused, too."""
-_SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's default, so that the event loop runs sooner while another thread compacts or reads."""
 
 
 async def run(common: Common, settings: BrokerSettings) -> None:
     """Serve until cancelled. Raises if only a restart can help."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     folder = common.data_dir.absolute() / "broker"
 
     async def open_store() -> Store:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 import socket
-import sys
 from pathlib import Path
 
 from headrace_inference import metrics
@@ -56,9 +55,6 @@ _STOP_TIMEOUT_S = 20.0
 
 log = get_logger(__name__)
 SERVICE = "inference"
-_SWITCH_INTERVAL_S = 0.0005
-"""Longest time that one thread keeps the interpreter from another. Python's default of 5 ms would delay each decode
-step several times while a version is loaded."""
 _ENGINE_CHECK_S = 1.0
 _INLINE_BYTES = 8192
 """Requests up to this size are tokenized in the event loop, which takes about the time of one decode step."""
@@ -71,7 +67,6 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         Unavailable: the bus or the port is not available.
         EngineFailed: the engine has failed, and the process must be restarted.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await topics.ensure(common.bus)
     blobs = BlobStore.open(common)
     async with contextlib.AsyncExitStack() as stack:
