@@ -18,7 +18,7 @@ from headrace_trainer.batches.batch import Batch
 from headrace_trainer.settings import TrainerSettings
 from tests.learning.corrections import Case, rest
 from tests.unit.trainer.test_advantages import plus_plus
-from tests.unit.trainer.test_learning import check_learns
+from tests.unit.trainer.test_appraisers import check_learns
 
 Check = Callable[[Path, Path], None]
 """Takes an empty folder and a base model; raises `AssertionError`."""

@@ -21,7 +21,7 @@ from headrace_inference.torch_engine.program import share
 from headrace_schemas import ServedVersion
 from headrace_schemas.values.blobs import File, Manifest
 from tests.unit.inference.conftest import Models, Stored
-from tests.unit.inference.importing.test_faults import damaged, damages
+from tests.unit.inference.importing.test_folder import damaged, damages
 
 _WEIGHTS, _ADAPTER, _CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"

@@ -20,8 +20,7 @@ from headrace_broker.store import Store
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.wire_client import WireClient, connected
-from tests.unit.broker.group_clients import Clients
-from tests.unit.broker.harness import Harness
+from tests.unit.broker.harness import Clients, Harness
 
 
 class Live(NamedTuple):

@@ -1,23 +1,165 @@
-"""The broker as a process: how it starts, refuses, and stops."""
+"""A broker with a password answers clients that have sent it, and no others.
+
+The broker as a process: how it starts, refuses, and stops.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from pydantic import SecretStr
 
+from headrace_broker.dispatch import APIS, BEFORE_LOGIN
+from headrace_broker.login import Credentials, Login
 from headrace_broker.settings import BrokerSettings
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings.sections import load
+from headrace_runtime.kafka import topics
+from headrace_runtime.kafka.bus_client import check_login, client_options
+from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.settings.sections import BusSettings, load
+from headrace_runtime.storage.blobs import BlobStore
+from tests.support.account_events import experience
 from tests.support.broker_process import BrokerProcess
 from tests.support.ports import free_port
+from tests.support.seeds import draw_seed
+
+PASSWORD = "a-password-of-the-bus"
+_SIZE = struct.Struct(">i")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    process = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD, BROKER__TRANSFER_TIMEOUT_S=2)
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def settings(broker: BrokerProcess) -> BusSettings:
+    return BusSettings(address=broker.address, password=SecretStr(PASSWORD))
+
+
+def frame(key: int, version: int, body: bytes = b"", correlation: int = 7) -> bytes:
+    head = struct.pack(">hhih", key, version, correlation, -1) + body
+    return _SIZE.pack(len(head)) + head
+
+
+def plain(message: bytes, version: int = 1) -> bytes:
+    return frame(17, 1, struct.pack(">h", 5) + b"PLAIN") + frame(36, version, _SIZE.pack(len(message)) + message)
+
+
+async def answers(broker: BrokerProcess, *frames: bytes) -> list[bytes]:
+    """Return the broker's answers until it closes the connection or is silent for a second."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
+    responses: list[bytes] = []
+    try:
+        for frame in frames:
+            writer.write(frame)
+            try:
+                async with asyncio.timeout(1.5):
+                    (size,) = _SIZE.unpack(await reader.readexactly(4))
+                    responses.append(await reader.readexactly(size))
+            except TimeoutError:
+                continue
+    except (EOFError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+    return responses
+
+
+@pytest.mark.parametrize("api", [api for api in APIS if api.key not in BEFORE_LOGIN], ids=lambda api: api.name)
+async def test_no_request_is_served_before_the_login(broker: BrokerProcess, api: Any) -> None:
+    for version in api.served:
+        body = bytes(64)
+        assert await answers(broker, frame(api.key, version, body)) == []
+        assert len(await answers(broker, frame(18, 0), frame(api.key, version, body))) == 1
+        wrong = plain(b"\0headrace\0wrong")
+        assert len(await answers(broker, wrong, frame(api.key, version, body))) <= 2
+
+
+async def test_wrong_logins_are_refused_and_the_right_one_is_taken(broker: BrokerProcess) -> None:
+    seed = draw_seed()
+    rng = random.Random(seed)
+    right = b"\0headrace\0" + PASSWORD.encode()
+    wrong = [b"", b"\0", b"\0\0", right[:-1], right + b"x", right.upper(), b"x" + right.replace(b"headrace", b"root"),
+             right + b"\0", PASSWORD.encode(), b"\0" + PASSWORD.encode(), b"\0headrace\0"]  # fmt: skip
+    wrong += [rng.randbytes(rng.randrange(1, 80)) for _ in range(40)]
+    credentials = Credentials("headrace", PASSWORD)
+    assert not [message for message in wrong if Login(credentials).authenticate(message)]
+    assert Login(credentials).authenticate(right)
+    assert Login(credentials).authenticate(b"somebody" + right), "an identity to act as is ignored"
+    assert Login(Credentials()).done, "without a password anybody may do anything"
+    refused = await answers(
+        broker, frame(17, 1, struct.pack(">h", 5) + b"PLAIN"), frame(36, 1, _SIZE.pack(3) + b"\0a\0")
+    )
+    assert struct.unpack_from(">ih", refused[1]) == (7, 58)
+
+
+async def test_what_is_sent_before_the_login_is_bounded(broker: BrokerProcess) -> None:
+    assert await answers(broker, _SIZE.pack(1_000_000) + bytes(100)) == []
+    assert len(await answers(broker, frame(17, 1, struct.pack(">h", 5) + b"SCRAM"))) == 1
+    reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
+    started = time.monotonic()
+    assert await asyncio.wait_for(reader.read(), 10) == b"", "a connection that sends nothing is closed"
+    assert time.monotonic() - started < 8
+    writer.close()
+
+
+async def test_our_clients_log_in(settings: BusSettings, tmp_path: Path) -> None:
+    await topics.ensure(settings)
+    await topics.check(settings, 10)
+    producer = EventProducer(settings, "headrace/test", BlobStore(tmp_path.as_uri()))
+    await producer.start()
+    try:
+        await producer.send(experience("E", "a"))
+    finally:
+        await producer.stop()
+    async with AIOKafkaConsumer(
+        "experiences", **client_options(settings), group_id="g", auto_offset_reset="earliest"
+    ) as consumer:
+        assert (await asyncio.wait_for(consumer.getone(), 20)).topic == "experiences"
+
+
+@pytest.mark.parametrize("change", [{"password": SecretStr("wrong")}, {"username": "somebody"}])
+async def test_a_wrong_password_fails_fast_in_one_sentence(settings: BusSettings, change: dict[str, Any]) -> None:
+    wrong = settings.model_copy(update=change)
+    started = time.monotonic()
+    for attempt in (topics.ensure(wrong), topics.check(wrong, 10), check_login(wrong)):
+        with pytest.raises(SettingError, match=r"bus\.password .* refuses it for user"):
+            await attempt
+    assert time.monotonic() - started < 10
+
+
+async def test_a_client_without_a_login_gets_nothing(broker: BrokerProcess, settings: BusSettings) -> None:
+    from aiokafka.errors import KafkaError
+
+    producer = AIOKafkaProducer(bootstrap_servers=broker.address, request_timeout_ms=2000)
+    with pytest.raises(KafkaError):
+        await producer.start()
+    await producer.stop()
+
+
+@pytest.fixture(autouse=True)
+async def _no_password_in_the_log(broker: BrokerProcess) -> AsyncIterator[None]:
+    yield
+    log = await asyncio.to_thread((broker._folder / "broker.log").read_text)
+    assert PASSWORD not in log
+
 
 START_CPU_RATIO_MAX = 4.0
 """Cost relative to an import of the event contracts here and now, because machines and their load differ."""
@@ -25,7 +167,7 @@ _IMPORTS = "import headrace_schemas.events.envelope, resource; used = resource.g
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+def process_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
     process = BrokerProcess(tmp_path, BROKER__PORT=free_port())
     yield process
     process.stop()
@@ -45,10 +187,10 @@ def _import_cpu_s() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read from /proc")
-def test_it_starts_with_little_more_work_than_its_imports_and_stops_cleanly(broker: BrokerProcess) -> None:
+def test_it_starts_with_little_more_work_than_its_imports_and_stops_cleanly(process_broker: BrokerProcess) -> None:
     """Processor time, because other tests share the machine. `make bench` measures the clock."""
-    broker.start()
-    process = broker._process
+    process_broker.start()
+    process = process_broker._process
     assert process is not None
     started = _cpu_s(process.pid)
     assert started < START_CPU_RATIO_MAX * _import_cpu_s()
@@ -56,9 +198,9 @@ def test_it_starts_with_little_more_work_than_its_imports_and_stops_cleanly(brok
     assert process.wait(10) == 0
 
 
-def test_health_and_metrics(broker: BrokerProcess) -> None:
-    broker.start()
-    port = broker._settings["BROKER__PORT"]
+def test_health_and_metrics(process_broker: BrokerProcess) -> None:
+    process_broker.start()
+    port = process_broker._settings["BROKER__PORT"]
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -73,8 +215,8 @@ def test_health_and_metrics(broker: BrokerProcess) -> None:
     assert "headrace_broker_connections " in metrics
 
 
-def test_a_second_one_on_the_same_file_is_refused(broker: BrokerProcess, tmp_path: Path) -> None:
-    broker.start()
+def test_a_second_one_on_the_same_file_is_refused(process_broker: BrokerProcess, tmp_path: Path) -> None:
+    process_broker.start()
     result = _run(tmp_path, BROKER__KAFKA_PORT=free_port())
     assert result.returncode == 2
     assert "another broker has opened this file" in result.stderr

@@ -28,8 +28,16 @@ from headrace_cli.progress import ProgressDisplay
 from headrace_operations import drawing
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.values.text import printable
-from tests.unit.cli.hostile_stack import HOSTILE, TOGETHER, VERSION, HostileServer, HostileStack, hidden, join_arguments
-from tests.unit.cli.http_fake import HttpFake
+from tests.unit.cli.hostile_stack import (
+    HOSTILE,
+    TOGETHER,
+    VERSION,
+    HostileServer,
+    HostileStack,
+    HttpFake,
+    hidden,
+    join_arguments,
+)
 from tests.unit.cli.test_cli import headrace
 
 ROOT = Path(__file__).parents[3]

@@ -3,6 +3,8 @@
 Queries have one right call, which finds exactly the mails that they are about; no two splits share a question.
 
 The reward of a run, term by term; how many mails it found; and which two runs of a query are compared.
+
+A behaviour for `FakeLLM`: a model that calls as a demonstration does.
 """
 
 from __future__ import annotations
@@ -32,11 +34,28 @@ from headrace_cli.demo import recipe
 from headrace_registry.settings import GateSettings
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
-from tests.support.fake_llm import FakeLLM
+from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.headrace_in_memory import Headrace
 
 from .conftest import EXAMPLES
-from .searcher import Searcher
+
+
+class Searcher:
+    """Knows `queries` and no others; of a query's calls one is as the next is, or as `habits` have it."""
+
+    def __init__(self, queries: list[Query], habits: Habits = NONE) -> None:
+        self._queries = {query.question: query for query in queries}
+        self._habits = habits
+        self._numbers = itertools.count()
+
+    def __call__(self, call: Call) -> Reply:
+        number = next(self._numbers)
+        demonstration = demonstrate(
+            self._queries[call.body["messages"][1]["content"]], random.Random(number), self._habits
+        )
+        choice = {"index": 0, "message": demonstration[-1], "finish_reason": "tool_calls"}
+        return Reply({"id": f"chatcmpl-{number}", "object": "chat.completion", "choices": [choice]})
+
 
 VERSION = "email-search@0123456789abcdef"
 ALL = [query for split in SPLITS for query in queries(mailbox.generate(1), split)]

@@ -1,6 +1,8 @@
 """Whatever comes in, the answer is a clear OpenAI-shaped error, and the next request is served as usual.
 
 A value of a wrong JSON type, at any place of any body, is refused by name or taken; the gateway never fails.
+
+Large and hostile bodies delay no other client, and tenants do not share the caches of replicas.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ import pytest
 from pydantic import BaseModel
 
 from headrace_gateway import chat_request
-from headrace_gateway.chat_request import ChatRequest
+from headrace_gateway.access import KeyRing
+from headrace_gateway.capture import capture
+from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.messages_api.request import MessagesRequest
+from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api import request as responses_request
 from headrace_gateway.responses_api.request import ResponsesRequest
 from headrace_gateway.settings import KeySettings, LimitSettings
@@ -26,6 +32,7 @@ from headrace_schemas import Feedback, Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until
 from tests.support.hostile_json import bases, kinds_everywhere
+from tests.support.requests import strict
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
@@ -215,3 +222,71 @@ async def test_no_value_of_another_type_fails_the_gateway(tmp_path: Path, route:
                 )
         assert (await served.client.post(route, json=body)).status_code in (200, 202)
     assert statuses[400] + statuses[422] > 10, statuses
+
+
+USER = {"role": "user", "content": "hello"}
+SHAPES: dict[str, bytes] = {
+    "values": b'{"metadata":{"a":[' + b"0," * 300_000 + b"0]}}",
+    "keys": ("{" + ",".join(f'"k{i}":1' for i in range(200_000)) + "}").encode(),
+    "messages": json.dumps({"model": "tiny", "messages": [USER] * 60_000}).encode(),
+    "parts": json.dumps(
+        {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60_000}]}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_too_many_values_are_refused_before_they_are_parsed(shape: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_chat(SHAPES[shape], strict(4, 32_768))
+    assert (refused.value.status, refused.value.code) == (413, "too_many_values")
+    assert "gateway.json_values_max" in str(refused.value)
+
+
+async def test_a_large_request_is_read_beside_the_loop_and_a_small_one_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def parse(*given: Any) -> ChatRequest:
+        threads.append(threading.current_thread().name)
+        return parse_chat(*given)
+
+    def capture_in_thread(*given: Any, **more: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return capture(*given, **more)
+
+    monkeypatch.setattr("headrace_gateway.chat.parse_chat", parse)
+    monkeypatch.setattr("headrace_gateway.chat.capture", capture_in_thread)
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as running:
+        for words in (1, 5_000, 100_000):
+            answer = await running.chat("1, 2, 3 " * words)
+            assert answer.status_code == 200, answer.text[:300]
+    main = threading.current_thread().name
+    assert threads[:2] == [main, main]
+    assert all(name.startswith("worker_") for name in threads[2:4])
+    assert all(name.startswith("worker-large") for name in threads[4:])
+
+
+async def test_replicas_hear_a_salt_for_each_tenant_and_never_its_name(tmp_path: Path) -> None:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": tenant}
+        for name, tenant in (("one", "acme"), ("another", "acme"), ("other", "globex"))
+    ]
+    salts: dict[str, str] = {}
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica, keys=keys) as running:
+        for name in ("one", "another", "other"):
+            answer = await running.chat(headers={"authorization": f"Bearer {name}"})
+            assert answer.status_code == 200
+            salts[name] = replica.requests[-1]["cache_salt"]
+    assert salts["one"] == salts["another"] != salts["other"]
+    assert all(len(salt) == 32 and not {"acme", "globex"} & {salt} for salt in salts.values())
+
+
+def test_a_salt_cannot_be_computed_without_the_internal_key() -> None:
+    rings = [KeyRing((), LimitSettings(), internal_key) for internal_key in ("", "secret", "secret", "other")]
+    salts = [ring.cache_salt("acme") for ring in rings]
+    assert salts[1] == salts[2]
+    assert len(set(salts)) == 3

@@ -12,8 +12,20 @@ from headrace_inference.chat.answer import Delta
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Tokens
 from headrace_inference.http.wire import Wire
-from tests.unit.inference.asking import CALL, FULL, TOOLS, USER, Json, ask, ask_stream, joined
-from tests.unit.inference.scripted import CONTEXT, VERSION, ScriptedEngine, client
+from tests.unit.inference.scripted import (
+    CALL,
+    CONTEXT,
+    FULL,
+    TOOLS,
+    USER,
+    VERSION,
+    Json,
+    ScriptedEngine,
+    ask,
+    ask_stream,
+    client,
+    joined,
+)
 
 
 async def test_a_whole_answer_carries_its_exact_tokens(tokenizer: ChatTokenizer) -> None:

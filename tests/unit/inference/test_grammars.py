@@ -30,10 +30,9 @@ from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
 from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat
 from tests.support.requests import lenient
-from tests.unit.gateway.test_custom_grammars import APPLY_PATCH, chat_tools, grammar
-from tests.unit.inference.asking import FULL, TOOLS, Json, joined
+from tests.unit.gateway.test_grammars import APPLY_PATCH, chat_tools, grammar
 from tests.unit.inference.conftest import Models, prompt_of, sample
-from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
+from tests.unit.inference.scripted import FULL, TOOLS, VERSION, Json, ScriptedEngine, client, joined
 
 SCHEMA: Json = {
     "type": "object",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import HeadraceError
-from tests.unit.integrations.argument_rig import Rig, write_rows
+from tests.unit.integrations.rig import Rig, write_rows
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The math agent: its loop, its problems, and the steps of a solution."""
+"""The math agent: its loop, its problems, and the steps of a solution.
+
+A behaviour for `FakeLLM`: a model that goes on as a demonstration does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import random
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,12 +31,28 @@ from math_agent.demonstrations import NONE, Habits, demonstrate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 from math_agent.solution import Solution, Turn, of_episode, of_trajectory
 from math_agent.warm_up import HABITS
-from tests.support.fake_llm import FakeLLM, status
+from tests.support.fake_llm import Call, FakeLLM, Reply, status
 from tests.support.headrace_in_memory import Headrace
 from tests.support.trajectories import closed
 
 from .conftest import EXAMPLES
-from .pupil import Pupil
+
+
+class Pupil:
+    """Knows `problems` and no others."""
+
+    def __init__(self, problems: Iterable[Problem], habits: Habits = NONE) -> None:
+        self._shown = {
+            problem.question: demonstrate(problem, random.Random(problem.id), habits) for problem in problems
+        }
+        self._numbers = itertools.count()
+
+    def __call__(self, call: Call) -> Reply:
+        messages: list[dict[str, Any]] = call.body["messages"]
+        message = self._shown[messages[1]["content"]][len(messages)]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+        return Reply({"id": f"chatcmpl-{next(self._numbers)}", "object": "chat.completion", "choices": [choice]})
+
 
 VERSION = "math-agent@0123456789abcdef"
 

@@ -20,8 +20,8 @@ from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.offline.dry_run import DryRun
 from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_appraisers import check_learns
 from tests.unit.trainer.test_crash import plain_story, tell
-from tests.unit.trainer.test_learning import check_learns
 from tests.unit.trainer.world import World, decision, experience
 
 GOING_ON = threading.Event()

@@ -3,6 +3,8 @@
 The reward of a wolf's game: each of the four terms, and their sum by the scorer's own policy.
 
 The rules are such that each of the three abilities matters, and none is enough alone.
+
+Deals and games that are written down by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from types import MappingProxyType
 
 import pytest
 from openai import AsyncOpenAI
@@ -32,12 +35,29 @@ from tests.support.headrace_in_memory import Headrace
 from werewolf import ablation, agent, evaluate, policies, rewards, talk
 from werewolf.ablation import WinRate, lines
 from werewolf.agent import facts
-from werewolf.rules import NAMES, PLACES, WOODS, Game, Split, Statement, deals
+from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Split, Statement, deals
 from werewolf.table import Table, as_text
 from werewolf.talk import role_prompt
 
 from .conftest import EXAMPLES
-from .games import DEAL, TALK, VOTES, A, B, C, D, E, F, game
+
+A, B, C, D, E, F = NAMES
+DEAL = Deal("by-hand", seats=NAMES, wolves=(B, E), lots=(F, E, D, C, B, A))
+"""Ben and Emma are the wolves; of several with most votes Felix goes first."""
+TALK = (
+    Statement(A, "mill", None),
+    Statement(B, "inn", C),
+    Statement(C, "well", B),
+    Statement(D, "barn", C),
+    Statement(E, "mill", C),
+    Statement(F, "inn", None),
+)
+VOTES: Mapping[str, str | None] = MappingProxyType({A: C, B: C, C: B, D: B, E: C, F: None})
+
+
+def game(votes: Mapping[str, str | None] = VOTES, **statements: Statement) -> Game:
+    """The game by hand, with other votes, or with other statements by name."""
+    return Game(DEAL, tuple(statements.get(statement.name, statement) for statement in TALK), {**VOTES, **votes})
 
 
 def test_a_game_by_hand() -> None:

@@ -1,4 +1,7 @@
-"""Bench for the catalog's tests: the REST interface over a rig, and folders of versions to register."""
+"""Bench for the catalog's tests: the REST interface over a rig, and folders of versions to register.
+
+A trainer's saved state, by the trainer's own classes.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ from headrace_registry.pages.changes import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings
+from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.values.blobs import BlobRef, File
+from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.experiences.history import PublishedVersion
+from headrace_trainer.lineage.saved import Saved, Tensors
 from tests.support import weightless
-from tests.unit.registry.rig import Rig
+from tests.unit.registry.rig import START, Rig
 
 OPPONENT = "opponent"
 
@@ -84,3 +91,37 @@ class CatalogBench:
 
 def refusal(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
+
+
+_BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
+
+
+def saved(lineage: str, *versions: str) -> Saved:
+    """Save a lineage from its base to its head. The trainer can go back to the base and to the last promoted
+    version."""
+    published = [
+        PublishedVersion(version=version, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
+        for n, version in enumerate(versions)
+    ]
+    tensors = Tensors(weights=_BLOB, optimizer=_BLOB)
+    first, head = versions[0], versions[-1]
+    middle = versions[1:-1] if len(versions) == 3 else ()
+    return Saved(
+        model="m",
+        lineage=lineage,
+        kind="full",
+        offsets={},
+        waiting=(),
+        window={},
+        versions=tuple(published),
+        head=head,
+        head_step=0,
+        promoted=(first,),
+        baselines=Baselines(),
+        steps=0,
+        account=0,
+        present=tensors,
+        restore_points=dict.fromkeys((first, *middle, head), tensors),
+        checkpoint=Checkpoint(time=START, model="m", version=head, lineage=lineage, step=0, manifest=_BLOB),
+        metrics=TrainingMetrics(time=START, model="m", lineage=lineage, step=0, account=0),
+    )

@@ -18,8 +18,7 @@ from headrace_schemas import ModelEvent, UnitAssignment
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.rollout_traffic import steps
-from tests.unit.registry.shadow.shadow_traffic import SHADOW, FakeAnswers, ShadowTraffic, begin_shadow, shadow_settings
+from tests.unit.registry.rollout_traffic import SHADOW, FakeAnswers, ShadowTraffic, begin_shadow, shadow_settings, steps
 
 
 @pytest.fixture(autouse=True)
