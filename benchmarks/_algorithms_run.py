@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import _algorithms_corridor, _algorithms_users
-from benchmarks._algorithms_results import EPISODES, Arm, Plan, RunResult, Stage
+from benchmarks._algorithms_lines import EPISODES, Arm, Plan, RunResult, Stage
 from benchmarks._engine_world import EngineWorld
-from benchmarks._learning_run import NewestVersion
-from benchmarks._learning_world import SETTINGS, World
+from benchmarks._learning_run import SETTINGS, NewestVersion, World
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.blobs import BlobStore

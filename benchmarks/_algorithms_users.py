@@ -2,6 +2,8 @@
 
 The users are those of the demo (`email_agent.users`). The code of collector and scorer makes the experiences as in the
 services: feedback becomes entries, reward functions are called, and the policy combines all rewards.
+
+Corrupted signals for control runs: the same feedback, attached to other answers. Pure.
 """
 
 from __future__ import annotations
@@ -10,27 +12,112 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from benchmarks._algorithms_shuffled import shuffle_replies
 from benchmarks._corrections import correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
-from benchmarks._learning_world import POLICY, SETTINGS, World, function_rewards, scored_experiences, trajectory_of
+from benchmarks._learning_run import POLICY, SETTINGS, World, function_rewards, scored_experiences, trajectory_of
 from email_agent import users
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
-from headrace_schemas import Experience, Feedback, Trajectory
+from headrace_schemas import Branch, Experience, Feedback, Trajectory
+from headrace_schemas.events.experience import Edit, PreferenceSide, TurnReward
 from headrace_schemas.values.base import utcnow
 from headrace_scorer.answer_remarks import source_reward
 from headrace_scorer.feedback_entries import entries_of
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.store import branch_answers
+
+
+def shuffle_edits(experiences: Sequence[Experience], chance: Random) -> list[Experience]:
+    """Give each edit the text of another run's edit."""
+    messages = [edit.message for experience in experiences for edit in experience.edits]
+    dealt = iter(chance.sample(messages, len(messages)))
+
+    def corrupt(edit: Edit) -> Edit:
+        return edit.model_copy(update={"message": next(dealt)})
+
+    return [
+        experience.model_copy(update={"edits": tuple(map(corrupt, experience.edits))}) for experience in experiences
+    ]
+
+
+def shuffle_preference_sides(experiences: Sequence[Experience], chance: Random) -> list[Experience]:
+    """Assign the preferred side of each comparison at random."""
+    names = sorted({side.preference_id for experience in experiences for side in experience.preferences})
+    turned = {name for name in names if chance.random() < 0.5}
+    other = {"chosen": "rejected", "rejected": "chosen"}
+
+    def corrupt(side: PreferenceSide) -> PreferenceSide:
+        return side.model_copy(update={"side": other[side.side]}) if side.preference_id in turned else side
+
+    return [
+        experience.model_copy(update={"preferences": tuple(map(corrupt, experience.preferences))})
+        for experience in experiences
+    ]
+
+
+def shuffle_turn_rewards(experiences: Sequence[Experience], chance: Random) -> list[Experience]:
+    """Shuffle the rewards of turns and leave the rewards of runs unchanged."""
+    values = [turn.value for experience in experiences for turn in experience.turn_rewards]
+    dealt = iter(chance.sample(values, len(values)))
+
+    def corrupt(turn: TurnReward) -> TurnReward:
+        return turn.model_copy(update={"value": next(dealt)})
+
+    return [
+        experience.model_copy(update={"turn_rewards": tuple(map(corrupt, experience.turn_rewards))})
+        for experience in experiences
+    ]
+
+
+def shuffle_replies(experiences: Sequence[Experience], answered: Collection[str], chance: Random) -> list[Experience]:
+    """Replace the user's reply between an answer and the next one by the reply of another run.
+
+    The model's next answer stays.
+
+    Args:
+        answered: turns that a user replied to.
+    """
+    indices = [_answered_span(experience.branch, answered) for experience in experiences]
+    replies = [
+        experience.branch.token_ids[experience.branch.spans[index].stop : experience.branch.spans[index + 1].start]
+        for experience, index in zip(experiences, indices, strict=True)
+        if experience.branch is not None and index is not None
+    ]
+    dealt = iter(chance.sample(replies, len(replies)))
+    return [
+        experience if experience.branch is None or index is None else experience.model_copy(
+            update={"branch": _with_reply(experience.branch, index, next(dealt))}
+        )
+        for experience, index in zip(experiences, indices, strict=True)
+    ]  # fmt: skip
+
+
+def _answered_span(branch: Branch | None, answered: Collection[str]) -> int | None:
+    """Return the index of the span that a user replied to and after which the model continued, or None."""
+    spans = () if branch is None else branch.spans
+    return next((index for index, (span, _) in enumerate(pairwise(spans)) if span.turn_id in answered), None)
+
+
+def _with_reply(branch: Branch, index: int, reply: Sequence[int]) -> Branch:
+    """Return the branch with another reply after the span `index`."""
+    before, after = branch.spans[index].stop, branch.spans[index + 1].start
+    longer = len(reply) - (after - before)
+    spans = [
+        span if number <= index else span.model_copy(update={"start": span.start + longer})
+        for number, span in enumerate(branch.spans)
+    ]
+    ids = (*branch.token_ids[:before], *reply, *branch.token_ids[after:])
+    return branch.model_copy(update={"token_ids": ids, "spans": tuple(spans)})
+
 
 GROUP, COMPARED = 8, 4
 """Plays of one question that form a group, and plays of which the best is compared with the worst."""

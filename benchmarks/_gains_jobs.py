@@ -9,9 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, "examples")  # examples are not installed
 
-from benchmarks._gains_arms import ARMS
+from benchmarks._gains_arms import ARMS, Arm, Gain
 from benchmarks._gains_lines import Gains, lines, misled, rows
-from benchmarks._gains_results import Arm, Gain
 from benchmarks._learning_lines import Line
 from benchmarks._run_processes import play as play_apart
 from benchmarks._run_processes import quietly

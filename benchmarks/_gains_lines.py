@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks import _gains_arms as arms
-from benchmarks._gains_results import Gain
+from benchmarks._gains_arms import Gain
 from benchmarks._learning_lines import Line
 from benchmarks._run_processes import auroc
 from headrace_statistics import student_t

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks._engine_world import MAX_TOKENS
-from benchmarks._gains_results import Arm, Gain
+from benchmarks._gains_arms import Arm, Gain
 from benchmarks._gains_world import GiveFeedback, Scoring, Traffic, Visit
-from benchmarks._learning_run import NewestVersion
-from benchmarks._learning_world import SETTINGS
+from benchmarks._learning_run import SETTINGS, NewestVersion
 from benchmarks._thumbs_world import HINTS
 from email_agent import directions as directed
 from email_agent import users

@@ -20,7 +20,7 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from benchmarks._engine_world import MAX_TOKENS, PLAYERS, CapturingClient
-from benchmarks._learning_world import World, trajectory_of
+from benchmarks._learning_run import World, trajectory_of
 from benchmarks._thumbs_world import JUDGE, judge_criteria, without_width_limit
 from email_agent.react import play
 from email_agent.tasks import Task

@@ -22,7 +22,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks import _rollout_models
+from benchmarks import _live_stack
 from benchmarks._live_stack import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace_runtime.kafka.producer import EventProducer
@@ -43,7 +43,7 @@ _STEADY_S = 10.0
 _SWAP_S_MAX = 120.0
 _LOOK_S = 0.02
 _CERTAIN = 1.0 - 1e-9
-LETTERS = (_rollout_models.YES, _rollout_models.NO)
+LETTERS = (_live_stack.YES, _live_stack.NO)
 SETTINGS: dict[str, object] = {
     "inference.torch.device": "cpu",
     "inference.heartbeat_s": 0.25,
@@ -170,8 +170,8 @@ class SwapStack:
         stored: list[StoredVersion] = []
         for step in range(count):
             letter = LETTERS[step % 2]
-            right = _CERTAIN if letter == _rollout_models.YES else 1.0 - _CERTAIN
-            folder = _rollout_models.build(base, self._folder / "version", right=right, seed=step)
+            right = _CERTAIN if letter == _live_stack.YES else 1.0 - _CERTAIN
+            folder = _live_stack.build(base, self._folder / "version", right=right, seed=step)
             parent = stored[-1].event.version if stored else None
             served = tiny_model.publish(blobs, folder, name=MODEL, step=step, parent=parent)
             about = {"model": MODEL, "version": served.version, "lineage": "test", "step": step, "parent": parent}

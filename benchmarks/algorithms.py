@@ -8,7 +8,7 @@ reward of the run alone, on a task of nine turns. Intervals are 95 % intervals o
 the same plays.
 
 Each run is one process with the trainer, the engine and the demo's agent, without services. The e-mail agent's users
-are those of the demo (`email_agent.users`), and `benchmarks._algorithms_arms` assigns signals to algorithms.
+are those of the demo (`email_agent.users`), and `benchmarks._algorithms_lines` assigns signals to algorithms.
 `hindsight` starts from a base that has seen corrections in its warm-up, and its gain is relative to that base. Results
 are stored under `--parts`, a file for each run, so that an interrupted benchmark continues.
 """
@@ -28,9 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, "examples")  # examples are not installed
 
-from benchmarks._algorithms_arms import arms
-from benchmarks._algorithms_lines import Table, lines, markdown
-from benchmarks._algorithms_results import Arm, Plan, RunResult
+from benchmarks._algorithms_lines import Arm, Plan, RunResult, Table, arms, lines, markdown
 from benchmarks._run_processes import play, quietly
 
 
@@ -51,7 +49,7 @@ class Job:
 
 def work(job: Job) -> RunResult:
     """Run one job in the worker process."""
-    from benchmarks._algorithms_lessons import base_of
+    from benchmarks._algorithms_corridor import base_of
     from benchmarks._algorithms_run import run
 
     quietly()

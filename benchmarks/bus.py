@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _end_to_end, _rates
+from benchmarks import _rates
 from headrace_cli.progress import ProgressDisplay
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support import kafka_node
@@ -77,13 +77,11 @@ async def rates(
     return {"record": record, **{name: result.result() for name, result in results.items()}}
 
 
-async def end_to_end(
-    root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay
-) -> _end_to_end.EndToEnd:
+async def end_to_end(root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay) -> _rates.EndToEnd:
     progress.update(doing=f"end to end on the {bus} bus")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running("kafka", root / "kafka")) if bus == "kafka" else None
-        result = await _end_to_end.measure(root, address, rate, seconds, seed=0)
+        result = await _rates.measure(root, address, rate, seconds, seed=0)
     progress.advance()
     return result
 

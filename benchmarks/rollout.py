@@ -27,10 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import _rollout_adaptive
-from benchmarks._rollout_picture import draw_canary
-from benchmarks._rollout_ramp import ramp
+from benchmarks._rollout_adaptive import ramp
 from benchmarks._rollout_trials import NEVER, Crossings, play
-from benchmarks._rollout_worlds import Floats, World
+from benchmarks._rollout_worlds import Floats, World, draw_canary
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
 

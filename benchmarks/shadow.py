@@ -23,8 +23,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks._shadow_canaries import Canaries, canaries, shadows
-from benchmarks._shadow_worlds import FEEDBACK_SHARE, TASKS, ShadowSample, VersionPair, far, near, sample
+from benchmarks._shadow_canaries import (
+    FEEDBACK_SHARE,
+    TASKS,
+    Canaries,
+    ShadowSample,
+    VersionPair,
+    canaries,
+    far,
+    near,
+    sample,
+    shadows,
+)
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.estimate import EstimateRequirements, ShadowEstimate, ShadowPair, estimate
 from headrace_registry.rollouts.plan import RolloutPlan

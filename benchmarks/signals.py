@@ -38,7 +38,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks import _judge_drift
+from benchmarks import _thumbs_world
 from benchmarks._gains_arms import ARMS
 from benchmarks._gains_jobs import play
 from benchmarks._run_processes import auroc
@@ -176,13 +176,13 @@ def _over_seeds(results: Sequence[Numbers]) -> Numbers:
 
 
 def of_judges(seed: int, streams: int) -> Numbers:
-    turned = _judge_drift.delays(seed, streams, 600, FOUND_WITHIN, 0.8)
-    lost = _judge_drift.delays(seed, streams // 4, 600, 2 * FOUND_WITHIN, 0.5)
+    turned = _thumbs_world.delays(seed, streams, 600, FOUND_WITHIN, 0.8)
+    lost = _thumbs_world.delays(seed, streams // 4, 600, 2 * FOUND_WITHIN, 0.5)
     late = [delay for delay in turned if delay is not None and delay > 0]
     with mock.patch.object(agreement_test, "upper_bound", lambda mean, _count, _error: mean):
-        careless = _judge_drift.false_alarms(seed, streams // 4, 1500)
+        careless = _thumbs_world.false_alarms(seed, streams // 4, 1500)
     return {
-        "false_alarms": _judge_drift.false_alarms(seed, streams, 1500),
+        "false_alarms": _thumbs_world.false_alarms(seed, streams, 1500),
         "found": len(late) / streams,
         "delay_p50": statistics.median(late) if late else float("inf"),
         "found_at_chance": sum(delay is not None and delay > 0 for delay in lost) / len(lost),
@@ -224,9 +224,9 @@ def missed_by_thumbs(report: dict[str, Numbers]) -> list[str]:
 def missed_by_judges(drift: Numbers) -> list[str]:
     """Return the lines about judges that do not hold."""
     lines = {
-        f"false alarms {drift['false_alarms']:.3f}": drift["false_alarms"] <= _judge_drift.ERROR,
+        f"false alarms {drift['false_alarms']:.3f}": drift["false_alarms"] <= _thumbs_world.ERROR,
         f"drifts found {drift['found']:.2f}": drift["found"] >= FOUND_MIN,
-        "not caught: the reference is taken for the truth": drift["false_alarms_careless"] > _judge_drift.ERROR,
+        "not caught: the reference is taken for the truth": drift["false_alarms_careless"] > _thumbs_world.ERROR,
     }
     return [text for text, holds in lines.items() if not holds]
 

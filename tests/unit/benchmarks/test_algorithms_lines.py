@@ -18,16 +18,27 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import _algorithms_users, _corridor
-from benchmarks._algorithms_arms import CONTROLS, PER_TURN, SFT_RL, STAGES, TERMINAL, algorithms, arms
-from benchmarks._algorithms_lines import Interval, Table, lines, markdown
-from benchmarks._algorithms_results import RunResult
-from benchmarks._algorithms_shuffled import (
+from benchmarks._algorithms_lines import (
+    CONTROLS,
+    PER_TURN,
+    SFT_RL,
+    STAGES,
+    TERMINAL,
+    Interval,
+    RunResult,
+    Table,
+    algorithms,
+    arms,
+    lines,
+    markdown,
+)
+from benchmarks._algorithms_users import (
+    SIGNALS,
     shuffle_edits,
     shuffle_preference_sides,
     shuffle_replies,
     shuffle_turn_rewards,
 )
-from benchmarks._algorithms_users import SIGNALS
 from benchmarks._corrections import correction
 from email_agent import mailbox
 from email_agent.demonstrations import ROUTES
@@ -80,7 +91,7 @@ def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named(
 def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() -> None:
     from pathlib import Path
 
-    from benchmarks._algorithms_lessons import LESSONS
+    from benchmarks._algorithms_corridor import LESSONS
     from benchmarks._algorithms_run import SIGNALS, WORLDS, settings_of
 
     for arm in arms():

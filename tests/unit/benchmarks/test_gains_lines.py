@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks import _gains_arms as arms
+from benchmarks._gains_arms import Gain
 from benchmarks._gains_jobs import seeds_of
 from benchmarks._gains_lines import Figure, Gains, lines, misled, rows
-from benchmarks._gains_results import Gain
 from headrace_statistics.clustered_means import Score
 
 SEEDS, TASKS, BASE = 5, 400, 0.35

@@ -11,12 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks._rollout_adaptive import plan_of, play_one
-from benchmarks._rollout_ramp import Ramp
+from benchmarks._rollout_adaptive import Ramp, plan_of, play_one
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
-from benchmarks._shadow_canaries import canaries, shadows
-from benchmarks._shadow_worlds import TASKS, far, near, sample
+from benchmarks._shadow_canaries import TASKS, canaries, far, near, sample, shadows
 from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
 from benchmarks.shadow import Numbers as ShadowNumbers
 from benchmarks.shadow import as_pairs, of_canaries, of_estimates

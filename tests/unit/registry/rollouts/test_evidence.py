@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from benchmarks._rollout_picture import readings
 from benchmarks._rollout_trials import NEVER, play
-from benchmarks._rollout_worlds import Sessions, World, draw_sessions
+from benchmarks._rollout_worlds import Sessions, World, draw_sessions, readings
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.evidence import ARMS, SILENT_UNITS, Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading, due_units, read_unit

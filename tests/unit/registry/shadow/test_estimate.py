@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks._rollout_trials import _Line
-from benchmarks._shadow_worlds import far, near, sample
+from benchmarks._shadow_canaries import far, near, sample
 from benchmarks.shadow import as_pairs
 from headrace_registry.rollouts import estimate as estimate_module
 from headrace_registry.rollouts.estimate import (
