@@ -35,8 +35,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Turn
 from headrace_schemas.http.stack_access import key_for
 from tests.chaos.balancer import Balancer
-from tests.chaos.client import Client, ClientLedger
-from tests.chaos.load import Load
+from tests.chaos.client import Client, ClientLedger, Load
 from tests.support import tiny_model
 from tests.support.ports import free_port
 from tests.support.processes import wait_until

@@ -1,23 +1,243 @@
-"""The largest bodies that each route accepts, sent to services that work: how long their event loops are blocked."""
+"""The largest bodies that each route accepts, sent to services that work: how long their event loops are blocked.
+
+The largest bodies that each route accepts, at the bounds of the events that follow from them.
+
+Each body takes one bound to its end and fills the rest with the most expensive content.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import random
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from headrace_schemas import Feedback, Trajectory
+from headrace_schemas.values import ids
 from headrace_schemas.values.arrays import MAX_LENGTH
-from tests.attack import worst_bodies
-from tests.attack.serving import beside, block_s
-from tests.attack.small_stack import SmallStack, small_stack
+from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JSON_CHARACTERS_MAX, JSON_DEPTH_MAX, JSON_VALUES_MAX
+from tests.attack.stacks import SmallStack, beside, block_s, small_stack
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.processes import wait_until
 from tests.system.line import Line, at_most
+
+BODY_BYTES = 8_388_608
+_SLACK_BYTES = 4_096
+_CHAT_VALUES = 32_768
+"""Default of `gateway.json_values_max`."""
+_TEXT = "x\u00e9\u4e2d\U0001f600 "
+"""Every width of UTF-8."""
+_LONG = 1_048_000
+
+
+def _dumps(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _filled(make: Callable[[int], object], most: int, *, escaped: bool = False) -> bytes:
+    """Return the largest body that `make` gives for a count up to `most`."""
+    low, high, largest = 1, most, b""
+    while low <= high:
+        middle = (low + high) // 2
+        body = json.dumps(make(middle), ensure_ascii=escaped, separators=(",", ":")).encode()
+        if len(body) <= BODY_BYTES - _SLACK_BYTES:
+            low, largest = middle + 1, body
+        else:
+            high = middle - 1
+    return largest
+
+
+def free_json() -> dict[str, dict[str, Any]]:
+    """Objects at the bounds of free JSON: values, containers, characters, depth."""
+    deep: Any = 1
+    for _ in range(JSON_DEPTH_MAX - 3):
+        deep = {"a": deep}
+    names = [f"k{at}" for at in range(CONTEXT_KEYS_MAX)]
+    part = JSON_VALUES_MAX // CONTEXT_KEYS_MAX - 2
+    characters = JSON_CHARACTERS_MAX // CONTEXT_KEYS_MAX - 8
+    return {
+        "numbers": {name: [0.1234567890123456] * part for name in names},
+        "objects": {name: [{}] * (part // 3) for name in names},
+        "names": {name: {f"n{at}": None for at in range(part)} for name in names},
+        "text": dict.fromkeys(names, (_TEXT * characters)[: characters - 8]),
+        "depth": {name: [deep] * 3 for name in names},
+    }
+
+
+def chat_bodies(model: str) -> dict[str, bytes]:
+    """Bodies of `/v1/chat/completions`."""
+    user = {"role": "user", "content": "hi"}
+
+    def chat(**fields: object) -> dict[str, object]:
+        return {"model": model, "max_tokens": 1, "messages": [user], **fields}
+
+    def calls(count: int) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        return {"role": "assistant", "content": None, "tool_calls": [call] * count}
+
+    function: dict[str, Any] = {"name": "f", "description": "d", "parameters": {}}
+    tool = {"type": "function", "function": function}
+    parts = [{"type": "text", "text": "x"}]
+    schema = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(4000)}}
+    bodies = {
+        "messages": _dumps(chat(messages=[user] * 8_191)),
+        "message text": _filled(lambda n: chat(messages=[{"role": "user", "content": (_TEXT * _LONG)[:n]}] * 4), _LONG),
+        "escaped text": _filled(
+            lambda n: chat(messages=[{"role": "user", "content": "\u4e2d" * n}] * 2), _LONG, escaped=True
+        ),
+        "parts": _dumps(chat(messages=[{"role": "user", "content": parts * 10_900}])),
+        "messages of parts": _dumps(chat(messages=[{"role": "user", "content": parts}] * 5_000)),
+        "tool calls": _dumps(chat(messages=[user, calls(5_000)])),
+        "tools": _dumps(chat(tools=[tool] * 1_024)),
+        "tools of text": _filled(
+            lambda n: chat(tools=[{**tool, "function": {**function, "description": "d" * n}}] * 1_024), _LONG
+        ),
+        "schema": _dumps(chat(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}})),
+    }
+    for name, value in free_json().items():
+        small = {key: inner for at, (key, inner) in enumerate(value.items()) if at < CONTEXT_KEYS_MAX - 2}
+        bodies[f"metadata: {name}"] = _dumps(chat(metadata=small))
+        parameters = [{**tool, "function": {**function, "parameters": small}}]
+        bodies[f"tool parameters: {name}"] = _dumps(chat(tools=parameters))
+        bodies[f"template: {name}"] = _dumps(chat(chat_template_kwargs=small))
+    return bodies
+
+
+def responses_bodies(model: str) -> dict[str, bytes]:
+    """Bodies of `/v1/responses`."""
+
+    def responses(**fields: object) -> dict[str, object]:
+        return {"model": model, "max_output_tokens": 16, "input": "hi", **fields}
+
+    message = {"type": "message", "role": "user", "content": "hi"}
+    parts = [{"type": "input_text", "text": "x"}]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
+    bodies = {
+        "items": _dumps(responses(input=[message] * 8_100)),
+        "items of parts": _dumps(responses(input=[{"role": "user", "content": parts}] * 5_000)),
+        "parts": _dumps(responses(input=[{"role": "user", "content": parts * 10_900}])),
+        "calls and outputs": _dumps(responses(input=[message, *([call, output] * 3_000)])),
+        "text": _filled(lambda n: responses(input=[{"role": "user", "content": (_TEXT * _LONG)[:n]}] * 4), _LONG),
+        "tools": _dumps(responses(tools=[tool] * 1_024)),
+    }
+    return bodies | {f"metadata: {name}": _dumps(responses(metadata=value)) for name, value in free_json().items()}
+
+
+def feedback_bodies(turns: list[str]) -> dict[str, bytes]:
+    """Bodies of `/v1/feedback` about turns of one session."""
+    target = {"response_id": turns[0], "value": 0.5}
+    named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
+    edit_call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    values = Feedback.values_max
+    bodies = {
+        "turns": _dumps({"msg_ids": named, "value": 0.5}),
+        "parts": _dumps({**target, "value": None, "parts": {f"p{at}": 0.5 for at in range(32)}}),
+        "comment": _filled(lambda n: {**target, "comment": (_TEXT * _LONG)[:n]}, _LONG),
+        "escaped comment": _filled(lambda n: {**target, "comment": "\u4e2d" * n}, _LONG, escaped=True),
+        "edit": _filled(
+            lambda n: {"response_id": turns[0], "edit": {"content": None, "tool_calls": [edit_call] * n}}, values // 6
+        ),
+    }
+    for name, value in free_json().items():
+        half = {key: _halved(inner) for key, inner in value.items()}
+        bodies[f"context: {name}"] = _dumps({**target, "context": half})
+    return bodies
+
+
+def _halved(value: Any) -> Any:
+    """Half of a long list or object: feedback holds half as many values as free JSON."""
+    if isinstance(value, dict):
+        return dict(list(value.items())[: len(value) // 2 - 8])
+    return value[: len(value) // 2 - 4] if isinstance(value, list) and len(value) > 8 else value
+
+
+def trinity_bodies(turns: list[str]) -> dict[str, bytes]:
+    """Bodies of Trinity's `/feedback`."""
+    named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
+    body = _dumps({"msg_ids": named, "reward": 0.5})
+    return {"turns": body, "white space": body + b" " * (BODY_BYTES - _SLACK_BYTES - len(body))}
+
+
+def commit_bodies() -> dict[str, bytes]:
+    """Bodies of `/commit`."""
+    return {"white space": b" " * (BODY_BYTES - _SLACK_BYTES) + b'{"time_threshold":0}'}
+
+
+def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
+    """Bodies of `/v1/trajectories`."""
+
+    def span(start: int, logprobs: object, turn: str) -> dict[str, object]:
+        return {"start": start, "logprobs": logprobs, "turn_id": turn, "version": version}
+
+    def run(branches: list[dict[str, object]], **fields: object) -> dict[str, object]:
+        named = {"trajectory_id": "worst", "session_id": "worst", "model": model}
+        return {**named, "started_at": "2026-01-01T00:00:00Z", "branches": branches, **fields}
+
+    def packed(count: int, code: str, value: float) -> str:
+        return base64.b64encode(struct.pack(f"<{count}{code}", *[value] * count)).decode()
+
+    def spans(branches: int, each: int) -> dict[str, object]:
+        return run(
+            [
+                {
+                    "token_ids": [1] * each,
+                    "spans": [span(at, [-0.5], f"t{number}.{at}") for at in range(each)],
+                }
+                for number in range(branches)
+            ]
+        )
+
+    branch = [{"token_ids": [1, 2], "spans": [span(1, [-0.5], "t")]}]
+    message = {"role": "assistant", "content": "x"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    containers = Trajectory.containers_max
+    ids_max = Trajectory.values_max // 2 - 200
+    bodies = {
+        "numbers": _dumps(
+            run([{"token_ids": [100_000] * ids_max, "spans": [span(1, [-0.123456] * (ids_max - 1), "t")]}])
+        ),
+        "packed": _filled(
+            lambda n: run([{"token_ids": packed(n, "i", 1), "spans": [span(1, packed(n - 1, "f", -0.5), "t")]}]),
+            1_048_576,
+        ),
+        "packed branches": _filled(
+            lambda n: run(
+                [
+                    {"token_ids": packed(n, "i", 1), "spans": [span(1, packed(n - 1, "f", -0.5), f"t{at}")]}
+                    for at in range(1_024)
+                ]
+            ),
+            10_000,
+        ),
+        "spans": _dumps(spans(4, containers // 8 - 4)),
+        "branches": _dumps(spans(1_000, 5)),
+        "messages": _dumps(run(branch, dialogues=[{"messages": [message] * 8_192}, {"messages": [message] * 8_000}])),
+        "dialogues": _dumps(run(branch, dialogues=[{"messages": [message] * 14} for _ in range(1_000)])),
+        "dialogue text": _filled(
+            lambda n: run(branch, dialogues=[{"messages": [{"role": "user", "content": (_TEXT * _LONG)[:n]}] * 4}]),
+            _LONG,
+        ),
+        "escaped text": _filled(
+            lambda n: run(branch, dialogues=[{"messages": [{"role": "user", "content": "\u4e2d" * n}] * 2}]),
+            _LONG,
+            escaped=True,
+        ),
+        "tools": _dumps(run(branch, tools=[tool] * 1_024)),
+        "left out": _dumps(run(branch, left_out=[{"turn_id": f"l{at}", "reason": "empty"} for at in range(4_096)])),
+    }
+    return bodies | {f"context: {name}": _dumps(run(branch, context=value)) for name, value in free_json().items()}
+
 
 _LIMIT_S = 0.1
 _ATTEMPTS = 3
@@ -86,12 +306,12 @@ async def accepted_bodies(folder: Path, rng: random.Random) -> list[Line]:
 def _bodies(turns: list[str]) -> list[tuple[str, str, bytes]]:
     """Path, name and content of each body."""
     routes = {
-        "/v1/chat/completions": worst_bodies.chat_bodies(_MODEL),
-        "/v1/responses": worst_bodies.responses_bodies(_MODEL),
-        "/v1/feedback": worst_bodies.feedback_bodies(turns),
-        "/feedback": worst_bodies.trinity_bodies(turns),
-        "/commit": worst_bodies.commit_bodies(),
-        "/v1/trajectories": worst_bodies.trajectory_bodies(_MODEL, VERSION),
+        "/v1/chat/completions": chat_bodies(_MODEL),
+        "/v1/responses": responses_bodies(_MODEL),
+        "/v1/feedback": feedback_bodies(turns),
+        "/feedback": trinity_bodies(turns),
+        "/commit": commit_bodies(),
+        "/v1/trajectories": trajectory_bodies(_MODEL, VERSION),
     }
     return [(path, name, body) for path, bodies in routes.items() for name, body in bodies.items()]
 

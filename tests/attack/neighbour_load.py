@@ -23,7 +23,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
-from tests.attack.serving import MODEL
+from tests.attack.stacks import MODEL
 
 TENANT = "mallory"
 GARBLE = "garble the verdict"

@@ -3,17 +3,198 @@
 The client's ledger has the answers that arrived, the topics' ledger the captured turns and their outcomes, the
 trainer's
 ledger the experiences in its saved weights.
+
+Facts on the topics by id, read without a consumer group, and every contradiction between them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from headrace_operations import turn_account
+from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.turn_account import TurnAccount
-from tests.chaos.client import ClientLedger
-from tests.chaos.facts import Facts
+from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
+from headrace_runtime.kafka.wire import decode
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.rules.turn_history import TurnHistory
+from tests.chaos.client import Acked, ClientLedger, digest, tokens_digest
+
+TOPICS = (*turn_account.TOPICS, Feedback.topic)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+Revision = tuple[str, int]
+"""An experience and one revision of it."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """`add` every event of `TOPICS`, as often as it is on the bus."""
+
+    turns: dict[str, Acked] = field(default_factory=dict)
+    """Captured turns: digests of the text and the tokens of each, and its version."""
+    sampled: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By turn and choice: digest of the version, the sampled token ids and their logprobs."""
+    spans: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Digests of the same turns in experiences; a second or another digest is a contradiction."""
+    trajectory_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By turn; more than one is a contradiction."""
+    trajectories: dict[str, bool] = field(default_factory=dict)
+    """Whether there is anything to train in it."""
+    experiences: dict[Revision, str] = field(default_factory=dict)
+    """Revisions, and the trajectory that each is of."""
+    newest: dict[str, tuple[int, str, bool, float | None]] = field(default_factory=dict)
+    """By experience: its newest revision, its session, whether that has a reward, and feedback's value in it."""
+    verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
+    """Outcomes of each revision by lineage: None for trained, one entry per report."""
+    again: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """By lineage, experience and revision: how often it was queued again, because weights went back behind it."""
+    feedback: set[str] = field(default_factory=set)
+    letters: list[str] = field(default_factory=list)
+    records: Counter[str] = field(default_factory=Counter)
+    redelivered: Counter[str] = field(default_factory=Counter)
+    """Records that repeat an event: allowed, since consumers dedupe by id."""
+    changed: list[str] = field(default_factory=list)
+    """Events that were repeated with other contents: not allowed."""
+    account: turn_account.TurnAccountBuilder = field(default_factory=turn_account.TurnAccountBuilder)
+    """Account of `headrace status`, built in parallel for a comparison."""
+    _history: TurnHistory = field(default_factory=TurnHistory)
+    _bodies: dict[str, str] = field(default_factory=dict)
+    """Digest by topic and event id."""
+
+    def add(self, event: Event) -> None:
+        self.records[event.topic] += 1
+        self.account.add(event)
+        if self._repeats(event):
+            return
+        match event:
+            case Turn():
+                self._turn(event)
+            case Trajectory():
+                self.trajectories[event.trajectory_id] = bool(event.branches)
+                for turn_id in event.turn_ids:
+                    self.trajectory_of[turn_id].add(event.trajectory_id)
+            case Experience():
+                self._experience(event)
+            case TrainingMetrics():
+                self._report(event)
+            case Feedback():
+                self.feedback.add(event.event_id)
+            case DeadLetter():
+                self.letters.append(f"{event.service} refused {event.source_topic}: {event.reason}, {event.error}")
+
+    def _turn(self, event: Turn) -> None:
+        event = self._history.whole_turn(event)
+        first = event.choices[0]
+        tokens = tokens_digest(event.prompt_token_ids, first.token_ids)
+        self.turns[event.turn_id] = Acked(event.session_id, digest(first.message.text), tokens, event.version)
+        for choice in event.choices:
+            self.sampled[event.turn_id, choice.index] = _sampled(event.version, choice.token_ids, choice.logprobs)
+
+    def _report(self, event: TrainingMetrics) -> None:
+        outcomes = self.verdicts[event.lineage]
+        for verdict in event.verdicts:
+            outcomes.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
+        for undone in event.undone:
+            self.again[event.lineage, undone.experience_id, undone.revision] += undone.queued
+
+    def _experience(self, event: Experience) -> None:
+        self.experiences[event.experience_id, event.revision] = event.trajectory_id
+        value = next((part.value for part in event.parts if part.source == "feedback"), None)
+        newest = (event.revision, event.session_id, event.reward is not None, value)
+        newest_revision = self.newest.get(event.experience_id)
+        self.newest[event.experience_id] = (
+            newest if newest_revision is None or newest[0] >= newest_revision[0] else newest_revision
+        )
+        branch = event.branch
+        for span in branch.spans if branch else ():
+            sampled = _sampled(span.version, branch.token_ids[span.start : span.stop] if branch else (), span.logprobs)
+            self.spans[span.turn_id, span.choice].add(sampled)
+
+    def _repeats(self, event: Event) -> bool:
+        if isinstance(event, Feedback):  # dated anew by each gateway that its client repeats it to
+            event = event.model_copy(update={"time": EPOCH})
+        body = hashlib.sha256(event.to_json()).hexdigest()
+        key = f"{event.topic} {event.event_id}"
+        first_body = self._bodies.get(key)
+        self._bodies[key] = first_body or body
+        if first_body is None:
+            return False
+        self.redelivered[event.topic] += 1
+        if first_body != body:
+            self.changed.append(key)
+        return True
+
+    def trained_twice(self) -> list[str]:
+        """Revisions that a lineage reports as trained more than once, and not as queued again between."""
+        return [
+            f"experience {name} revision {revision} in lineage {lineage}, {outcomes.count(None)} times"
+            for lineage, outcomes_by_revision in self.verdicts.items()
+            for (name, revision), outcomes in outcomes_by_revision.items()
+            if outcomes.count(None) > 1 + self.again[lineage, name, revision]
+        ]
+
+    def trainings(self, lineage: str, name: str, revisions: Iterable[int]) -> int:
+        """How often `revisions` of an experience may have changed the weights."""
+        return sum(1 + self.again[lineage, name, revision] for revision in revisions)
+
+    def waiting(self, lineage: str) -> dict[str, set[str]]:
+        """Return the open work by kind, e.g. turns without a trajectory. All are empty after catching up."""
+        rewarded = set(self.experiences.values())
+        outcomes = self.verdicts.get(lineage, {})
+        return {
+            "turns for the end of their session": {turn for turn in self.turns if not self.trajectory_of.get(turn)},
+            "trajectories for a reward": {
+                name for name, trainable in self.trajectories.items() if trainable and name not in rewarded
+            },
+            "experiences for training": {
+                f"{name} revision {revision}" for name, revision in self.experiences.keys() - outcomes.keys()
+            },
+        }
+
+
+def _sampled(version: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    return digest(f"{version} {list(token_ids)} {[float(logprob).hex() for logprob in logprobs]}")
+
+
+class Reader:
+    """Reads on from where the last reading ended."""
+
+    def __init__(self, bus: str, blobs: BlobStore) -> None:
+        self._settings = Overrides(None, {}, {}).bus_settings(bus)
+        self._blobs = blobs
+        self._positions: dict[TopicPartition, int] = {}
+
+    async def read(self, facts: Facts) -> int:
+        """Add the records that `facts` does not have yet. Return their number."""
+        reader = consumer(self._settings, "chaos")
+        await reader.start()
+        try:
+            return sum([await self._read(reader, topic, facts) for topic in TOPICS])
+        finally:
+            await reader.stop()
+
+    async def _read(self, reader: AIOKafkaConsumer, topic: str, facts: Facts) -> int:
+        partitions = await assign_all(reader, topic)
+        ends = await reader.end_offsets(partitions)
+        for partition in partitions:
+            reader.seek(partition, self._positions.get(partition, 0))
+        count = 0
+        while any([await reader.position(partition) < ends[partition] for partition in partitions]):
+            for messages in (await reader.getmany(timeout_ms=200)).values():
+                for message in messages:
+                    facts.add((await decode(record_of(message), self._blobs)).event)
+                    count += 1
+        for partition in partitions:
+            self._positions[partition] = await reader.position(partition)
+        return count
+
 
 SHOWN = 5
 """Examples of each broken promise that the report names."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tests.chaos import blob_faults
 from tests.chaos.balancer import Balancer
-from tests.chaos.victims import BUS, MACHINES, victims_on
+from tests.chaos.schedule import BUS, MACHINES, victims_on
 from tests.support import postgres_node, wrong_clock
 from tests.support.processes import alive
 

@@ -1,22 +1,124 @@
-"""Strikes on every process under load, and three ledgers that must agree afterwards."""
+"""Strikes on every process under load, and three ledgers that must agree afterwards.
+
+Report of a run: a short table for people, and the same as JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import HeadraceError
-from tests.chaos import report
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN, VALUES
 from tests.chaos.nemeses import NEMESES
 from tests.chaos.run import Options, Outcome
 from tests.chaos.run import run as play_strikes
-from tests.chaos.victims import BUS
+from tests.chaos.schedule import BUS
 from tests.support import kafka_node
 from tests.system.line import Line, at_most
 from tests.system.program import Program, Run
+
+ALWAYS = (LOST, DOUBLE, FAILED, VALUES)
+"""Shown also when they hold; the others only when they do not."""
+
+
+def table(outcome: Outcome) -> list[str]:
+    """The three ledgers side by side, then the promises."""
+    client, topics, findings = outcome.client, outcome.topics, outcome.findings
+    ms = latencies_ms(client.latencies_s)
+    strikes = ", ".join(f"{name} {count}" for name, count in sorted(outcome.strikes.items()))
+    lines = [
+        f"{outcome.options.bus} bus, seed {outcome.options.seed}: {outcome.strikes.total()} strikes ({strikes})",
+        f"load     {rate(outcome):.1f} turns/s for {outcome.load_s:.0f} s in {outcome.sessions} sessions; answered in "
+        f"p50 {ms['p50']} ms, p95 {ms['p95']} ms, at most {ms['max']} ms; caught up {outcome.drain_s:.0f} s later",
+        f"client   {len(client.acked)} turns acked, {client.retried} attempts lost with a gateway and made again, "
+        f"{client.refused} refused by a full disk, "
+        f"{len(client.failures)} of {client.requests} requests failed",
+        f"topics   {len(topics.turns)} turns captured = "
+        + " + ".join(f"{count} {status}" for status, count in outcome.fates.items() if count),
+        f"trainer  {len(topics.experiences)} experience revisions, {_trained(outcome)} of them trained in "
+        f"{outcome.steps} steps; {sum(topics.redelivered.values())} events came twice and count once",
+    ]
+    if outcome.crashes:
+        ended = Counter(outcome.crashes)
+        lines.append("crashed  " + "; ".join(f"{line} ({count})" for line, count in sorted(ended.items())))
+    lines.append(
+        f"feedback for {len(client.judged)} sessions, {_through_several(outcome)} of them through several gateways"
+    )
+    for promise, count in findings.table.items():
+        if count or promise in ALWAYS:
+            lines.append(f"{'BROKEN' if count else 'held':8} {count} {promise}")
+            lines += [f"         - {example}" for example in findings.broken.get(promise, [])[:SHOWN]]
+    return lines
+
+
+def as_json(outcome: Outcome) -> dict[str, object]:
+    client, topics = outcome.client, outcome.topics
+    return {
+        "bus": outcome.options.bus,
+        "seed": outcome.options.seed,
+        "strikes": dict(sorted(outcome.strikes.items())),
+        "strikes_total": outcome.strikes.total(),
+        "crashes": dict(sorted(Counter(outcome.crashes).items())),
+        "cores": os.cpu_count(),
+        "turns_per_s_wanted": outcome.options.rate,
+        "turns_per_s": round(rate(outcome), 2),
+        "load_s": round(outcome.load_s, 1),
+        "drain_s": round(outcome.drain_s, 1),
+        "latency_ms": latencies_ms(client.latencies_s),
+        "client": {
+            "turns_acked": len(client.acked),
+            "sessions": outcome.sessions,
+            "sessions_ended": len(client.ended),
+            "feedback_acked": len(client.feedback_ids),
+            "requests": client.requests,
+            "attempts_retried": client.retried,
+            "attempts_refused_by_a_full_disk": client.refused,
+            "requests_failed": dict(client.failed_by),
+        },
+        "topics": {
+            "turns": len(topics.turns),
+            "trajectories": len(topics.trajectories),
+            "experience_revisions": len(topics.experiences),
+            "records": dict(sorted(topics.records.items())),
+            "redelivered": dict(sorted(topics.redelivered.items())),
+            "fates_of_turns": outcome.fates,
+        },
+        "judged": {"sessions": len(client.judged), "through_several_gateways": _through_several(outcome)},
+        "trainer": {"steps": outcome.steps, "revisions_trained": _trained(outcome)},
+        "promises": outcome.findings.table,
+        "broken": {promise: offenders[:SHOWN] for promise, offenders in outcome.findings.broken.items()},
+    }
+
+
+def rate(outcome: Outcome) -> float:
+    """Answered turns per second while users arrived."""
+    return len(outcome.client.acked) / outcome.load_s if outcome.load_s else 0.0
+
+
+def latencies_ms(seconds: Sequence[float]) -> dict[str, int]:
+    if len(seconds) < 2:
+        return {"p50": 0, "p95": 0, "max": 0}
+    cuts = statistics.quantiles(seconds, n=100)
+    return {"p50": round(cuts[49] * 1e3), "p95": round(cuts[94] * 1e3), "max": round(max(seconds) * 1e3)}
+
+
+def _through_several(outcome: Outcome) -> int:
+    """Count the sessions whose verdicts have no order before the log, because no single gateway has received them."""
+    return sum(len(outcome.client.reached[session]) > 1 for session in outcome.client.judged)
+
+
+def _trained(outcome: Outcome) -> int:
+    return sum(
+        outcomes.count(None) for outcomes_of in outcome.topics.verdicts.values() for outcomes in outcomes_of.values()
+    )
 
 
 def play(run: Run) -> None:
@@ -42,8 +144,8 @@ def _play_on(run: Run, bus: str) -> None:
         run.figures[bus] = {"stopped": stopped}
         run.add(Line(f"{bus} bus: played to its end", stopped, "yes", holds=False))
         return
-    run.figures[bus] = report.as_json(outcome)
-    print("\n".join(report.table(outcome)), flush=True)
+    run.figures[bus] = as_json(outcome)
+    print("\n".join(table(outcome)), flush=True)
     for promise, count in outcome.findings.table.items():
         run.add(at_most(f"{bus} bus: {promise}", count, 0))
 

@@ -17,10 +17,8 @@ import aiohttp
 
 from headrace_cli.progress import ProgressDisplay
 from tests.chaos.balancer import Balancer
-from tests.chaos.client import Client, ClientLedger
-from tests.chaos.facts import Facts, Reader
-from tests.chaos.ledgers import Findings, compare
-from tests.chaos.load import Load
+from tests.chaos.client import Client, ClientLedger, Load
+from tests.chaos.ledgers import Facts, Findings, Reader, compare
 from tests.chaos.nemeses import NEMESES, DiskFull, Nemesis, small_disk
 from tests.chaos.schedule import Strike, plan
 from tests.chaos.stack import LINEAGE, MODEL, Stack

@@ -22,10 +22,9 @@ from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.store import LineageStore
 from tests.chaos import settings
-from tests.chaos.balancer import answers
+from tests.chaos.balancer import Proxy, answers
 from tests.chaos.ledgers import TrainerLedger
-from tests.chaos.proxy import Proxy
-from tests.chaos.victims import MACHINES, PAIRS, STREAM, services_on
+from tests.chaos.schedule import MACHINES, PAIRS, STREAM, services_on
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.kafka_node import KafkaNode
 from tests.support.ports import free_port

@@ -23,8 +23,7 @@ from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.performance import Options, StackAddress
 from headrace_cli.demo.report import Report
 from headrace_cli.demo.runner import perform
-from tests.compose.engine import Engine, EngineFailed, Project
-from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
+from tests.compose.engine import Engine, EngineFailed, Image, Limits, Project, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
 from tests.support.ports import free_port
 from tests.system.line import no_problems

@@ -1,14 +1,105 @@
-"""`docs/life-of-a-trajectory.md` is true of the code. A turn that really takes this way: `test_running.py`."""
+"""`docs/life-of-a-trajectory.md` is true of the code. A turn that really takes this way: `test_running.py`.
+
+Claims of `docs/life-of-a-trajectory.md` about the code.
+
+A trail that is read while services write: it waits for missing events.
+"""
 
 from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
 
-from headrace_schemas import EVENTS
+from headrace_schemas import EVENTS, Checkpoint, Event, Experience, Reward, RewardPart, Trajectory, Turn
+from headrace_schemas.values.blobs import BlobRef
 from tests.docs.fences import ROOT
-from tests.docs.trail import FOLLOWED
-from tests.docs.walk import Step, definition, every_name, steps, used_by
+from tests.docs.trail import FOLLOWED, Log, Missing, follow
+from tests.support.account_events import report, verdict
+from tests.support.trajectories import closed
+from tests.support.turns import START, ask, feedback, user
+
+PAGE = ROOT / "docs" / "life-of-a-trajectory.md"
+_STEP = re.compile(r"^## \d+\. (\w+): (.*)$", re.MULTILINE)
+_POINT = re.compile(r"^- (.*?)(?=^- |^\n|\Z)", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"\[`([\w.]+)`\]\(([^)]+\.py)\)")
+_TOPICS = re.compile(r"(Reads|Writes) ([^.]*)\.")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A function or class that the page links to."""
+
+    qualified: str
+    path: Path
+
+    @property
+    def simple(self) -> str:
+        return self.qualified.rpartition(".")[2]
+
+    def __str__(self) -> str:
+        return f"{self.qualified} in {self.path.relative_to(ROOT)}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One section: the service it happens in, its topics, and its points, each the names of one bullet in order."""
+
+    service: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+    points: tuple[tuple[Name, ...], ...]
+
+
+@cache
+def steps() -> tuple[Step, ...]:
+    parts = _STEP.split(PAGE.read_text(encoding="utf-8"))[1:]
+    return tuple(_step(service, text) for service, text in zip(parts[::3], parts[2::3], strict=True))
+
+
+def _step(service: str, text: str) -> Step:
+    topics: dict[str, frozenset[str]] = {"Reads": frozenset(), "Writes": frozenset()}
+    for verb, named in _TOPICS.findall(text.strip().split("\n\n")[0]):
+        topics[verb] = frozenset(re.findall(r"`([a-z-]+)`", named))
+    return Step(service, topics["Reads"], topics["Writes"], tuple(map(_names, _POINT.findall(text))))
+
+
+def _names(text: str) -> tuple[Name, ...]:
+    return tuple(Name(name, (PAGE.parent / target).resolve()) for name, target in _NAME.findall(text))
+
+
+def every_name() -> list[Name]:
+    """Return all links of the page, including those outside bullets."""
+    return list(dict.fromkeys(_names(PAGE.read_text(encoding="utf-8"))))
+
+
+def definition(name: Name) -> ast.AST | None:
+    """Return the definition of a name in the code, None when there is none."""
+    node_found: ast.AST | None = _tree(name.path)
+    for part in name.qualified.split("."):
+        body = getattr(node_found, "body", [])
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        node_found = next((node for node in body if isinstance(node, kinds) and node.name == part), None)
+    return node_found
+
+
+def used_by(name: Name) -> set[str]:
+    """The simple names that its definition mentions."""
+    node = definition(name)
+    assert node is not None, f"{name} does not exist"
+    named = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    return named | {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
 
 TOPICS = ROOT / "schemas" / "src" / "headrace_schemas" / "topics"
 OF_STEP = [pytest.param(step, id=f"{number}-{step.service}") for number, step in enumerate(steps(), 1)]
@@ -48,3 +139,63 @@ def test_the_trail_goes_through_every_topic_that_the_page_writes() -> None:
     written = {topic for step in steps() for topic in step.writes}
     assert written == {*FOLLOWED, "session-ends", "dead-letters"}
     assert written <= EVENTS.keys()
+
+
+def experience_of(run: Trajectory, turn: Turn, *sources: str) -> Experience:
+    return Experience(
+        time=START, experience_id=Experience.id_of(run.trajectory_id, 0), trajectory_id=run.trajectory_id,
+        session_key=run.session_key, session_id="s", model="m", branch=run.branches[0], turn_ids=(turn.turn_id,),
+        reward=1.0, parts=tuple(RewardPart(source=source, value=1.0, weight=1.0) for source in sources),
+    )  # fmt: skip
+
+
+def rewarded(run: Trajectory, source: str) -> Reward:
+    return Reward(
+        time=START, trajectory_id=run.trajectory_id, session_key=run.session_key, source=source, revision=0,
+        outcome="scored", value=1.0,
+    )  # fmt: skip
+
+
+def checkpoint(step: int) -> Checkpoint:
+    return Checkpoint(
+        time=START, model="m", version=f"m@{step:012x}", lineage="main", step=step,
+        manifest=BlobRef(uri="none", sha256="0" * 64, size=0),
+    )  # fmt: skip
+
+
+def test_a_reward_that_came_after_its_topic_was_read_is_waited_for() -> None:
+    """Topics are read one after the other: the experience may hold a reward that the reading of rewards did not see."""
+    turn = ask([user("q")])
+    run = closed(turn)
+    experience = experience_of(run, turn, "function:a", "feedback")
+    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "function:a"), experience]
+    with pytest.raises(Missing, match="feedback"):
+        follow(Log(seen), turn.turn_id)
+    with pytest.raises(Missing, match="training-metrics"):
+        follow(Log([*seen, rewarded(run, "feedback")]), turn.turn_id)
+
+
+def test_a_batch_that_moved_no_weights_is_in_the_next_version() -> None:
+    """One walk in 35 has a batch with equal rewards, from which no version is made."""
+    turn = ask([user("q")])
+    run = closed(turn)
+    experience = experience_of(run, turn, "feedback")
+    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, checkpoint(0)]
+    seen.append(report(verdict(experience.experience_id, turn.turn_id)))
+    with pytest.raises(Missing, match="checkpoints"):
+        follow(Log(seen), turn.turn_id)
+    with pytest.raises(Missing, match="model-events"):
+        follow(Log([*seen, checkpoint(1)]), turn.turn_id)
+
+
+def test_a_version_is_that_of_its_report() -> None:
+    turn = ask([user("q")])
+    run = closed(turn)
+    experience = experience_of(run, turn, "feedback")
+    reported = report(verdict(experience.experience_id, turn.turn_id), save=1)
+    seen: list[Event] = [turn, feedback("s", turn), run, rewarded(run, "feedback"), experience, checkpoint(2)]
+    seen.append(reported.model_copy(update={"version": checkpoint(1).version}))
+    with pytest.raises(Missing, match="checkpoints"):
+        follow(Log(seen), turn.turn_id)
+    with pytest.raises(Missing, match="model-events"):
+        follow(Log([*seen, checkpoint(1)]), turn.turn_id)

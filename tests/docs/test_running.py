@@ -11,8 +11,7 @@ import pytest
 
 from headrace import Client
 from headrace_schemas import Turn
-from tests.docs.fences import ROOT, Fence
-from tests.docs.not_run import executed
+from tests.docs.fences import ROOT, Fence, executed
 from tests.docs.stack import BATCH, MODEL, Stack, running
 from tests.docs.trail import FOLLOWED, Missing, Trail, follow, read
 

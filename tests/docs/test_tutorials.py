@@ -1,15 +1,151 @@
-"""Each tutorial is walked from its top to its end: its files, its commands in their order, its services started."""
+"""Each tutorial is walked from its top to its end: its files, its commands in their order, its services started.
+
+Walk of a tutorial as a reader takes it: its files in a folder, its commands in order, in an environment of its own.
+
+The environment sees the packages of the tests' one, and packages that a page installs stay in it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from tests.docs.fences import ROOT, tutorials
-from tests.docs.walking import Walk, copy_of_repository
+from tests.docs.fences import ROOT, Fence, fences, tutorials
 from tests.support import tiny_model
+from tests.support.headrace_up import run_of
+from tests.support.ports import free_port
+from tests.support.processes import wait_until
+
+_SHOWN_URL = "http://127.0.0.1:8000"
+_SHOWN_PORTS = ("8040", "9092")
+"""Ports that pages name for a service of their own and for the bus."""
+_READY_S = 300.0
+_STOP_S = 90.0
+
+
+class Walk:
+    """One page during its walk. Leaving the block stops all started processes."""
+
+    def __init__(self, page: Path, folder: Path) -> None:
+        self._page = page
+        self.folder = folder
+        self._environment = _environment(folder)
+        self._changes = {shown_port: str(free_port()) for shown_port in _SHOWN_PORTS}
+        self._up: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Walk:
+        self._write_files()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._up is not None:
+            self._up.send_signal(signal.SIGINT)
+            try:
+                self._up.wait(_STOP_S)
+            finally:
+                self._up.kill()
+
+    def steps(self) -> list[Fence]:
+        return [fence for fence in fences(self._page) if fence.is_step]
+
+    def walk(self, fence: Fence, timeout_s: float) -> str:
+        """Run the fence and return its output."""
+        if "up" in fence.how:
+            self._start(fence)
+            return ""
+        process = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self._with_real_ports(fence.text)],
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert process.returncode == 0, (
+            f"{fence.label} ended with {process.returncode}:\n{process.stdout}\n{self._log()}"
+        )
+        return process.stdout
+
+    def _start(self, fence: Fence) -> None:
+        """In the background, on free ports; returns once everything is ready."""
+        command = f"exec {self._with_real_ports(fence.text).strip()} --auto-ports"
+        with (self.folder / "up.log").open("wb") as log:
+            self._up = subprocess.Popen(
+                ["bash", "-c", command], cwd=self.folder, env=self._environment, stdout=log, stderr=log
+            )
+        wait_until(self._ready, _READY_S, f"{fence.label} is ready")
+        state = run_of(self.folder / ".headrace")
+        assert state is not None
+        if "gateway" in state.services:
+            self._changes[_SHOWN_URL] = state.services["gateway"].url
+        self._write_files()
+
+    def _ready(self) -> bool:
+        assert self._up is not None
+        assert self._up.poll() is None, self._log()
+        state = run_of(self.folder / ".headrace")
+        return state is not None and state.ready
+
+    def _log(self) -> str:
+        path = self.folder / "up.log"
+        return path.read_text(encoding="utf-8")[-3000:] if path.exists() else ""
+
+    def _write_files(self) -> None:
+        for fence in fences(self._page):
+            if fence.file is not None:
+                path = self.folder / fence.file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self._with_real_ports(fence.text), encoding="utf-8")
+
+    def _with_real_ports(self, text: str) -> str:
+        for shown_port, real in self._changes.items():
+            text = text.replace(shown_port, real)
+        return text
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Create a virtual environment on top of this one: it sees the packages of this one, further ones are installed
+    into it, and members of the repository in the folder come first.
+    """
+    environment = folder / ".venv"
+    venv.create(environment, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(environment), "platbase": str(environment)})
+    own_packages, packages = sysconfig.get_path("purelib"), Path(paths["purelib"])
+    (packages / "0_here.pth").write_text("".join(f"{source}\n" for source in folder.glob("*/src")), encoding="utf-8")
+    (packages / "1_below.pth").write_text(f"import site; site.addsitedir({own_packages!r})\n", encoding="utf-8")
+    scripts = environment / "bin"
+    for entry in entry_points(group="console_scripts"):
+        if entry.name in {"headrace", "pytest", "pip"}:
+            module, _, function = entry.value.partition(":")
+            script = scripts / entry.name
+            script.write_text(f"#!{scripts / 'python'}\nimport {module}, sys\nsys.exit({module}.{function}())\n")
+            script.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    path = f"{scripts}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    # Nothing is fetched: what a page's package needs is here already.
+    return environ | {"PATH": path, "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PIP_QUIET": "1"}
+
+
+def copy_of_repository(root: Path, target: Path, folders: tuple[str, ...]) -> None:
+    """Parts of the repository, for a page that changes them."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=root, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if (root / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, target / name)
+
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_MODEL = TUTORIALS / "own-model.md"

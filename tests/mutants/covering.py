@@ -2,16 +2,24 @@
 
 A plan is one run of pytest: `record FILE` writes the lines of each test, `only TEST...` runs these tests, `others
 TEST...` all but these.
+
+One changed file in front of an installed package, without a change of the checkout, for the imports of tests.
+
+A folder that stands first on PYTHONPATH holds the package as links, and the changed file in the place of its link.
+Subprocesses of tests inherit it.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,3 +125,30 @@ def _own_lines(node: ast.stmt | ast.ExceptHandler) -> tuple[int, int]:
     """Return the lines of a statement without the statements inside of it."""
     inner = [child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
     return node.lineno, max(min(inner), node.lineno + 1) if inner else (node.end_lineno or node.lineno) + 1
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def overlaid(file: str, text: str) -> Iterator[str]:
+    """The folder in which `file` (a path in the repository) reads `text`, for PYTHONPATH."""
+    package, inside = split(file)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        target = Path(folder) / package.name
+        shutil.copytree(package, target, copy_function=_link, ignore=shutil.ignore_patterns("__pycache__"))
+        changed = target / inside
+        changed.unlink()
+        changed.write_text(text, encoding="utf-8")
+        yield folder
+
+
+def split(file: str) -> tuple[Path, Path]:
+    """Return the import package that `file` belongs to, and its path inside of it."""
+    path = ROOT / file
+    package = next(parent for parent in reversed(path.parents) if (parent / "__init__.py").exists())
+    return package, path.relative_to(package)
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).symlink_to(source)

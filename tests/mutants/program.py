@@ -20,10 +20,8 @@ from queue import Empty, Queue
 
 from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
-from tests.mutants.library import Change, Group
-from tests.mutants.memory import Memory
-from tests.mutants.planted import planted
-from tests.mutants.trial import Mutant, Target, Verdict, served
+from tests.mutants.library import Change, Group, planted
+from tests.mutants.trial import Memory, Mutant, Target, Verdict, served
 from tests.system.line import at_least, at_most, no_problems
 from tests.system.program import Program, Run
 

@@ -28,8 +28,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests.mutants.covering import planned
-from tests.mutants.overlay import ROOT, split
+from tests.mutants.covering import ROOT, planned, split
 
 _OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "smollm2", "werewolf")
 _OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not postgres", "-o", "timeout=30")

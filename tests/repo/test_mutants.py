@@ -10,9 +10,8 @@ import random
 import pytest
 
 from tests.mutants import library
-from tests.mutants.covering import CoveringTests
-from tests.mutants.overlay import ROOT, split
-from tests.mutants.planted import Planted, planted
+from tests.mutants.covering import ROOT, CoveringTests, split
+from tests.mutants.library import Planted, planted
 from tests.mutants.program import Waiting
 from tests.mutants.trial import Mutant, try_mutant
 

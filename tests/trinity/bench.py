@@ -17,7 +17,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, Turn
 from headrace_schemas.programs.gate import Play
 from headrace_schemas.values.base import utcnow
-from tests.attack.serving import MODEL, Serving, serving
+from tests.attack.stacks import MODEL, Serving, serving
 from tests.support import tiny_model
 from tests.support.gateway_process import BusView, bus_view
 from tests.support.processes import wait_until

@@ -26,10 +26,9 @@ from headrace.topics import Range, connected
 from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.http.stack_access import read_token
 from headrace_schemas.values import ids
-from tests.attack.hostile_stack import MODEL, hostile_stack
 from tests.attack.inputs import mutate, to_bytes
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_headers, topic_inputs
-from tests.attack.serving import beside
+from tests.attack.stacks import MODEL, beside, hostile_stack
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp

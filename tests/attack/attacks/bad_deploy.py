@@ -12,7 +12,7 @@ import httpx
 from headrace.topics import connected
 from headrace_operations.dead_letters import Selection, actions
 from headrace_schemas import DeadLetter, Trajectory
-from tests.attack.small_stack import SmallStack, small_stack
+from tests.attack.stacks import SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user
 from tests.system.line import Line, at_most, none_of

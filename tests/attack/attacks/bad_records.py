@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import BlobRef
-from tests.attack.small_stack import Place, SmallStack, small_stack
+from tests.attack.stacks import Place, SmallStack, small_stack
 from tests.support.turns import ask, end, user
 from tests.system.line import Line, none_of
 

@@ -1,6 +1,6 @@
 """Bodies of one caller that take long to read, while other callers must be served.
 
-After refused bodies come the largest bodies that each route accepts (`tests.attack.worst_bodies`).
+After refused bodies come the largest bodies that each route accepts (`tests.attack.accepted_bodies`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.attack.accepted_bodies import accepted_bodies
-from tests.attack.serving import MODEL, Serving, serving
+from tests.attack.stacks import MODEL, Serving, serving
 from tests.support.processes import wait_until
 from tests.system.line import Line, at_most, none_of
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.attack.serving import MODEL, Serving, serving
+from tests.attack.stacks import MODEL, Serving, serving
 from tests.system.line import Line, at_most, none_of
 
 TITLE = "a tenant that asks for all that it can leaves another tenant its pace"

@@ -27,7 +27,7 @@ from headrace.topics import Range, connected
 from headrace_schemas import Experience
 from tests.attack import neighbour_rewards
 from tests.attack.neighbour_load import GARBLE, KINDS, TENANT
-from tests.attack.serving import MODEL, Serving, beside, block_s, serving
+from tests.attack.stacks import MODEL, Serving, beside, block_s, serving
 from tests.support import fake_llm, tiny_model
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.processes import wait_until

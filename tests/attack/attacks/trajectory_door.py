@@ -17,7 +17,7 @@ from headrace_schemas.events.routing import ServedVersion
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import File, Fingerprint, Manifest
-from tests.attack.small_stack import Place, SmallStack, small_stack
+from tests.attack.stacks import Place, SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user
 from tests.system.line import Line, none_of

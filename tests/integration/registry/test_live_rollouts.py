@@ -19,7 +19,7 @@ from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
-from tests.attack.serving import beside
+from tests.attack.stacks import beside
 from tests.integration.gateway.conftest import circle
 from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess

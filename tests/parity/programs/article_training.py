@@ -23,8 +23,17 @@ from headrace.rl import (
 from headrace.stack import attach
 from headrace_integrations.practice.collecting import record_of
 from headrace_trainer.algorithms.presets import ALGORITHMS
-from tests.parity.oracles import hand_made_trajectory, the_record
-from tests.parity.stage import LIVE, SMALL, AsyncAgent, ChatAgent, Stage, program, raises
+from tests.parity.stage import (
+    LIVE,
+    SMALL,
+    AsyncAgent,
+    ChatAgent,
+    Stage,
+    hand_made_trajectory,
+    program,
+    raises,
+    the_record,
+)
 from tests.support.fake_llm import FakeLLM, abstain, prose, verdict
 from tests.support.processes import wait_until
 

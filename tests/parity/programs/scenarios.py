@@ -13,9 +13,8 @@ from headrace.rl import (
 )
 from headrace_integrations.scenarios.maths import measured
 from headrace_integrations.scenarios.tool_use import pairs
-from tests.parity.oracles import the_record
 from tests.parity.programs.article_training import framework
-from tests.parity.stage import LIVE, ChatAgent, Stage, program, raises
+from tests.parity.stage import LIVE, ChatAgent, Stage, program, raises, the_record
 
 SOLVED = "Thought: expand it.\nStep 1: x^2 + 2x - 15 = 0\nStep 2: (x + 5)(x - 3) = 0\nAnswer: 3"
 

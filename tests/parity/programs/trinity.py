@@ -12,10 +12,9 @@ from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, 
 from headrace_integrations.trinity.wrappers import FormatArgs
 from headrace_operations.trinity_yaml.conversion import convert, flat
 from headrace_operations.trinity_yaml.keys import KEYS
-from tests.docs.settings import check
+from tests.docs.fences import check
 from tests.parity import fake_agentscope
-from tests.parity.oracles import CONVERTED, EXPLORER, TRAINER
-from tests.parity.stage import Stage, program, raises
+from tests.parity.stage import CONVERTED, EXPLORER, TRAINER, Stage, program, raises
 
 ROWS = [{"question": "How many?", "answer": "4"}, {"question": "How much?", "answer": "5"}]
 KEPT: list[list[Experience]] = []

@@ -22,8 +22,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.values.base import utcnow
 from tests.chaos.client import Acked, ClientLedger, Verdict, digest, tokens_digest
-from tests.chaos.facts import Facts
-from tests.chaos.ledgers import DOUBLE, FAILED, LOST, VALUES, Findings, TrainerLedger, compare
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, VALUES, Facts, Findings, TrainerLedger, compare
 from tests.support.turns import ask, feedback, user
 
 LINEAGE = "main"

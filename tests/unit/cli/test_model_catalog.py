@@ -22,8 +22,8 @@ from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersio
 from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
 from headrace_schemas.programs.models import MANIFEST_FILE, StoredLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
-from tests.docs.settings import check
-from tests.parity.oracles import EXPLORER, TRAINER
+from tests.docs.fences import check
+from tests.parity.stage import EXPLORER, TRAINER
 from tests.unit.cli.hostile_stack import HttpFake
 from tests.unit.cli.test_cli import headrace
 

@@ -30,7 +30,7 @@ from headrace_integrations.scenarios.tool_use import first_answer
 from headrace_integrations.stack.connection import flat, support
 from headrace_integrations.stack.offline import train_rows
 from headrace_operations.arguments import model_name
-from tests.parity.oracles import the_record
+from tests.parity.stage import the_record
 from tests.unit.integrations.rig import VERSION, RecordingGatewayStack
 
 TRAINER_SETTINGS = {

@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.rl import OnlineTrainer, RLRuntime, TrinityRFT
 from headrace_integrations.hello_agents import AgenticRLPipeline, RLTrainingTool, tool
 from headrace_integrations.hello_agents.parameters import BY_ACTION, PARAMETERS, SETTINGS
-from tests.parity.page import PAGE, expected_ids, items, problems
+from tests.parity.program import PAGE, expected_ids, items, problems
 from tests.parity.programs import ALL
 from tests.parity.stage import PROGRAMS, Stage
 

@@ -24,8 +24,7 @@ from headrace_scorer import api
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
-from tests.feedback.sayings import Scene
-from tests.feedback.world import trajectory
+from tests.feedback.world import Scene, trajectory
 from tests.support.turns import feedback
 from tests.unit.scorer.conftest import Open, Rig, rematch_of
 

@@ -28,9 +28,8 @@ from headrace_scorer.feedback_matching import (
     target_trajectories,
     with_task,
 )
-from tests.feedback.planted import FAULTS, TRAINING_FAULTS, Fault
-from tests.feedback.playing import differing, replayed, talk
-from tests.feedback.training import TRAINED
+from tests.feedback.playing import TRAINED, differing, replayed, talk
+from tests.feedback.program import FAULTS, TRAINING_FAULTS, Fault
 from tests.support.turns import START, ask, feedback, user
 
 
