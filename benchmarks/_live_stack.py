@@ -22,7 +22,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support import tiny_model
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,7 @@ from headrace_schemas.http.stack_access import key_for
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, Load
 from tests.support import tiny_model
-from tests.support.ports import free_port
-from tests.support.processes import wait_until
+from tests.support.processes import free_port, wait_until
 from tests.support.turns import ask, user
 
 PARTITIONS = 4

@@ -38,7 +38,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 ADDED_MS_MAX = 10.0
 IMPORT_S_MAX = 0.3

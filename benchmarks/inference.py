@@ -41,7 +41,7 @@ from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
-from tests.support.replica_process import ReplicaProcess
+from tests.support.service_process import ReplicaProcess
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128

@@ -45,7 +45,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, read_topic, wait_healthy
-from tests.support.ports import free_port, wait_open
+from tests.support.processes import free_port, wait_open
 from tests.support.service_process import ServiceProcess
 
 RATIO_MAX = 2.0

@@ -45,8 +45,7 @@ from headrace_scorer.store import TrajectoryCache
 from tests.support import postgres_node
 from tests.support.remembered import Ages, fill_collector, fill_scorer
 from tests.support.streams import Service, bench
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, user
+from tests.support.turns import START, ask, closed, user
 
 TICK_MS_MAX = 20.0
 FORGOTTEN_PER_S_MIN = 500.0

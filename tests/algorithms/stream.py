@@ -20,9 +20,8 @@ from headrace_trainer.experiences.pairing import form_parties
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
-from tests.algorithms.signals import WORDS, edit, side, turn, with_signals
 from tests.unit.trainer.test_history import chain, name
-from tests.unit.trainer.world import START
+from tests.unit.trainer.world import START, WORDS, edit, side, turn, with_signals
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=99)
 SFT = Signals(rewards=False, written=True, edits=True)

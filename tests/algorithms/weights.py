@@ -19,9 +19,9 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSe
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
-from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.algorithms.stream import DPO, KTO, SFT, Stream
 from tests.unit.trainer.test_history import name
+from tests.unit.trainer.world import edit, side, turn, with_signals
 
 GOING_ON = threading.Event()
 KINDS = {"sft": (SFT, "demonstrations"), "dpo": (DPO, "preferences"), "kto": (KTO, "labels")}

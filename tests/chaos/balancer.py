@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 _INTERVAL_S = 0.25
 _TIMEOUT_S = 2.0

@@ -27,9 +27,8 @@ from tests.chaos.ledgers import TrainerLedger
 from tests.chaos.schedule import MACHINES, PAIRS, STREAM, services_on
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.kafka_node import KafkaNode
-from tests.support.ports import free_port
 from tests.support.postgres_node import PostgresNode
-from tests.support.processes import alive
+from tests.support.processes import alive, free_port
 
 MODEL = settings.MODEL
 LINEAGE = "main"

@@ -25,7 +25,7 @@ from headrace_cli.demo.report import Report
 from headrace_cli.demo.runner import perform
 from tests.compose.engine import Engine, EngineFailed, Image, Limits, Project, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.system.line import no_problems
 from tests.system.program import Program, Run
 

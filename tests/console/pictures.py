@@ -8,7 +8,7 @@ from PIL import Image
 
 from headrace_operations.supervisor import read
 from headrace_schemas.http.stack_access import make_login_token
-from tests.support import browser
+from tests.support import presence
 
 PROGRAM = Path(__file__).with_name("browser.py")
 PICTURES = (("console", "/", 664),)
@@ -27,7 +27,7 @@ def take(folder: Path, data_dir: Path) -> list[Path]:
         "width": _WIDTH,
         "scale": _SCALE,
     }
-    paths = [Path(path) for path in browser.drive(PROGRAM, task)["written"]]
+    paths = [Path(path) for path in presence.drive(PROGRAM, task)["written"]]
     for path in paths:
         with Image.open(path) as picture:
             reduced = picture.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)

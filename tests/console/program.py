@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from tests.console import causes, pictures, walk
-from tests.support import browser, tiny_model
+from tests.support import presence, tiny_model
 from tests.system.line import Line, at_most
 from tests.system.program import Program, Run
 
@@ -27,7 +27,7 @@ def play(run: Run) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     base = tiny_model.build(run.folder / "base", seed=run.seed % 1000)
     for name in run.options.only:
-        if name == "browser" and (reason := browser.missing()):
+        if name == "browser" and (reason := presence.missing()):
             run.skip("pages and decisions in a browser", reason)
             continue
         run.add_all(PARTS[name](run.folder / name, base))

@@ -19,7 +19,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.catalog import AuditList
 from headrace_schemas.http.registry_api import VersionState
 from tests.console.stack import BATCHES, MODEL, USERS, ConsoleStack, console_stack
-from tests.support import browser
+from tests.support import presence
 from tests.support.processes import wait_until
 from tests.system.line import Line, caught, equals, no_problems, none_of
 
@@ -48,7 +48,7 @@ def lines(folder: Path, base: Path) -> Iterator[Line]:
         candidates = [version for version in versions(stack) if version.state == "registered"][::-1]
         rollout = begin_rollout(stack, candidates[0].id)
         with LiveTraffic(stack):
-            observed = browser.drive(
+            observed = presence.drive(
                 PROGRAM, {"task": "pages", "url": stack.url, **_pages(stack, candidates[1], rollout)}
             )
         yield from _page_lines(observed)
@@ -187,7 +187,7 @@ def _decide(
     stack: ConsoleStack, name: str, path: str, button: str, version: str, decision: str, *, script: bool = True
 ) -> Line:
     task = {"task": "decide", "url": stack.url, "user": "ann", "path": path, "button": button, "reason": _REASON}
-    observed = browser.drive(PROGRAM, {**task, "script": script})
+    observed = presence.drive(PROGRAM, {**task, "script": script})
     expected = (decision, "ann", True)
     deadline = time.monotonic() + 10
     while (seen := _decisions(stack, version)) and expected not in seen and time.monotonic() < deadline:

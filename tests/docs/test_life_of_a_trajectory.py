@@ -21,8 +21,7 @@ from headrace_schemas.values.blobs import BlobRef
 from tests.docs.fences import ROOT
 from tests.docs.trail import FOLLOWED, Log, Missing, follow
 from tests.support.account_events import report, verdict
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, feedback, user
+from tests.support.turns import START, ask, closed, feedback, user
 
 PAGE = ROOT / "docs" / "life-of-a-trajectory.md"
 _STEP = re.compile(r"^## \d+\. (\w+): (.*)$", re.MULTILINE)

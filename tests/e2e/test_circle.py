@@ -28,8 +28,7 @@ from tests.e2e.circle import MODEL, Observed, Work
 from tests.support import presence
 from tests.support.fake_llm import FakeLLM
 from tests.support.headrace_up import HeadraceUp, run_of
-from tests.support.ports import is_open
-from tests.support.processes import naming
+from tests.support.processes import is_open, naming
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,8 @@ import httpx
 from headrace.stack import Stack, attach
 from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, say
-from tests.support.java_agent import JavaAgent, compiled
-from tests.support.ports import free_port
-from tests.support.trained_runs import Runs, trained_runs
+from tests.support.java_agent import JavaAgent, Runs, compiled, trained_runs
+from tests.support.processes import free_port
 from tests.system.line import Line, equals
 from tests.system.program import Program, Run
 

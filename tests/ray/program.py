@@ -30,7 +30,7 @@ from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.settings import RaySettings
 from tests.ray.player import COUNTED, SENT
 from tests.support import tiny_model
-from tests.support.fates import follow
+from tests.support.training_history import follow
 from tests.system.line import Line, between
 from tests.system.program import Program, Run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ports, presence
+from tests.support import presence, processes
 from tests.support.kafka_node import KafkaNode
 
 _FEW = (31_000, 31_020)
@@ -15,8 +15,8 @@ _FEW = (31_000, 31_020)
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_RANGE", _FEW)
-    monkeypatch.setattr(ports, "_assigned", set())
+    monkeypatch.setattr(processes, "_RANGE", _FEW)
+    monkeypatch.setattr(processes, "_assigned", set())
 
 
 def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> None:
@@ -28,7 +28,7 @@ def test_no_port_is_given_twice_by_any_worker(monkeypatch: pytest.MonkeyPatch) -
     assigned: list[int] = []
     for worker in (0, 1):
         as_worker(monkeypatch, worker, 2)
-        assigned += [ports.free_port() for _ in range(7)]
+        assigned += [processes.free_port() for _ in range(7)]
     assert len(assigned) == len(set(assigned))
     assert all(_FEW[0] <= port < _FEW[1] for port in assigned)
 
@@ -37,8 +37,8 @@ def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
     drawn = []
     for _ in range(5):
         random.seed(0)
-        drawn.append(ports.free_port())
-        ports._assigned.clear()
+        drawn.append(processes.free_port())
+        processes._assigned.clear()
     assert len(set(drawn)) > 1, "once in 160,000 runs they are equal by chance"
 
 

@@ -28,7 +28,7 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from tests.support.processes import wait_until
 from tests.support.seeds import draw_seed
-from tests.support.trajectories import closed
+from tests.support.turns import closed
 
 ROOT = Path(__file__).parents[2]
 PASSED = "PASSED_ON_BY_NAME"

@@ -1,4 +1,7 @@
-"""Two registries, a gateway, a replica and a broker as processes, on one database; and the events on their bus."""
+"""Two registries, a gateway, a replica and a broker as processes, on one database; and the events on their bus.
+
+A process that is restarted after each death, as by a supervisor.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -23,10 +26,41 @@ from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import GATE
-from tests.rollouts.kept import KeptProcess
 from tests.rollouts.mortal import FAULT, FOLDER
-from tests.support import weightless
-from tests.support.ports import free_port, wait_open
+from tests.support import tiny_model
+from tests.support.processes import free_port, wait_open
+from tests.support.service_process import LoggedProcess
+
+
+class KeptProcess(LoggedProcess):
+    """`start`, `kill` (SIGKILL), and repeated calls of `keep`, which restarts a dead process."""
+
+    def __init__(self, name: str, module: str, folder: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
+        super().__init__(name, module, folder / f"{name}.log", port, arguments)
+
+    def start(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
+        """With these settings now and whenever it starts again."""
+        self.set(settings, environ)
+        self.begin()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        return self.log[-2000:] if self._log.exists() else ""
+
+    def keep(self) -> None:
+        if self._process is not None and not self.running():
+            self.begin()
+
+    def end(self) -> None:
+        """Whether it was ever started or not."""
+        if self._process is not None:
+            self.stop()
+
 
 WAIT_S = 240.0
 """Limit of each wait, for a busy machine; usually a second or two pass."""
@@ -136,8 +170,8 @@ class RolloutRig:
 
     async def publish(self, model: str, step: int, parent: str | None = None) -> str:
         """Publish a version whose weights no test reads."""
-        manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
-        await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
+        manifest, ref = tiny_model.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
+        await self.producer.send(tiny_model.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     def routing(self, model: str) -> Routing | None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.rollouts import checks
-from tests.rollouts.kept import KeptProcess
+from tests.rollouts.checks import Visitors
 from tests.rollouts.mortal import MOMENTS, sentence, sentenced
 from tests.rollouts.replica import LOADING
-from tests.rollouts.rig import WAIT_S, RolloutRig
-from tests.rollouts.visitors import Visitors
+from tests.rollouts.rig import WAIT_S, KeptProcess, RolloutRig
 
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
 """Shares of right sessions."""

@@ -15,16 +15,13 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Trajectory
 from headrace_schemas.events.envelope import Envelope
 from tests.simulation import agents, faults, rest
-from tests.simulation.bus import Bus
+from tests.simulation.agents import Ledger
+from tests.simulation.bus import Bus, Log
 from tests.simulation.database import Server, picture_of
-from tests.simulation.ledger import Ledger
-from tests.simulation.log import Log
-from tests.simulation.loop import VirtualClock
-from tests.simulation.mishaps import Mishaps
-from tests.simulation.process import CURRENT, Process, ProcessSlot
+from tests.simulation.loop import Trace, VirtualClock
+from tests.simulation.process import CURRENT, Mishaps, Process, ProcessSlot
 from tests.simulation.services import Gateway, replica, stream_services
 from tests.simulation.substitutes import BLOBS, common
-from tests.simulation.trace import Trace
 
 QUIET_MAX_S = 300.0
 """How long after the last fault everything may take to settle."""

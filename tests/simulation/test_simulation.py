@@ -1,20 +1,177 @@
-"""A few seeds of `make check NAME=simulate` in every test run, and planted bugs that the checkers must find."""
+"""A few seeds of `make check NAME=simulate` in every test run, and planted bugs that the checkers must find.
+
+Planted bugs, each a line away from the correct code: the checkers have to notice them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tests.simulation.planted import PLANTED
-from tests.simulation.program import summary
+from headrace_gateway.publisher import Publisher
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.stream.faust_host import FaustHost, _record
+from headrace_runtime.stream.outbox import Outbox
+from headrace_schemas import Event
+from headrace_scorer import feedback_matching
+from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.lineage import opening
+from tests.simulation.program import simulate, summary
 from tests.simulation.promises import PROMISES
-from tests.simulation.run import simulate
+from tests.simulation.world import world
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug, the name that it replaces, and the promises of which at least one must be seen broken."""
+
+    plant: Callable[[], AbstractContextManager[object]]
+    breaks: frozenset[str]
+
+
+async def _acknowledge_first(host: FaustHost) -> None:
+    """Commit before the effect: records of a process that dies in between are never handled."""
+    batches: AsyncIterator[list[Any]] = host._batches()
+    async for events in batches:
+        for event in events:
+            event.ack()
+        await host._processor.process([_record(event) for event in events])
+
+
+async def _only_in_memory(outbox: Outbox, _tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
+    """Owed events that are no part of the transaction: a death after its commit forgets them."""
+    outbox._added = [(-1, record) for record in records]
+
+
+async def _nothing_to_wait_for(_processor: object, _received: object) -> dict[str, Mapping[int, int]]:
+    """Ends take effect at once, whatever is on its way."""
+    return {"turns": {}, "feedback": {}}
+
+
+async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
+    """Send new events directly once the bus is back, while older ones still wait in the spool."""
+    if publisher._producer is not None:
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(publisher._settings.bus_wait_s):
+                return await publisher._send(publisher._producer, [(event, None) for event in events])
+    return await _PUBLISH(publisher, *events)
+
+
+_FEEDBACK_FOR, _TARGETS = feedback_matching.feedback_for, feedback_matching.target_trajectories
+_PUBLISH, _STATE, _VALUES = Publisher.publish, opening._restore_state, RewardPolicy._values
+
+
+def _remembered_elsewhere(*arguments: Any) -> LineageState:
+    """Offsets outside the checkpoint: they survive a death that the weights do not."""
+    state = _STATE(*arguments)
+    outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
+    for topic, offsets in state.offsets.items():
+        outside[topic] = offsets | outside.get(topic, {})
+    state.offsets = outside
+    return state
+
+
+def _zero_for_nothing(
+    policy: RewardPolicy, rewards: Sequence[SourceReward], turn_ids: Sequence[str]
+) -> dict[str, float]:
+    """Count a source that abstains as 0.0."""
+    scored = [replace(reward, value=0.0) if reward.value is None else reward for reward in rewards]
+    return _VALUES(policy, scored, turn_ids)
+
+
+def _by_the_clock(
+    trajectory_id: str,
+    peers: Sequence[ClosedTrajectory],
+    listing: Iterable[PlacedFeedback],
+    general: Iterable[PlacedFeedback],
+) -> FeedbackSet:
+    """Order feedback by time, whichever clock gave it."""
+    listed = _FEEDBACK_FOR(trajectory_id, peers, listing, general)
+    return FeedbackSet(tuple(sorted(listed.all, key=lambda feedback: (feedback.time, feedback.feedback_id))))
+
+
+def _next_by_the_clock(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
+    """Attach feedback about a session to the next closed run, by the clocks of a gateway and the collector."""
+    return _TARGETS(replace(feedback, turns_until=None), peers)
+
+
+def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractContextManager[object]]:
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for bug in (name, *also):
+                stack.enter_context(mock.patch(bug, substitute))
+            yield
+
+    return plant
+
+
+PLANTED: Mapping[str, Planted] = {
+    "commit before effect": Planted(
+        _bug("headrace_runtime.stream.faust_host.FaustHost._work", _acknowledge_first),
+        frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
+    ),
+    "dedupe off": Planted(
+        _bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})
+    ),
+    "offsets outside the checkpoint": Planted(
+        _bug("headrace_trainer.lineage.opening._restore_state", _remembered_elsewhere),
+        frozenset({"liveness", "account"}),
+    ),
+    "outbox in memory": Planted(
+        _bug("headrace_runtime.stream.outbox.Outbox.add", _only_in_memory),
+        frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
+    ),
+    "ends do not wait": Planted(
+        _bug("headrace_runtime.stream.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
+    ),
+    "past the spool": Planted(
+        _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
+    ),
+    "abstaining is zero": Planted(
+        _bug("headrace_scorer.reward_policy.RewardPolicy._values", _zero_for_nothing),
+        frozenset({"p6_abstain", "p10_late"}),
+    ),
+    "the last word by clocks": Planted(
+        _bug("headrace_scorer.feedback_matching.feedback_for", _by_the_clock), frozenset({"p10_late"})
+    ),
+    "the run by clocks": Planted(
+        _bug("headrace_scorer.feedback_matching.target_trajectories", _next_by_the_clock), frozenset({"p10_late"})
+    ),
+    "weights come forward unsaid": Planted(
+        _bug("headrace_trainer.experiences.state.LineageState._restore", lambda *_: None), frozenset({"p4_once"})
+    ),
+    "weights go back unsaid": Planted(
+        _bug("headrace_trainer.experiences.state.LineageState.undo", lambda *_: None), frozenset({"p4_once"})
+    ),
+    "staleness unbounded": Planted(
+        _bug(
+            "headrace_trainer.experiences.admission.staleness_reason",
+            lambda *_: None,
+            "headrace_trainer.batches.prepare.staleness_reason",
+        ),
+        frozenset({"p5_staleness"}),
+    ),
+}
+"""By name."""
+
 
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
@@ -71,7 +228,7 @@ def test_one_seed_is_one_run_whatever_the_process() -> None:
     """Fresh or after other seeds, in any order of sets. The digest covers each record, commit, death and fault."""
     outcome = simulate(3)
     assert simulate(4).digest != outcome.digest
-    program = "from tests.simulation.run import simulate; print(simulate(3).digest)"
+    program = "from tests.simulation.program import simulate; print(simulate(3).digest)"
     environ = {**os.environ, "PYTHONHASHSEED": "7"}
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, check=True

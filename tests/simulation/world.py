@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
     from tests.simulation.database import Server
-    from tests.simulation.mishaps import Mishaps
+    from tests.simulation.process import Mishaps
 
 _worlds: list[World] = []
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.ports import free_port, wait_open
+from tests.support.processes import free_port, wait_open
 
 
 class BrokerProcess:

@@ -1,4 +1,9 @@
-"""A gateway in the test's own event loop: real HTTP, real spool, real relay; the bus is a list that can go away."""
+"""A gateway in the test's own event loop: real HTTP, real spool, real relay; the bus is a list that can go away.
+
+Contexts in which tests parse the body of one call.
+
+Feedback that is numbered, and a publisher at work, for the tests of its course.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx2
 import uvicorn
@@ -25,8 +30,9 @@ from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.replica_watch import ReplicaWatch
+from headrace_gateway.request_context import RequestContext
 from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
+from headrace_gateway.settings import CaptureSettings, GatewaySettings, RequestRules, UpstreamSettings
 from headrace_gateway.spool import Spool
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
@@ -36,9 +42,11 @@ from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import Event, Routing, ServedVersion, Turn
+from headrace_schemas import Event, Feedback, Routing, ServedVersion, Turn
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.rules.turn_history import TurnHistory
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.fake_replica import VERSION, FakeReplica
 
@@ -240,3 +248,39 @@ async def until(condition: Any, timeout_s: float = 5) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (conditions of many kinds, none with an event)
             await asyncio.sleep(0.005)
+
+
+_BYTES_MAX = 8_388_608
+
+
+def lenient(
+    choices_max: int = 4, json_values_max: int = 10_000, *, media: Literal["refuse", "placeholder"] = "refuse"
+) -> RequestContext:
+    """Return a context that accepts hints."""
+    return RequestContext(RequestRules(choices_max, json_values_max, media=media), _BYTES_MAX)
+
+
+def strict(choices_max: int = 4, json_values_max: int = 10_000) -> RequestContext:
+    """Return a context that refuses every field without an effect."""
+    return RequestContext(RequestRules(choices_max, json_values_max, strict=True), _BYTES_MAX)
+
+
+KEY = ids.session_key("default", "run")
+
+
+def feedback(number: int) -> Feedback:
+    return Feedback(time=utcnow(), feedback_id=str(number), session_key=KEY, value=float(number))
+
+
+def numbers(bus: ListBus) -> list[int]:
+    return [int(event.feedback_id) for event in bus.events(Feedback)]
+
+
+@contextlib.asynccontextmanager
+async def running(publisher: Publisher) -> AsyncIterator[None]:
+    task = asyncio.create_task(publisher.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

@@ -24,7 +24,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.errors import InvalidEvent
-from tests.support.ports import free_port, wait_open
+from tests.support.processes import free_port, wait_open
 
 E = TypeVar("E", bound=Event)
 

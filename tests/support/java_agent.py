@@ -1,14 +1,20 @@
-"""The example on AgentScope Java: its jars, its classes, and the program as a process."""
+"""The example on AgentScope Java: its jars, its classes, and the program as a process.
+
+Trained runs, read from the bus by task and run.
+"""
 
 from __future__ import annotations
 
 import queue
 import subprocess
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from headrace.topics import Range, connected
+from headrace_schemas import Experience, TrainingMetrics, Trajectory
 from tests.support import maven_jars
 
 EXAMPLE = maven_jars.ROOT / "examples" / "java_agent"
@@ -65,3 +71,22 @@ class JavaAgent:
         finally:
             self._process.kill()
             self._process.wait()
+
+
+Runs = dict[str, dict[str, int]]
+"""Task id to run id to the number of its calls."""
+
+
+async def trained_runs(bus: str) -> Runs:
+    """Every run that was trained, whole. A run without a task is under the empty id."""
+    trained: set[str] = set()
+    async with connected(bus) as topics:
+        events = [entry.event async for entry in topics.read(Range(Trajectory.topic))]
+        async for entry in topics.read(Range(TrainingMetrics.topic)):
+            if isinstance(entry.event, TrainingMetrics):
+                trained |= {verdict.experience_id for verdict in entry.event.verdicts if verdict.dropped is None}
+    runs: Runs = defaultdict(dict)
+    for run in (event for event in events if isinstance(event, Trajectory)):
+        if all(Experience.id_of(run.trajectory_id, branch) in trained for branch in range(len(run.branches))):
+            runs[run.task_id or ""][run.run_id or ""] = len(run.turn_ids)
+    return dict(runs)

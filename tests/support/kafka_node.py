@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import maven_jars
-from tests.support.ports import free_port, wait_open
-from tests.support.processes import must_run
+from tests.support.processes import free_port, must_run, wait_open
 
 JARS = maven_jars.ROOT / ".cache" / "kafka-4.3.0"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.ports import free_port
-from tests.support.processes import must_run, wait_until
+from tests.support.processes import free_port, must_run, wait_until
 
 
 def _binaries() -> Path | None:

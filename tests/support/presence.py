@@ -1,12 +1,18 @@
-"""Real servers and programs that tests could use here, and the tests that did not run without one."""
+"""Real servers and programs that tests could use here, and the tests that did not run without one.
+
+Debian's Chromium, driven by programs that run in the environment `.venv-browser`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +60,23 @@ def need(name: str) -> None:
     if name in REQUIRED:
         pytest.fail(f"{name} is required here: {reason}")
     pytest.skip(f"{name}: {reason}")
+
+
+ROOT = Path(__file__).parents[2]
+PYTHON, CHROMIUM = ROOT / ".venv-browser/bin/python", Path("/usr/bin/chromium")
+
+
+def missing() -> str | None:
+    """Return why no browser can be driven here, None when one can."""
+    if not CHROMIUM.exists():
+        return "there is no chromium; apt-get install --no-install-recommends chromium"
+    return None if PYTHON.exists() else "there is no .venv-browser; make install GROUP=browser"
+
+
+def drive(program: Path, task: object, timeout_s: float = 600.0) -> dict[str, Any]:
+    """Run `program` with `task` as JSON and return the JSON that it prints."""
+    process = subprocess.run(
+        [PYTHON, program], input=json.dumps(task), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    )
+    answer: dict[str, Any] = json.loads(process.stdout)
+    return answer

@@ -1,15 +1,30 @@
 """Database of a service after weeks of history, filled by statements that generate rows from rows.
 
 The same on SQLite and PostgreSQL. Keys are scattered like real ones, so that deletions touch pages all over.
+
+Statements of a piece of work, and whether the database reads whole tables for them.
+
+SQLite's query plan shows it. PostgreSQL's counters show the read rows, because an index may be read from end to end,
+too.
+
+Tables as a service's own migrations make them: made once per process on SQLite, and copied as a file afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_runtime.storage import migrations
 from headrace_runtime.storage.database import Database
 
 _CHUNK = 100_000
@@ -139,3 +154,89 @@ def _age(turns: int, ages: Ages) -> str:
     horizon = ages.now_ms - int(ages.remember_s * 1000)
     span = max(1, (int(ages.remember_s * 1000) - 3_600_000) // max(1, turns))
     return f"CASE WHEN i < {ages.old} THEN {horizon} - {ages.old} + i ELSE {horizon} + 1000000 + i * {span} END"
+
+
+WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
+"""Tables of waiting work, not of history: reading all of them is reading all work."""
+_SCAN = re.compile(r"^SCAN (?P<table>\w+)(?: USING (?:COVERING )?INDEX (?P<index>\w+))?")
+
+
+@dataclass
+class Statements:
+    """Executed SQL with one set of its parameters."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def recorded(database: Database) -> Iterator[Statements]:
+    """Record every statement on `database` during the block; pure inserts of values read no rows."""
+    statements = Statements()
+    engine = database.engine.sync_engine
+
+    def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, _context: Any, is_bulk: bool) -> None:
+        plain_insert = sql.startswith("INSERT") and "VALUES" in sql
+        if sql.startswith(("SELECT", "UPDATE", "DELETE", "INSERT")) and not plain_insert:
+            statements.found.setdefault(sql, tuple(parameters[0] if is_bulk else parameters))
+
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        yield statements
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+
+
+async def scans(tx: AsyncConnection, statements: Statements, *, partial: frozenset[str], rows_max: int) -> list[str]:
+    """Each statement that reads a whole table, with how. `partial` indexes hold few rows and may be read whole."""
+    problems = []
+    if tx.dialect.name == "postgresql":  # so that it scans only where no index helps, as it would with much to read
+        await tx.exec_driver_sql("SET LOCAL enable_seqscan = off")
+    for sql, parameters in statements.found.items():
+        wrong = await (_sqlite if tx.dialect.name == "sqlite" else _postgresql)(tx, sql, parameters, partial, rows_max)
+        problems += [f"{step}: {' '.join(sql.split())}" for step in wrong]
+    return problems
+
+
+async def _sqlite(tx: AsyncConnection, sql: str, parameters: Any, partial: frozenset[str], _rows_max: int) -> list[str]:
+    rows = await tx.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", parameters)
+    wrong = []
+    for row in rows:
+        scan = _SCAN.match(row.detail)
+        if scan and scan["table"] not in WAITING | {"CONSTANT", "anon_1"} and scan["index"] not in partial:
+            wrong.append(row.detail)
+    return wrong
+
+
+async def _postgresql(
+    tx: AsyncConnection, sql: str, parameters: Any, _partial: frozenset[str], rows_max: int
+) -> list[str]:
+    plan = (await tx.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", parameters)).scalar_one()
+    return _read(json.loads(plan)[0]["Plan"] if isinstance(plan, str) else plan[0]["Plan"], rows_max)
+
+
+def _read(node: dict[str, Any], rows_max: int) -> list[str]:
+    wrong = [line for child in node.get("Plans", ()) for line in _read(child, rows_max)]
+    if node.get("Relation Name") not in WAITING | {None}:
+        removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+        rows = (node["Actual Rows"] + removed) * node["Actual Loops"]
+        if rows > rows_max:
+            wrong.append(f"{node['Node Type']} reads {rows} rows of {node['Relation Name']}")
+    return wrong
+
+
+_pictures: dict[str, bytes] = {}
+"""File that the migrations of each package leave when they start without a database."""
+
+
+async def make_tables(database: Database, package: str) -> None:
+    """`headrace_runtime.storage.migrations.upgrade`. PostgreSQL, and a file that is there already, see it at work each
+    time."""
+    file = Path(database.engine.url.database or "") if database.sqlite else None
+    if file is None or file.exists():
+        await migrations.upgrade(database, package)
+    elif package in _pictures:
+        file.write_bytes(_pictures[package])
+    else:
+        await migrations.upgrade(database, package)
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            _pictures[package] = connection.serialize()

@@ -1,14 +1,18 @@
-"""A tiny Qwen3 with its own tokenizer, built on the spot in the layout of a real model folder."""
+"""A tiny Qwen3 with its own tokenizer, built on the spot in the layout of a real model folder.
+
+Versions whose weights no test reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import ServedVersion
-from headrace_schemas.values.blobs import Fingerprint
+from headrace_schemas import Checkpoint, ServedVersion
+from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 SPECIAL = (
@@ -148,3 +152,46 @@ def publish(
         tokenizer=base[1] if base else None,
     )
     return ServedVersion(version=manifest.version, manifest=ref)
+
+
+def version(
+    blobs: BlobStore,
+    model: str,
+    content: str,
+    *,
+    lineage: str = "main",
+    step: int = 0,
+    parent: str | None = None,
+    base: str | None = None,
+    tokenizer: str = "a",
+    template: str = "b",
+    files: Sequence[File] = (),
+) -> tuple[Manifest, BlobRef]:
+    """One with `content` for weights, stored. `tokenizer` and `template` are the digit of their digests."""
+    weights = File(path="model.safetensors", blob=blobs.put(content.encode()))
+    manifest = Manifest(
+        name=model,
+        lineage=lineage,
+        step=step,
+        parent=parent,
+        kind="lora" if base else "full",
+        base=base,
+        files=(weights, *files),
+        fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+        tokenizer_sha256=tokenizer * 64,
+        template_sha256=template * 64,
+    )
+    return manifest, blobs.put(manifest.canonical_json())
+
+
+def checkpoint(manifest: Manifest, ref: BlobRef, time: datetime) -> Checkpoint:
+    """Return the trainer's checkpoint event for it."""
+    return Checkpoint(
+        time=time,
+        model=manifest.name,
+        version=manifest.version,
+        lineage=manifest.lineage,
+        step=manifest.step,
+        parent=manifest.parent,
+        manifest=ref,
+    )

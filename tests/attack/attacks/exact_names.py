@@ -15,7 +15,7 @@ import httpx2
 from headrace_operations.toml_text import toml
 from headrace_schemas import Feedback, SessionEnd, Turn
 from headrace_schemas.values import ids
-from tests.support import session_names
+from tests.support import hostile_json
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
@@ -31,7 +31,7 @@ _WAIT_S = 30.0
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     """Send a call, a feedback and an end for each name, then read the owners of these events from the topics."""
-    sessions = session_names.draw(rng, COUNT)
+    sessions = hostile_json.draw(rng, COUNT)
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
     keys = toml([_key("open"), _key("bound", session_id="own")])
@@ -71,12 +71,12 @@ def _key(name: str, **fields: str) -> dict[str, object]:
     return {"name": name, "sha256": digest, "tenant": "acme", "scopes": ["chat", "feedback"], **fields}
 
 
-async def _send_all(url: str, sessions: list[session_names.NamedSession]) -> int:
+async def _send_all(url: str, sessions: list[hostile_json.NamedSession]) -> int:
     """Return how many requests were refused."""
     refused = 0
     async with httpx2.AsyncClient(base_url=url, headers={"authorization": "Bearer open"}, timeout=60) as client:
         for number, session in enumerate(sessions):
-            status, _ = await asyncio.to_thread(session_names.post, url, session, "/v1/chat/completions", _CHAT, "open")
+            status, _ = await asyncio.to_thread(hostile_json.post, url, session, "/v1/chat/completions", _CHAT, "open")
             body = {"session_id": session.name, "value": number}
             judged = await client.post("/v1/feedback", json=body)
             ended = await client.post(f"/v1/sessions/{quote(session.name, safe='')}/end")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_operations.supervisor import Supervisor
-from tests.support import browser, tiny_model
+from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.system.line import Line, at_least, none_of
 
@@ -26,7 +26,7 @@ _PROGRAM, _SEEN = ROOT / "tests/attack/browser.py", ROOT / "tests/attack/seen_re
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    if reason := browser.missing():
+    if reason := presence.missing():
         return [Line("a page in a real browser", f"not played: {reason}", "played where there is a browser", True)]
     base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=rng.randrange(2**31))
     notes = folder / "notes"
@@ -57,7 +57,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
             }
             for module, name in names.items()
         ]
-        answers = await asyncio.to_thread(browser.drive, _PROGRAM, {"targets": targets})
+        answers = await asyncio.to_thread(presence.drive, _PROGRAM, {"targets": targets})
         arrived, reached = _notes(notes, "arrived"), _notes(notes, "reached")
     requests_by_service = Counter(entry["service"] for entry in arrived)
     silent = [name for module, name in names.items() if not requests_by_service[module]]

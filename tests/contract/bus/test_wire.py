@@ -49,8 +49,7 @@ from headrace_broker.protocol.transactions import (
     EndTxnResponse,
 )
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.record_batches import batch, corrupted, now_ms, patched
-from tests.support.wire_client import WireClient, connected
+from tests.support.wire_client import WireClient, batch, connected, corrupted, now_ms, patched
 
 DAY_MS = 86_400_000
 

@@ -17,7 +17,7 @@ from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.engine import VllmEngine
 from headrace_inference.vllm_engine.step_separation import StepSeparation
 from headrace_schemas import Probe
-from tests.contract.engine import held, promises, stand_in
+from tests.contract.engine import ground, promises, stand_in
 from tests.contract.engine.promises import Promise
 from tests.contract.engine.stand_in import Adapter, StandIn, StandInLLM
 
@@ -181,11 +181,11 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         patched(VllmEngine, "probe", always_passes),
         promises.other_weights_than_the_fingerprints_do_not_pass,
     ),
-    ("no truncation", patched(StandInLLM, "truncated", not_truncated), held.truncation_is_in_the_logprobs),
+    ("no truncation", patched(StandInLLM, "truncated", not_truncated), ground.truncation_is_in_the_logprobs),
     (
         "more than was kept",
         patched(requests, "_kept_sets", all_ranked),
-        held.kept_sets_are_those_that_the_logprobs_are_of,
+        ground.kept_sets_are_those_that_the_logprobs_are_of,
     ),
     ("the worst first", patched(requests, "_most_likely", worst_first), promises.the_best_tokens_come_first),
     ("probes among all others", mixed_steps, promises.a_probe_takes_nothing_from_whom_it_is_beside),
@@ -200,7 +200,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         promises.a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved,
     ),
     ("any penalty is taken", patched(engine, "refuse_unsupported", nothing), promises.a_penalty_is_counted_or_refused),
-    ("no bias", resumed_tokens_do_not_count, held.logprobs_are_those_after_a_bias),
+    ("no bias", resumed_tokens_do_not_count, ground.logprobs_are_those_after_a_bias),
     ("one cache for all", one_cache_for_all, promises.what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt),
     ("no context", no_context, promises.bounds_are_refused_by_name),
     ("an endless queue", endless_queue, promises.more_than_may_wait_are_refused_and_leaving_makes_room),
@@ -212,13 +212,13 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         forgotten_streams,
         promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     ),
-    ("no grammar", no_grammar, held.answers_keep_to_their_grammar),
+    ("no grammar", no_grammar, ground.answers_keep_to_their_grammar),
     (
         "one end token",
         patched(stand_in, "allow_stops", nothing),
-        held.held_logprobs_are_over_the_masks_of_the_guide,
+        ground.held_logprobs_are_over_the_masks_of_the_guide,
     ),
-    ("grammars begin anew", patched(engine, "refuse_unsupported", nothing), held.a_held_answer_goes_on_or_is_refused),
+    ("grammars begin anew", patched(engine, "refuse_unsupported", nothing), ground.a_held_answer_goes_on_or_is_refused),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
 )
 """Faults, and the promise that finds each."""

@@ -28,15 +28,13 @@ from tests.contract.engine.ground import (
     WAITING_MAX,
     Ground,
     Stored,
-    prompt_of,
-    recomputed,
-)
-from tests.contract.engine.held import (
     a_held_answer_goes_on_or_is_refused,
     answers_keep_to_their_grammar,
     held_logprobs_are_over_the_masks_of_the_guide,
     kept_sets_are_those_that_the_logprobs_are_of,
     logprobs_are_those_after_a_bias,
+    prompt_of,
+    recomputed,
     truncation_is_in_the_logprobs,
 )
 from tests.support import tiny_model

@@ -18,7 +18,7 @@ from headrace_runtime.kafka.consumer import Offsets
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.stream.faust_host import FaustHost
 from headrace_runtime.stream.processor import Processor
-from tests.contract.used.ground import Ground, Scenario, consuming, eventually, everything, producing, send
+from tests.contract.used.grounds import Ground, Scenario, consuming, eventually, everything, producing, send
 
 _COMMITS_WITHIN_S = 2.5
 """Some commit intervals of the host, after which every pending commit has been made."""

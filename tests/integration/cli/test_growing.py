@@ -18,9 +18,9 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
+from tests.integration.conftest import wipe
 from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
 from tests.support.broker_process import BrokerProcess
-from tests.support.own_bus import wipe
 from tests.support.postgres_node import PostgresNode
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import after, ask, end, feedback, user

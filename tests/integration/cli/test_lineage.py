@@ -16,7 +16,7 @@ from headrace_runtime.kafka.topics import ensure
 from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Experience
 from tests.support.broker_process import BrokerProcess
-from tests.support.lineage_questions import TOPICS, assert_traces_agree, made_up, recorded
+from tests.support.training_history import TOPICS, assert_traces_agree, made_up, recorded
 
 SESSIONS = 1000
 

@@ -21,9 +21,8 @@ from headrace_operations.mirror.logs import PADDING
 from headrace_operations.mirror.side import MirrorConflict
 from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
+from tests.integration.conftest import on_each_bus, wipe
 from tests.support.broker_process import BrokerProcess
-from tests.support.marks import on_each_bus
-from tests.support.own_bus import wipe
 from tests.support.seeds import draw_seed
 
 NOW_MS = int(time.time() * 1000)

@@ -35,8 +35,7 @@ from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_hub import FakeHub
 from tests.support.headrace_up import HEADRACE, HeadraceUp, run_of
-from tests.support.ports import free_port
-from tests.support.processes import wait_until
+from tests.support.processes import free_port, wait_until
 
 SERVICES = ("broker", "gateway", "registry", "inference")
 WAIT_S = 120.0

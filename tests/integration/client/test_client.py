@@ -44,12 +44,12 @@ from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.values.ids import session_key, uuid7
 from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
+from tests.integration.conftest import on_each_bus
 from tests.integration.streams.rig import StreamsRig, rig_on
 from tests.support import node_client, presence
 from tests.support.account_events import READY, report, turn, verdict
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import read_topic
-from tests.support.marks import on_each_bus
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, feedback, user
 

@@ -23,7 +23,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import LENGTH, FakeReplica
 from tests.support.gateway_process import wait_healthy
 from tests.support.maven_jars import ROOT
-from tests.support.ports import free_port, wait_open
+from tests.support.processes import free_port, wait_open
 
 AGENTS = 4
 

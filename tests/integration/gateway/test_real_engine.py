@@ -27,7 +27,7 @@ from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import wait_until
-from tests.support.replica_process import ReplicaProcess
+from tests.support.service_process import ReplicaProcess
 
 LENGTH = 120
 CUT_AFTER_BYTES = 8_000

@@ -25,7 +25,7 @@ from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.processes import wait_until
-from tests.support.replica_process import ReplicaProcess
+from tests.support.service_process import ReplicaProcess
 
 WAIT_S = 20.0
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Who sent the mail?"}]

@@ -21,8 +21,8 @@ from headrace_runtime.settings.sections import BusSettings, Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.values.base import utcnow
-from tests.support import weightless
-from tests.support.ports import free_port
+from tests.support import tiny_model
+from tests.support.processes import free_port
 
 GATE = """
 import json, pathlib, sys, time
@@ -106,11 +106,11 @@ class RegistryRig:
     async def publish(
         self, model: str, step: int, scores: dict[str, float] | None = None, parent: str | None = None
     ) -> str:
-        manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
+        manifest, ref = tiny_model.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
         path = self.folder / "scores.json"
         contents = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(contents | ({manifest.version: scores} if scores else {})))
-        await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
+        await self.producer.send(tiny_model.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     async def _replica(self) -> None:

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.integration.registry.rig import RegistryRig
-from tests.support import weightless
+from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 
 MODEL = "opponent"
@@ -81,7 +81,7 @@ class Pair:
 
 
 async def registered(rig: RegistryRig, pair: Pair, content: str) -> str:
-    manifest, ref = weightless.version(rig.blobs, MODEL, content, lineage="registered")
+    manifest, ref = tiny_model.version(rig.blobs, MODEL, content, lineage="registered")
     body = {"manifest": ref.model_dump()}
     answer = await pair.answered(f"models/{MODEL}/register", body)
     assert answer.status_code == 201, answer.text

@@ -13,7 +13,7 @@ from headrace_schemas import Checkpoint
 from tests.integration.registry.rig import RegistryRig
 from tests.support import postgres_node
 from tests.support.broker_process import BrokerProcess
-from tests.support.ports import is_open
+from tests.support.processes import is_open
 
 
 @pytest.fixture(scope="module")

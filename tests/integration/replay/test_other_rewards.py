@@ -15,8 +15,7 @@ from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.integration.replay.conftest import ReplayRig
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.support.trajectories import closed
-from tests.support.turns import ask, user
+from tests.support.turns import ask, closed, user
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

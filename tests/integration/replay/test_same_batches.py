@@ -21,8 +21,7 @@ from headrace_trainer.lineage.store import LineageStore
 from tests.integration.replay.conftest import LIVE, ReplayRig
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support.seeds import draw_seed
-from tests.support.trajectories import closed
-from tests.support.turns import ask, user
+from tests.support.turns import ask, closed, user
 from tests.unit.trainer.world import experience
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]

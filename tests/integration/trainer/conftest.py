@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_model
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from tests.contract.engine.ground import Stored, recomputed
 from tests.support import presence, tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
-from tests.support.replica_process import ReplicaProcess
+from tests.support.service_process import ReplicaProcess
 
 pytestmark = pytest.mark.timeout(3600)
 START_S, STEP_S = 1500, 600

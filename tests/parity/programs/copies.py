@@ -20,7 +20,7 @@ from headrace.shadow import (
     read_only,
 )
 from tests.parity.stage import Stage, program
-from tests.support.trained_runs import trained_runs
+from tests.support.java_agent import trained_runs
 
 _TRAINED_S = 60.0
 

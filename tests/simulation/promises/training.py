@@ -13,7 +13,7 @@ from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation.learner import pending_lessons
 from tests.simulation.rest import lessons, saved_lineage, saved_optimizer
 from tests.simulation.services import MAX_STALENESS, TRAINER
-from tests.support.fates import follow
+from tests.support.training_history import follow
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster

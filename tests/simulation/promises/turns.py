@@ -20,7 +20,7 @@ from headrace_schemas import (
 )
 from tests.simulation.learner import tokens_digest
 from tests.simulation.rest import lessons
-from tests.support.fates import follow
+from tests.support.training_history import follow
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster

@@ -30,7 +30,7 @@ from headrace_broker.topic_config import TopicConfig
 from headrace_broker.topics import TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
-from tests.support.record_batches import Entry, batch
+from tests.support.wire_client import Entry, batch
 
 T = TypeVar("T")
 ALL = 1 << 40

@@ -29,7 +29,7 @@ from headrace_broker.protocol.transactions import (
 )
 from headrace_broker.readers import Readers
 from headrace_broker.topic_config import TopicConfig
-from tests.support.record_batches import Entry, batch, now_ms
+from tests.support.wire_client import Entry, batch, now_ms
 from tests.unit.broker.conftest import Live
 from tests.unit.broker.harness import Harness, split
 
@@ -174,7 +174,7 @@ def test_a_batch_that_cannot_be_read_is_left_alone(broker: Harness, partition: i
     broker.put(partition, (b"a", b"1"))
     nonsense = bytearray(batch([(b"a", b"2")]))
     nonsense[61] = 0x7F  # a record length that is wrong
-    from tests.support.record_batches import patched
+    from tests.support.wire_client import patched
 
     broker.append(partition, patched(bytes(nonsense)))
     broker.put(partition, (b"a", b"3"))

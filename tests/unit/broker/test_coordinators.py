@@ -32,7 +32,7 @@ from headrace_broker.protocol.groups import (
 )
 from headrace_broker.protocol.offsets import CommitPartition, CommitTopic
 from headrace_broker.transactions import Owner
-from tests.support.record_batches import batch, patched
+from tests.support.wire_client import batch, patched
 from tests.unit.broker.harness import BOTH, RANGE, Clients, Harness
 
 OFFSETS = (CommitTopic("t", (CommitPartition(0, 42, "m"),)),)

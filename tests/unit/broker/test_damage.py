@@ -18,8 +18,8 @@ from headrace_broker.reads import ReadRequest
 from headrace_broker.store import Store
 from headrace_broker.store_format import position
 from headrace_schemas import DeadLetter
-from tests.support.record_batches import batch
 from tests.support.seeds import draw_seed
+from tests.support.wire_client import batch
 from tests.unit.broker.conftest import Run
 from tests.unit.broker.harness import ALL, Harness
 

@@ -17,7 +17,7 @@ from headrace_broker.batch import parse_produced
 from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.topic_config import TopicConfig
-from tests.support.record_batches import Entry, batch
+from tests.support.wire_client import Entry, batch
 from tests.unit.broker.harness import Harness, Row, split
 
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])

@@ -33,7 +33,7 @@ from headrace_runtime.settings.sections import BusSettings, load
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support.account_events import experience
 from tests.support.broker_process import BrokerProcess
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.seeds import draw_seed
 
 PASSWORD = "a-password-of-the-bus"

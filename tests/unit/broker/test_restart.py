@@ -37,8 +37,7 @@ from headrace_broker.protocol.offsets import (
 from headrace_broker.protocol.topics import ConfigResource, DescribeConfigsRequest, DescribeConfigsResponse
 from headrace_broker.store import Store
 from headrace_runtime.errors import SettingError
-from tests.support.record_batches import batch
-from tests.support.wire_client import WireClient
+from tests.support.wire_client import WireClient, batch
 from tests.unit.broker.conftest import Live, Run
 
 

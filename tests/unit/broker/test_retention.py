@@ -25,7 +25,7 @@ from headrace_broker.protocol.offsets import (
 from headrace_broker.topic_config import TopicConfig, parse
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk
-from tests.support.record_batches import batch
+from tests.support.wire_client import batch
 from tests.unit.broker.conftest import Run
 from tests.unit.broker.harness import Harness
 

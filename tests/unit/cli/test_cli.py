@@ -20,7 +20,7 @@ from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_runtime.services import SERVICES
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList, VersionState
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.unit.cli.hostile_stack import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -17,7 +17,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.table import override
 from tests.support import plugins
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 SERVICES = planning.installed()
 

@@ -31,8 +31,7 @@ from headrace_schemas import Checkpoint, Feedback, Sampling, Trajectory
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.account_events import KEY, START, VERSION, experience, report, trajectory, turn, verdict
-from tests.support.lineage_questions import assert_traces_agree, in_memory, made_up
-from tests.support.training_history import History
+from tests.support.training_history import History, assert_traces_agree, in_memory, made_up
 from tests.support.turns import ask, user
 from tests.unit.cli.hostile_stack import HttpFake
 

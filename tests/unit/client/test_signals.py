@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from headrace.rewards import Calibration, hints, signals
 from headrace.rewards.natural_signals import GROUP, exchanges
 from headrace_schemas import Branch, Dialogue, FunctionCall, Message, Span, ToolCall, Trajectory
-from tests.support.trajectories import closed
-from tests.support.turns import VERSION
+from tests.support.turns import VERSION, closed
 
 
 def user(text: str) -> Message:

@@ -17,7 +17,7 @@ from headrace_console.users import Role
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.http.guard import WebGuard
 from headrace_runtime.settings.sections import BusSettings, Common, SecuritySettings
-from tests.support.migrated import make_tables
+from tests.support.remembered import make_tables
 
 ORIGIN = "http://127.0.0.1:8040"
 BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}

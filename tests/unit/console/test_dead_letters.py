@@ -10,7 +10,7 @@ import pytest
 from headrace_console.read_model import tables
 from headrace_schemas import DeadLetter, DeadLetterDecision, Event
 from tests.support.account_events import START, letter, turn
-from tests.support.migrated import make_tables
+from tests.support.remembered import make_tables
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import apply
 

@@ -22,7 +22,7 @@ from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
 from headrace_schemas import Feedback, Message
 from tests.support.account_events import START
-from tests.support.migrated import make_tables
+from tests.support.remembered import make_tables
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
 

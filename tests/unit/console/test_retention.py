@@ -22,7 +22,7 @@ from headrace_schemas import Event, Reward, TrainingMetrics
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
 from tests.support.loop_block import blocked
-from tests.support.migrated import make_tables
+from tests.support.remembered import make_tables
 from tests.support.seeds import draw_seed
 from tests.unit.console.support import Stand
 from tests.unit.console.test_counts import check_sessions, random_history

@@ -21,8 +21,7 @@ from headrace_runtime.storage.database import Database
 from headrace_schemas import Feedback
 from headrace_schemas.values.ids import session_key
 from tests.support.account_events import START
-from tests.support.migrated import make_tables
-from tests.support.query_plans import recorded, scans
+from tests.support.remembered import make_tables, recorded, scans
 from tests.unit.console.review import QUEUE, Bus, bus, make_queue, next_item, rate, session_of, stand, token_of
 from tests.unit.console.support import BY_PAGE, Stand
 from tests.unit.console.test_sessions import HOSTILE

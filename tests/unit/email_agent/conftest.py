@@ -1,18 +1,13 @@
-"""Examples are not installed: their folder is made importable, as `python -m` in it would."""
+"""A mailbox and its tools for the tests of the e-mail agent."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-from email_agent import mailbox  # noqa: E402
-from email_agent.tools import Mailtools  # noqa: E402
+from email_agent import mailbox
+from email_agent.tools import Mailtools
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,8 @@ from email_agent.warm_up import Schedule, conversations
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_schemas import Dialogue, Message, Trajectory
-from tests.support.fake_llm import Behaviour, FakeLLM, Reply, completion, status
-from tests.support.headrace_in_memory import Headrace
-from tests.support.trajectories import closed
+from tests.support.fake_llm import Behaviour, FakeLLM, Headrace, Reply, completion, status
+from tests.support.turns import closed
 
 from .clerk_server import Clerk, clueless
 

@@ -26,7 +26,7 @@ from example_parts.tools import ERROR
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe
 from tests.repo.compose_files import ROOT
-from tests.support.headrace_in_memory import Headrace
+from tests.support.fake_llm import Headrace
 from tests.unit.email_agent.clerk_server import Clerk, clueless
 from tests.unit.email_agent.test_agent import options
 

@@ -34,8 +34,7 @@ from headrace_cli.demo import recipe
 from headrace_registry.settings import GateSettings
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
-from tests.support.fake_llm import Call, FakeLLM, Reply
-from tests.support.headrace_in_memory import Headrace
+from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply
 
 from .conftest import EXAMPLES
 

@@ -30,9 +30,8 @@ from headrace_gateway.responses_api.request import ResponsesRequest
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Feedback, Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
-from tests.support.gateway import gateway, until
+from tests.support.gateway import gateway, strict, until
 from tests.support.hostile_json import bases, kinds_everywhere
-from tests.support.requests import strict
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 

@@ -26,8 +26,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Sampling
 from tests.support.fake_replica import Called, FakeReplica
-from tests.support.gateway import gateway
-from tests.support.requests import strict
+from tests.support.gateway import gateway, strict
 
 USER = {"role": "user", "content": "hello"}
 FUNCTION = {"name": "search", "arguments": "{}"}

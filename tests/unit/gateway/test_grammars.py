@@ -26,8 +26,7 @@ from headrace_registry.shadow.gateway_client import request_body
 from headrace_schemas import Grammar, Sampling, TokenGrammar, Tool
 from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
 from tests.support.fake_replica import FakeReplica, Fault
-from tests.support.gateway import gateway
-from tests.support.requests import lenient, strict
+from tests.support.gateway import gateway, lenient, strict
 from tests.support.turns import ask, user
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

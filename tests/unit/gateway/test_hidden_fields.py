@@ -32,8 +32,7 @@ from headrace_gateway.transcript import Transcript
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, FakeReplica, Fault, Generation, entry
-from tests.support.gateway import gateway
-from tests.support.requests import lenient, strict
+from tests.support.gateway import gateway, lenient, strict
 
 KEY = ids.session_key("default", "s")
 TOP = {"id", "object", "created", "model", "choices", "usage"}

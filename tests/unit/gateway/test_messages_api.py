@@ -19,8 +19,7 @@ from headrace_gateway.messages_api.events import MessageWriter
 from headrace_gateway.messages_api.request import parse_messages
 from headrace_gateway.refusals import ApiError
 from tests.support.fake_replica import VERSION, Called, FakeReplica, text_of
-from tests.support.gateway import Gateway, gateway
-from tests.support.requests import lenient, strict
+from tests.support.gateway import Gateway, gateway, lenient, strict
 
 SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}}
 SEARCH: Any = {"name": "search", "description": "looks", "input_schema": SCHEMA}

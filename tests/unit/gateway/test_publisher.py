@@ -20,8 +20,7 @@ from headrace_runtime.process import tracing
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, SessionEnd
 from headrace_schemas.values.base import utcnow
-from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until
-from tests.unit.gateway.publishing import KEY, feedback, numbers, running
+from tests.support.gateway import KEY, PARTITIONS, ListBus, ListProducer, feedback, numbers, running, until
 
 
 def end(number: int) -> SessionEnd:

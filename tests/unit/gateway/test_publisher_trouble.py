@@ -22,8 +22,7 @@ from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Feedback
 from tests.support.full_disk import full_error
-from tests.support.gateway import ListBus, ListProducer, until
-from tests.unit.gateway.publishing import feedback, numbers, running
+from tests.support.gateway import ListBus, ListProducer, feedback, numbers, running, until
 
 
 class Connections:

@@ -17,7 +17,7 @@ from headrace_schemas import DeadLetter, LoadedVersion
 from tests.attack.inputs import mutate
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, until
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 OTHER = "tiny@fedcba9876543210"
 UPSTREAM = {"hold_s": 0.3, "routing_wait_s": 0.1, "stall_timeout_s": 0.2}

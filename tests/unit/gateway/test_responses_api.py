@@ -15,8 +15,7 @@ from openai.types.responses import Response
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api.request import NEUTRAL, parse_responses
 from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault
-from tests.support.gateway import Gateway, gateway
-from tests.support.requests import strict
+from tests.support.gateway import Gateway, gateway, strict
 
 SEARCH: dict[str, Any] = {
     "type": "function",

@@ -22,8 +22,7 @@ from headrace_gateway.responses_api.request import parse_responses
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Turn
 from tests.support.fake_replica import Called, FakeReplica, Fault
-from tests.support.gateway import gateway, until
-from tests.support.requests import lenient, strict
+from tests.support.gateway import gateway, lenient, strict, until
 from tests.unit.gateway.test_messages_api import ASKED, streamed
 from tests.unit.gateway.test_messages_api import served as messages_gateway
 from tests.unit.gateway.test_responses_api import SEARCH, served

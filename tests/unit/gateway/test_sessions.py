@@ -25,7 +25,7 @@ from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.events.turn import Purpose
 from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
-from tests.support import session_names
+from tests.support import hostile_json
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until
 from tests.unit.gateway.test_placement import V1, V2, Rig
@@ -192,18 +192,18 @@ OWN, OTHER = (ids.response_id(ids.session_key("acme", name)) for name in ("own",
 async def test_two_hundred_lookalike_names_are_two_hundred_sessions_with_their_own_feedback(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"SEED={seed}")
-    sessions = session_names.draw(random.Random(seed), 200)
+    sessions = hostile_json.draw(random.Random(seed), 200)
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         await until(lambda: served.publisher.connected)
         for number, session in enumerate(sessions):
             status, answer = await asyncio.to_thread(
-                session_names.post, served.url, session, "/v1/chat/completions", CHAT
+                hostile_json.post, served.url, session, "/v1/chat/completions", CHAT
             )
             assert status == 200, (session, answer)
             body = {"session_id": session.name, "value": number}
-            plain = session_names.NamedSession("ignored", "utf-8 header")
-            status, answer = await asyncio.to_thread(session_names.post, served.url, plain, "/v1/feedback", body)
+            plain = hostile_json.NamedSession("ignored", "utf-8 header")
+            status, answer = await asyncio.to_thread(hostile_json.post, served.url, plain, "/v1/feedback", body)
             assert status == 202, (session, answer)
             path = f"/v1/sessions/{quote(session.name, safe='')}/end"
             assert (await served.client.post(path)).status_code == 202, session

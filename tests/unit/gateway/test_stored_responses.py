@@ -25,8 +25,7 @@ from headrace_gateway.text_completions import read_completion
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault, text_of
-from tests.support.gateway import Gateway, gateway
-from tests.support.requests import lenient, strict
+from tests.support.gateway import Gateway, gateway, lenient, strict
 from tests.support.streams import ManualClock
 from tests.unit.gateway.test_responses_api import SEARCH, served
 

@@ -33,7 +33,7 @@ from headrace_gateway.responses_api.answers import read_responses
 from headrace_gateway.text_completions import read_completion
 from headrace_schemas.values import ids
 from tests.support.fake_replica import VERSION
-from tests.support.requests import lenient
+from tests.support.gateway import lenient
 from tests.support.seeds import draw_seed
 
 ANSWERS = 300

@@ -29,7 +29,7 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
 from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat
-from tests.support.requests import lenient
+from tests.support.gateway import lenient
 from tests.unit.gateway.test_grammars import APPLY_PATCH, chat_tools, grammar
 from tests.unit.inference.conftest import Models, prompt_of, sample
 from tests.unit.inference.scripted import FULL, TOOLS, VERSION, Json, ScriptedEngine, client, joined

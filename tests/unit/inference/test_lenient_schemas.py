@@ -38,7 +38,7 @@ from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.guides import GrammarGuide
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
 from headrace_schemas.http.answer_form import UNHELD_KEYWORDS, ResponseFormat, unheld_keywords
-from tests.support.requests import lenient, strict
+from tests.support.gateway import lenient, strict
 from tests.unit.gateway.test_hidden_fields import USER, parsed
 from tests.unit.inference.conftest import Models
 from tests.unit.inference.scripted import Json as JsonObject

@@ -31,9 +31,8 @@ from math_agent.demonstrations import NONE, Habits, demonstrate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 from math_agent.solution import Solution, Turn, of_episode, of_trajectory
 from math_agent.warm_up import HABITS
-from tests.support.fake_llm import Call, FakeLLM, Reply, status
-from tests.support.headrace_in_memory import Headrace
-from tests.support.trajectories import closed
+from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, status
+from tests.support.turns import closed
 
 from .conftest import EXAMPLES
 

@@ -39,8 +39,8 @@ from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersio
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs.gate import Tasks
 from headrace_schemas.values.blobs import BlobRef, Manifest
-from tests.support import weightless
-from tests.support.migrated import make_tables
+from tests.support import tiny_model
+from tests.support.remembered import make_tables
 from tests.support.streams import producer_of
 
 E = TypeVar("E", bound=Event)
@@ -232,14 +232,14 @@ class Rig:
         self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
     ) -> tuple[Manifest, BlobRef]:
         content = f"weights {step}"
-        return weightless.version(self.blobs, MODEL, content, step=step, parent=parent, base=base, tokenizer=tokenizer)
+        return tiny_model.version(self.blobs, MODEL, content, step=step, parent=parent, base=base, tokenizer=tokenizer)
 
     async def checkpoint(
         self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
     ) -> str:
         """Publish one and return its version."""
         manifest, ref = self.manifest(step, tokenizer=tokenizer, base=base, parent=parent)
-        await self.receive(weightless.checkpoint(manifest, ref, self.clock.now()).to_json())
+        await self.receive(tiny_model.checkpoint(manifest, ref, self.clock.now()).to_json())
         return manifest.version
 
     async def receive(self, value: bytes) -> None:

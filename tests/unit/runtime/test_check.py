@@ -23,7 +23,7 @@ from headrace_runtime.kafka import topics
 from headrace_runtime.registries import OrNameIn, Registry
 from headrace_runtime.settings.reference import SettingDoc, describe
 from headrace_runtime.settings.sections import BusSettings, Common, Section, SecuritySettings
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 
 async def problems(name: str = "gateway", **settings: object) -> list[str]:

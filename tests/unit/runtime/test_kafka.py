@@ -32,7 +32,7 @@ from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from tests.support.loop_block import blocked
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 
 def damage(ref: BlobRef) -> None:

@@ -21,8 +21,7 @@ from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, SCORE_MAX, TOTAL_MA
 from headrace_scorer import schema
 from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
-from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, half
 from tests.unit.scorer.test_scorer import reward
 

@@ -28,8 +28,7 @@ from headrace_scorer.settings import ScorerSettings
 from tests.support.hostile_json import mutated
 from tests.support.seeds import draw_seed
 from tests.support.streams import Bench
-from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import ask, closed, feedback, user
 from tests.unit.collector.conftest import collector, pass_time
 from tests.unit.scorer.conftest import Rig, half, scorer
 from tests.unit.scorer.test_scorer import reward

@@ -16,10 +16,8 @@ from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Event, Experience, Reward
 from headrace_scorer import upkeep
 from headrace_scorer.settings import ScorerSettings
-from tests.support.query_plans import recorded, scans
-from tests.support.remembered import Ages, fill_scorer
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, feedback, user
+from tests.support.remembered import Ages, fill_scorer, recorded, scans
+from tests.support.turns import START, ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half, rematch_of, scorer
 from tests.unit.scorer.test_scorer import reward
 

@@ -25,8 +25,7 @@ from headrace_scorer.functions.outcomes import outcome_of, raised
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.settings import ScorerSettings
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, user
+from tests.support.turns import START, ask, closed, user
 
 
 @pytest.mark.parametrize(

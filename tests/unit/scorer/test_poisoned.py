@@ -15,8 +15,7 @@ from headrace_scorer import schema, scores, scoring, upkeep
 from headrace_scorer.functions import worker
 from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.protocol import CallRequest
-from tests.support.trajectories import closed
-from tests.support.turns import ask, feedback, user
+from tests.support.turns import ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, half, rematch_of
 
 

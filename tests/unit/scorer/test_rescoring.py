@@ -17,8 +17,7 @@ from headrace_scorer.learned.replaying import LearnedReplay
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.rescoring import Rescoring, _work
 from headrace_scorer.settings import ScorerSettings
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, user
+from tests.support.turns import START, ask, closed, user
 from tests.unit.scorer.conftest import LocalPool
 
 WORDS = {Trajectory: "trajectory", Reward: "reward"}

@@ -31,8 +31,7 @@ from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
 from tests.support.streams import Bench, ManualClock, Service, bench
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, user
+from tests.support.turns import START, ask, closed, user
 from tests.unit.scorer.conftest import LocalPool, Rig
 
 DEMANDS = FitRequirements(thumbs_min=20)

@@ -11,8 +11,7 @@ from sqlalchemy import Connection
 
 from headrace_schemas import DeadLetter, Experience, LeftOut, Reward, Trajectory
 from headrace_scorer import schema
-from tests.support.trajectories import closed
-from tests.support.turns import START, VERSION, ask, feedback, user
+from tests.support.turns import START, VERSION, ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, answer, half
 
 

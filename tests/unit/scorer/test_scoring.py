@@ -22,8 +22,7 @@ from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scores import TrajectoryScore, _experiences, _is_ready, _other_sources_answered, _state
 from tests.support.streams import ManualClock
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, feedback, user
+from tests.support.turns import START, ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
 from tests.unit.scorer.test_scorer import reward
 

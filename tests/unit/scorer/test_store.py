@@ -33,8 +33,7 @@ from headrace_scorer import ledger, schema, store
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from tests.support.streams import Service, bench
-from tests.support.trajectories import closed
-from tests.support.turns import START, ask, feedback, said, user
+from tests.support.turns import START, ask, closed, feedback, said, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
 
 NOW = START + timedelta(seconds=100)

@@ -22,9 +22,8 @@ from smollm2 import agent, evaluate
 from smollm2.base import BASE
 from smollm2.mails import ANSWERS, SPLITS, Split, Task, stream
 from smollm2.rewards import right
-from tests.support.fake_llm import Call, FakeLLM, Reply, completion
-from tests.support.headrace_in_memory import Headrace
-from tests.support.trajectories import closed
+from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, completion
+from tests.support.turns import closed
 
 from .conftest import EXAMPLES
 

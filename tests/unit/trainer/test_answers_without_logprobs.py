@@ -35,11 +35,10 @@ from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import StepResult
 from headrace_trainer.lineage.step_result import apply_result
 from tests.algorithms.losses import CASES, Case
-from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_state import LIMITS
 from tests.unit.trainer.test_step import V, batch_of
-from tests.unit.trainer.world import World, experience
+from tests.unit.trainer.world import World, edit, experience, side, turn, with_signals
 
 REASONS: tuple[NoLogprobs, ...] = get_args(NoLogprobs)
 OTHER_SERVER = "elsewhere@0123456789ab"

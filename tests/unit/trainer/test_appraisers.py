@@ -29,12 +29,10 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.algorithms.signals import turn, with_signals
 from tests.support import tiny_model
-from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
-from tests.unit.trainer.world import START, VOCABULARY, World, experience
+from tests.unit.trainer.world import START, VOCABULARY, World, experience, policy_of, turn, with_signals
 
 GOING_ON = threading.Event()
 

@@ -24,13 +24,12 @@ from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cut
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
-from tests.algorithms.signals import side, turn, with_signals
 from tests.support.seeds import draw_seed
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_settings import read
 from tests.unit.trainer.test_state import LIMITS
-from tests.unit.trainer.world import START, experience
+from tests.unit.trainer.world import START, experience, side, turn, with_signals
 
 V, W = "m@000000000000", "m@111111111111"
 

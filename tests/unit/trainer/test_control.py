@@ -9,10 +9,9 @@ import torch
 
 from headrace_trainer.lineage.control import ControlPlan, plan_control
 from headrace_trainer.trainer import Trainer
-from tests.support.torch_learners import optimizer_of, policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
-from tests.unit.trainer.world import World, decision, experience
+from tests.unit.trainer.world import World, decision, experience, optimizer_of, policy_of
 
 
 def course(

@@ -24,8 +24,7 @@ from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.backend import TORCH
 from tests.algorithms import losses, stream
-from tests.algorithms.planted import BOUND, FAULTS, Fault, caught
-from tests.algorithms.program import DIVERGENCES, of_advantages, of_weights
+from tests.algorithms.program import BOUND, DIVERGENCES, FAULTS, Fault, is_caught, of_advantages, of_weights
 from tests.support import plugins
 from tests.unit.trainer.conftest import Make
 
@@ -292,7 +291,7 @@ def test_what_is_liked_gains_and_what_is_withdrawn_is_taken_back(base: Path) -> 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_caught(fault: Fault, base: Path) -> None:
-    assert caught(fault, base)
+    assert is_caught(fault, base)
 
 
 def test_the_preset_of_hindsight_has_its_own_section(make: Make) -> None:

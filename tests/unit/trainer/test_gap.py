@@ -20,8 +20,8 @@ from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettin
 from headrace_trainer.algorithms.gap import BLOCK, PERMUTATIONS, GapEstimate, ReplyBlock
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import OptimizerSettings
-from tests.support.torch_learners import optimizer_of, policy_of
 from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import optimizer_of, policy_of
 
 SETTINGS = HindsightSettings()
 STREAMS = 400

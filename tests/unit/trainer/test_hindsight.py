@@ -44,10 +44,9 @@ from tests.support.hindsight_world import (
     train_base,
     user_message,
 )
-from tests.support.torch_learners import policy_of, torch_learner
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
-from tests.unit.trainer.world import START, World
+from tests.unit.trainer.world import START, World, policy_of, torch_learner
 
 GOING_ON = threading.Event()
 Floats = NDArray[np.float64]

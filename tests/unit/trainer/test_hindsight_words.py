@@ -31,7 +31,6 @@ from tests.support.hindsight_world import (
     of_version,
     user_message,
 )
-from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_hindsight import (
     GOING_ON,
@@ -42,7 +41,7 @@ from tests.unit.trainer.test_hindsight import (
     prepared_of,
     teacher_of,
 )
-from tests.unit.trainer.world import START, World
+from tests.unit.trainer.world import START, World, policy_of
 
 WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distributions", "limit": 0.5}}
 

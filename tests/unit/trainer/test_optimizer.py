@@ -28,11 +28,10 @@ from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.rounding import round_stochastically
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.whole import Frozen
-from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
 from tests.unit.trainer.test_step import batch_of
-from tests.unit.trainer.world import World
+from tests.unit.trainer.world import World, policy_of
 
 
 def push(policy: Policy, optimizer: Optimizer, seed: int) -> None:

@@ -22,9 +22,8 @@ from headrace_trainer.offline.dry_run import DryRun
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner.step import train
-from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.world import Bus, World, experience
+from tests.unit.trainer.world import Bus, World, experience, policy_of
 
 Marked = tuple[Experience, tuple[int, ...]]
 

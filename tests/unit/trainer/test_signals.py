@@ -18,11 +18,10 @@ from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.offline.dry_run import DryRun
-from tests.algorithms.signals import edit, side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_appraisers import check_learns
 from tests.unit.trainer.test_crash import plain_story, tell
-from tests.unit.trainer.world import World, decision, experience
+from tests.unit.trainer.world import World, decision, edit, experience, side, turn, with_signals
 
 GOING_ON = threading.Event()
 

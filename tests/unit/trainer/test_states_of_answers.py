@@ -25,12 +25,11 @@ from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import MemorySettings
-from tests.algorithms.signals import side, turn, with_signals
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name
 from tests.unit.trainer.test_state import LIMITS
 from tests.unit.trainer.test_store import replace_state
-from tests.unit.trainer.world import START, World, experience
+from tests.unit.trainer.world import START, World, experience, side, turn, with_signals
 
 PART = f"preference/{turn(1)}/0/p"
 PAIR = Signals(preferences=True, paired=True)

@@ -34,10 +34,9 @@ from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.trainer import Trainer
 from tests.support import tiny_model
-from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
-from tests.unit.trainer.world import World, decision, experience
+from tests.unit.trainer.world import World, decision, experience, policy_of
 
 
 def disturb(policy: Policy, seed: int = 0) -> None:

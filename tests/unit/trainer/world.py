@@ -1,4 +1,9 @@
-"""A bus in memory, a manual clock, and a trainer that runs until no work is left."""
+"""A bus in memory, a manual clock, and a trainer that runs until no work is left.
+
+Experiences with edits and preferences, for tests.
+
+Views of a lineage whose weights are in this process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.kafka.wire import Record
@@ -16,16 +22,21 @@ from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
+from headrace_schemas.events.chat import Message
 from headrace_schemas.events.envelope import Envelope
-from headrace_schemas.events.experience import NoReward
+from headrace_schemas.events.experience import Edit, NoReward, PreferenceSide, TurnReward
 from headrace_schemas.events.model_event import Decision
 from headrace_schemas.values.ids import session_key
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.learner import TorchLearner
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.trainer import Trainer
-from tests.support.fates import follow
+from tests.support.training_history import follow
 
 START = datetime(2026, 11, 20, 12, tzinfo=UTC)
 VOCABULARY = 320
@@ -96,7 +107,7 @@ class Bus:
 
     @property
     def fates(self) -> dict[tuple[str, int], str]:
-        """Map (experience, revision) to its outcome, see `tests.support.fates`; fails on a contradiction."""
+        """Map (experience, revision) to its outcome, see `tests.support.training_history`; fails on a contradiction."""
         fates, wrong = follow(self.accounts)
         assert not wrong
         return fates
@@ -270,3 +281,59 @@ def decision(version: str, kind: Decision, previous: str | None = None, number: 
         decision=kind,
         previous=previous,
     )
+
+
+WORDS = ("the agent", "a question", "search", "Monday", "an invoice", "nobody")
+
+
+def edit(text: str, turn: str, source: str = "feedback") -> Edit:
+    return Edit(turn_id=turn, source=source, message=Message(role="assistant", content=text))
+
+
+def side(name: str, which: Literal["chosen", "rejected"], turn: str) -> PreferenceSide:
+    return PreferenceSide(preference_id=name, side=which, turn_id=turn)
+
+
+def with_signals(
+    number: int,
+    version: str,
+    *,
+    edits: tuple[Edit, ...] = (),
+    preferences: tuple[PreferenceSide, ...] = (),
+    turn_rewards: tuple[TurnReward, ...] = (),
+    origin: Literal["sampled", "written"] = "sampled",
+    tenant: str = "default",
+    reward: float | None = None,
+    **fields: Any,
+) -> Experience:
+    """Return `experience` with the given signals; it has a reward only if one is given."""
+    signals = {"edits": edits, "preferences": preferences, "turn_rewards": turn_rewards}
+    plain = experience(number, version, reward, **{"no_reward": "no_reward", **fields})
+    branch = plain.branch
+    if origin == "written" and branch is not None:
+        spans = tuple(span.model_copy(update={"logprobs": (0.0,) * len(span.logprobs)}) for span in branch.spans)
+        branch = Branch(token_ids=branch.token_ids, spans=spans)
+    update = {**signals, "origin": origin, "tenant": tenant, "branch": branch}
+    return Experience.model_validate({**plain.model_copy(update=update).model_dump(mode="json")})
+
+
+def turn(number: int, index: int = 0) -> str:
+    """The name that `experience` gives a turn."""
+    return f"turn-{number}-{index}"
+
+
+def torch_learner(lineage: Lineage | None) -> TorchLearner:
+    """Return the learner of an open lineage with the back end `torch`."""
+    assert lineage is not None
+    assert isinstance(lineage.learner, TorchLearner)
+    return lineage.learner
+
+
+def policy_of(lineage: Lineage | None) -> Policy:
+    """The model in training."""
+    return torch_learner(lineage).policy
+
+
+def optimizer_of(lineage: Lineage | None) -> Optimizer:
+    """Return its optimizer."""
+    return torch_learner(lineage).optimizer

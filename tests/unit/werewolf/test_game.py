@@ -30,8 +30,7 @@ from headrace_scorer.functions.loading import FunctionLoader
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
-from tests.support.fake_llm import Call, FakeLLM, Reply, answer, completion, status
-from tests.support.headrace_in_memory import Headrace
+from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, answer, completion, status
 from werewolf import ablation, agent, evaluate, policies, rewards, talk
 from werewolf.ablation import WinRate, lines
 from werewolf.agent import facts

@@ -23,7 +23,7 @@ from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.lineage.saved import Saved, Tensors
-from tests.support import weightless
+from tests.support import tiny_model
 from tests.unit.registry.rig import START, Rig
 
 OPPONENT = "opponent"
@@ -74,7 +74,7 @@ class CatalogBench:
     ) -> tuple[str, BlobRef]:
         """Store a folder with the weights `content`, and return its version and manifest."""
         blobs = self.rig.blobs
-        manifest, ref = weightless.version(
+        manifest, ref = tiny_model.version(
             blobs, name, content, lineage="registered", base=base, tokenizer=tokenizer, template=template, files=files
         )
         return manifest.version, ref

@@ -32,7 +32,7 @@ from headrace_schemas.rules.assignment import Allotment, Split, assign_unit, uni
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import BlobRef
 from tests.rollouts import checks
-from tests.rollouts.visitors import Call, key_of
+from tests.rollouts.checks import Call, key_of
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
 

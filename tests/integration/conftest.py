@@ -48,3 +48,8 @@ async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     address: str = request.getfixturevalue("own_kafka")
     yield address
     await wipe(address)
+
+
+def on_each_bus(fixture: str) -> pytest.MarkDecorator:
+    """A test on each kind of bus, of which `make test` runs the embedded one."""
+    return pytest.mark.parametrize(fixture, ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
