@@ -16,6 +16,7 @@ import random
 import sys
 import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -36,7 +37,7 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply
 
-from .conftest import EXAMPLES
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class Searcher:

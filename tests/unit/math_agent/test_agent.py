@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from math_agent.warm_up import HABITS
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, status
 from tests.support.turns import closed
 
-from .conftest import EXAMPLES
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class Pupil:

@@ -8,6 +8,7 @@ import json
 import sys
 import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from smollm2.rewards import right
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, completion
 from tests.support.turns import closed
 
-from .conftest import EXAMPLES
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
 
 FOLDER = EXAMPLES / "smollm2"
 VERSION = "mail-agent@0123456789abcdef"

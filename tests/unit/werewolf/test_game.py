@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -38,7 +39,8 @@ from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Split, Statement, d
 from werewolf.table import Table, as_text
 from werewolf.talk import role_prompt
 
-from .conftest import EXAMPLES
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
 
 A, B, C, D, E, F = NAMES
 DEAL = Deal("by-hand", seats=NAMES, wolves=(B, E), lots=(F, E, D, C, B, A))
