@@ -22,8 +22,8 @@ from openai import AsyncOpenAI
 from benchmarks._engine_world import MAX_TOKENS, PLAYERS, CapturingClient
 from benchmarks._learning_run import World, trajectory_of
 from benchmarks._thumbs_world import JUDGE, judge_criteria, without_width_limit
-from email_agent.react import play
 from email_agent.tasks import Task
+from email_agent.tools import play
 from email_agent.users import AnsweredQuestion
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback import events_of

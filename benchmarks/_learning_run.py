@@ -31,10 +31,9 @@ import torch
 from benchmarks._engine_world import EngineWorld
 from benchmarks._learning_lines import Answers, Arm, Plan, RunResult
 from email_agent import mailbox, rewards, typed
-from email_agent.react import AGENT, Episode
 from email_agent.tasks import Split, Task, stream, tasks
-from email_agent.tools import Mailtools
-from example_parts.react import Agent
+from email_agent.tools import AGENT, Mailtools
+from example_parts.react import Agent, Episode
 from headrace_collector.trajectories import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_registry.gate.evaluation import run_trial

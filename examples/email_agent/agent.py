@@ -15,12 +15,12 @@ import random
 from openai import AsyncOpenAI
 
 from email_agent import mailbox
-from email_agent.react import Episode, play
 from email_agent.rewards import same_answer
 from email_agent.tasks import Task, stream
-from email_agent.tools import Mailtools
+from email_agent.tools import Mailtools, play
 from email_agent.users import SIGNALS, AnsweredQuestion
 from example_parts import at_work
+from example_parts.react import Episode
 
 
 class Users(at_work.Users[Task]):

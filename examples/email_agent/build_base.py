@@ -16,7 +16,7 @@ from example_parts.base_model import Lesson
 LESSON = Lesson(
     name="email_agent",
     folder=Path(__file__).parent,
-    modules=("words", "mailbox", "tools", "tasks", "react", "demonstrations", "tokenizer", "warm_up", "build_base"),
+    modules=("words", "mailbox", "tools", "tasks", "demonstrations", "tokenizer", "warm_up", "build_base"),
     definitions=DEFINITIONS,
     schedule=warm_up.Schedule(),
     conversations=warm_up.conversations,

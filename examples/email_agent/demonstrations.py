@@ -11,9 +11,8 @@ import random
 import re
 from typing import Any, Literal
 
-from email_agent.react import SYSTEM
 from email_agent.tasks import Kind, Task
-from email_agent.tools import PARAMETER_OF, Mailtools
+from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
 from example_parts.tools import ERROR
 
 Message = dict[str, Any]

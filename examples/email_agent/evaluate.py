@@ -15,11 +15,11 @@ import itertools
 from openai import AsyncOpenAI
 
 from email_agent import mailbox
-from email_agent.react import Episode, play
 from email_agent.rewards import same_answer
 from email_agent.tasks import Task, stream
-from email_agent.tools import Mailtools
+from email_agent.tools import Mailtools, play
 from example_parts import examining
+from example_parts.react import Episode
 
 
 class Examination(examining.Examination[Task]):

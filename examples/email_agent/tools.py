@@ -1,4 +1,7 @@
-"""The seven tools of the agent, as OpenAI function definitions and as SQL queries."""
+"""The seven tools of the agent, as OpenAI function definitions and as SQL queries.
+
+The agent: its system prompt and its tools, with the loop that all examples share.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
+from example_parts.react import Agent
 from example_parts.tools import ERROR, WrongCall, definition, only_argument
 
 HITS = 2
@@ -109,3 +113,10 @@ PARAMETER_OF = {name: parameter for name, _, parameter, _ in _TOOLS}
 
 DEFINITIONS = [definition(*tool) for tool in _TOOLS]
 """Definitions of the tools for the model, in OpenAI's format."""
+
+
+SYSTEM = "Answer questions about a mailbox. Use the tools, then give the bare answer."
+TURNS_MAX = 5
+AGENT = Agent(SYSTEM, DEFINITIONS, TURNS_MAX)
+
+play, go_on = AGENT.play, AGENT.go_on

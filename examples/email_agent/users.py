@@ -15,11 +15,11 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from email_agent.demonstrations import demonstrate
-from email_agent.react import Episode, go_on
 from email_agent.rewards import same_answer
 from email_agent.tasks import Task
-from email_agent.tools import Mailtools
+from email_agent.tools import Mailtools, go_on
 from example_parts import at_work
+from example_parts.react import Episode
 
 THUMBS_SHARE, THUMBS_FLIPPED, THUMBS_USERS = 0.1, 0.2, 40
 POISONERS = 3

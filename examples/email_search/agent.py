@@ -20,9 +20,8 @@ from openai import AsyncOpenAI, OpenAIError
 
 from email_agent import mailbox
 from email_search.queries import RELEVANT, Query, stream
-from email_search.react import AGENT
 from email_search.rewards import best_and_worst, parts, recall, score_calls
-from email_search.tools import Searchtools
+from email_search.tools import AGENT, Searchtools
 from example_parts import at_work
 from example_parts.react import Episode
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from email_search.queries import RELEVANT, Kind, Query
-from email_search.react import SYSTEM
-from email_search.tools import LIMIT, TOOLS
+from email_search.tools import LIMIT, SYSTEM, TOOLS
 
 Message = dict[str, Any]
 

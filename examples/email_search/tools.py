@@ -1,4 +1,8 @@
-"""The agent's tools. Each finds mails by one property, newest first, except one that finds people."""
+"""The agent's tools. Each finds mails by one property, newest first, except one that finds people.
+
+The agent: its system prompt and its tools. The agent ends after one call, because users read the result of the
+tool.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from example_parts.react import Agent
 from example_parts.tools import ERROR, WrongCall, definition, named_arguments
 
 LIMIT, LIMIT_MAX = "limit", 20
@@ -88,3 +93,7 @@ class Searchtools:
 def mails_in(answer: str) -> set[int]:
     """Return the numbers of the mails in a tool's result."""
     return set(map(int, _NUMBER.findall(answer)))
+
+
+SYSTEM = "Find the six newest mails. Call one tool, once."
+AGENT = Agent(SYSTEM, DEFINITIONS, turns_max=1)

@@ -3,6 +3,8 @@
 With `--gate` a program prints its task names, those of the gate and those of the audit, and then plays the requests on
 standard input (docs/gate.md). With `--model` it plays audit tasks. A task that the server could not play has no score,
 and the exit status is then 1, because a partial evaluation is no result.
+
+Standard input on an event loop, with the registry's requests to a gate program (docs/gate.md).
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from example_parts.react import Episode
-from example_parts.standard_input import standard_input
+
+
+async def standard_input() -> asyncio.StreamReader:
+    """Return a reader of standard input. The caller must be its only reader."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
 
 Half = Literal["gate", "audit"]
 

@@ -1,4 +1,7 @@
-"""The agent's only tool: a calculator for whole numbers."""
+"""The agent's only tool: a calculator for whole numbers.
+
+The agent: its system prompt and its tool, with the loop that all examples share.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
+from example_parts.react import Agent
 from example_parts.tools import ERROR, WrongCall, definition, only_argument
 
 NAME, PARAMETER = "calculator", "expression"
@@ -52,3 +56,9 @@ def _value(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in _BY_SIGN:
         return _BY_SIGN[type(node.op)](_value(node.left), _value(node.right))
     raise WrongCall("only whole numbers with + - * and brackets")
+
+
+SYSTEM = "Solve the problem: one thought, one call, again. End with Answer and the number."
+TURNS_MAX = 8
+"""Limit of model calls: three calls, each repeated, an answer, and one invalid call."""
+AGENT = Agent(SYSTEM, DEFINITIONS, TURNS_MAX)

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from math_agent.calculator import NAME, PARAMETER, Calculator
+from math_agent.calculator import NAME, PARAMETER, SYSTEM, Calculator
 from math_agent.problems import RESULT, Change, Problem
-from math_agent.react import SYSTEM
 from math_agent.solution import ANSWER, THOUGHT
 
 Message = dict[str, Any]

@@ -17,9 +17,8 @@ from openai import AsyncOpenAI
 from example_parts import examining
 from example_parts.react import Episode
 from headrace.rewards import accuracy
-from math_agent.calculator import Calculator
+from math_agent.calculator import AGENT, Calculator
 from math_agent.problems import Problem, stream
-from math_agent.react import AGENT
 from math_agent.solution import of_episode
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from example_parts.standard_input import standard_input
+from example_parts.examining import standard_input
 from headrace_schemas.programs.gate import Play, Played, Tasks
 from trinity_bench.bench import Benches, benches
 from trinity_bench.results import BenchFailed

@@ -17,8 +17,7 @@ import openai
 import pytest
 
 from email_agent.mailbox import generate
-from email_agent.react import SYSTEM
-from email_agent.tools import DEFINITIONS, Mailtools
+from email_agent.tools import DEFINITIONS, SYSTEM, Mailtools
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn

@@ -14,9 +14,8 @@ from openai import AsyncOpenAI
 
 from email_agent import agent, evaluate, rewards, typed
 from email_agent.mailbox import Mailbox
-from email_agent.react import TURNS_MAX, play
 from email_agent.tasks import Kind, tasks
-from email_agent.tools import Mailtools
+from email_agent.tools import TURNS_MAX, Mailtools, play
 from email_agent.warm_up import Schedule, conversations
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings

@@ -18,10 +18,10 @@ from email_agent import agent, mailbox, words
 from email_agent.demonstrations import ROUTES, demonstrate
 from email_agent.directions import Schedule, conversations, direction
 from email_agent.mailbox import Mailbox
-from email_agent.react import Episode
 from email_agent.tasks import HELD_OUT_SHARE, Task, stream, tasks
 from email_agent.tools import DEFINITIONS, HITS, PARAMETER_OF, Mailtools
 from email_agent.users import POISONERS, SIGNALS, AnsweredQuestion, _correction, thumbs
+from example_parts.react import Episode
 from example_parts.tools import ERROR
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe

@@ -14,9 +14,8 @@ from email_agent import tokenizer as own
 from email_agent import words
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
-from email_agent.react import SYSTEM
 from email_agent.tasks import stream
-from email_agent.tools import PARAMETER_OF, Mailtools
+from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
 from example_parts import bpe
 from headrace_inference.chat.tool_calls import ToolCalls
 

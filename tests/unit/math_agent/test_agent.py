@@ -27,11 +27,11 @@ from headrace_scorer.functions.loading import FunctionLoader
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from math_agent import agent, evaluate, rewards
+from math_agent.build_base import HABITS
 from math_agent.calculator import LENGTH_MAX, Calculator, calculate
 from math_agent.demonstrations import NONE, Habits, demonstrate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 from math_agent.solution import Solution, Turn, of_episode, of_trajectory
-from math_agent.warm_up import HABITS
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, status
 from tests.support.turns import closed
 
