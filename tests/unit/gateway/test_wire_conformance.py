@@ -1,11 +1,15 @@
-"""300 drawn answers of each API: the vendor's types read them, and a stream adds up to the plain answer."""
+"""300 drawn requests of each API: the vendor's types read their answers, and a stream adds up to the plain answer.
+
+The requests are of conversations with blocks, tools, parallel calls and reasoning; equal ones are equal prompts in each
+API. The answers are cut by their length or by a stop string, are empty, or have reasoning and several calls.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +36,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api.answers import read_responses
 from headrace_gateway.text_completions import read_completion
 from headrace_schemas.values import ids
+from tests.support.drawn_conversations import PARAMETERS, STOP, DrawnConversation
 from tests.support.fake_replica import VERSION
 from tests.support.gateway import lenient
 from tests.support.seeds import draw_seed
@@ -39,34 +44,12 @@ from tests.support.seeds import draw_seed
 ANSWERS = 300
 KEY = ids.session_key("default", "s")
 IDENTITY = CallIdentity("default", "s", KEY, "header", None, None, "train")
-PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
 TEXTS = ("", "Hello.", "naïve \u2028 café", "line\nline", '{"a": 1}', "x" * 300, "🙂 STOP more")
 ARGUMENTS = ('{"query": "mail"}', "{}", "", '{"query": "é\\n"}', "[1]", '{"query": ')
 SEARCH = {"name": "search", "parameters": PARAMETERS}
-BODIES: dict[str, dict[str, Any]] = {
-    "chat": {
-        "messages": [{"role": "user", "content": "q"}],
-        "tools": [{"type": "function", "function": SEARCH}],
-        "stop": ["STOP"],
-        "stream_options": {"include_usage": True},
-    },
-    "messages": {
-        "messages": [{"role": "user", "content": "q"}],
-        "max_tokens": 500,
-        "tools": [{"name": "search", "input_schema": PARAMETERS}],
-        "stop_sequences": ["STOP"],
-    },
-    "functions": {
-        "messages": [{"role": "user", "content": "q"}],
-        "functions": [SEARCH],
-        "stream_options": {"include_usage": True},
-    },
-    "completions": {"prompt": "q", "logprobs": 2, "stream_options": {"include_usage": True}},
-    "responses": {
-        "input": "q",
-        "tools": [{"type": "function", **SEARCH}, {"type": "custom", "name": "patch"}],
-        "include": ["reasoning.encrypted_content"],
-    },
+OLD_BODIES: dict[str, dict[str, Any]] = {
+    "functions": {"messages": [{"role": "user", "content": "q"}], "functions": [SEARCH]},
+    "completions": {"prompt": "q", "logprobs": 2},
 }
 READERS: dict[str, Read] = {
     "chat": read_chat,
@@ -77,10 +60,18 @@ READERS: dict[str, Read] = {
 }
 
 
-def call_of(api: str, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
-    body = {"model": "tiny", **BODIES[api], "stream": stream}
-    if not stream:
-        body.pop("stream_options", None)
+def body_of(api: str, conversation: DrawnConversation) -> dict[str, Any]:
+    """Return the body of a request; old forms of chat completions have a fixed one."""
+    body = OLD_BODIES.get(api) or conversation.body(api)
+    if api == "responses" and conversation.has_tools:
+        return {**body, "tools": [*body["tools"], {"type": "custom", "name": "patch"}]}
+    return body
+
+
+def call_of(api: str, conversation: DrawnConversation, *, stream: bool) -> tuple[ChatCall, AnswerShape]:
+    body = {"model": "tiny", **body_of(api, conversation), "stream": stream}
+    if stream and api in ("chat", *OLD_BODIES):
+        body["stream_options"] = {"include_usage": True}
     request, shape = READERS[api](json.dumps(body).encode(), lenient())
     messages = tuple(message.event for message in request.messages)
     asked_json = canonical_request(request, messages, request.sampling)
@@ -126,10 +117,24 @@ def deltas(draw: random.Random, message: dict[str, Any]) -> Iterator[dict[str, A
             yield {"tool_calls": [{"index": at, "function": {"arguments": piece}}]}
 
 
-def answers(draw: random.Random, *, is_text: bool) -> tuple[EngineAnswer, list[EngineAnswer]]:
-    """Return an answer of an engine, whole and in chunks. `is_text`: it has neither reasoning nor calls."""
+@dataclass(frozen=True)
+class DrawnAnswer:
+    """An answer of an engine, whole and in chunks, and why it ended."""
+
+    whole: EngineAnswer
+    chunks: list[EngineAnswer]
+    finish: str
+    is_stopped: bool
+    """Whether its last token completed a stop string."""
+
+
+def drawn_answer(draw: random.Random, conversation: DrawnConversation, *, is_text: bool) -> DrawnAnswer:
+    """Return the answer to a request. `is_text`: it has neither reasoning nor calls."""
     message = drawn_message(draw, is_text=is_text)
     finish = draw.choice(("length", "tool_calls" if message.get("tool_calls") else "stop"))
+    is_stopped = finish == "stop" and conversation.stops and draw.random() < 0.5
+    stop_tokens = [{"token": token, "logprob": -0.5, "bytes": list(token.encode())} for token in ("x ST", "OP.")]
+    end = {"index": 0, "finish_reason": finish, **({"logprobs": {"content": stop_tokens}} if is_stopped else {})}
     usage = {
         "prompt_tokens": 7,
         "completion_tokens": 5,
@@ -138,7 +143,7 @@ def answers(draw: random.Random, *, is_text: bool) -> tuple[EngineAnswer, list[E
     }
     answer = {
         "model": VERSION,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "choices": [{**end, "message": message}],
         "usage": usage,
         "prompt_token_ids": [1] * 7,
     }
@@ -146,23 +151,35 @@ def answers(draw: random.Random, *, is_text: bool) -> tuple[EngineAnswer, list[E
         {"model": VERSION, "choices": [{"index": 0, "delta": delta}]} for delta in deltas(draw, message)
     ]
     chunks[0]["prompt_token_ids"] = [1] * 7
-    chunks += [{"model": VERSION, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
+    chunks += [{"model": VERSION, "choices": [{**end, "delta": {}}]}]
     chunks += [{"model": VERSION, "choices": [], "usage": usage}]
-    return EngineAnswer.model_validate(answer), [EngineAnswer.model_validate(chunk) for chunk in chunks]
+    read = EngineAnswer.model_validate
+    return DrawnAnswer(read(answer), [read(chunk) for chunk in chunks], finish, is_stopped)
 
 
-def served(api: str, draw: random.Random) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the plain answer and the events of the streamed one, for one drawn answer of an engine."""
-    answer, chunks = answers(draw, is_text=api == "completions")
-    plain_call, plain = call_of(api, stream=False)
-    stream_call, shape = call_of(api, stream=True)
+@dataclass(frozen=True)
+class Served:
+    """The plain answer to one drawn request, and the events of the streamed one."""
+
+    conversation: DrawnConversation
+    answer: DrawnAnswer
+    body: dict[str, Any]
+    events: list[dict[str, Any]]
+
+
+def served(api: str, draw: random.Random) -> Served:
+    """Serve one drawn request, plain and streamed."""
+    conversation = DrawnConversation.draw(draw)
+    answer = drawn_answer(draw, conversation, is_text=api == "completions")
+    plain_call, plain = call_of(api, conversation, stream=False)
+    stream_call, shape = call_of(api, conversation, stream=True)
     stream_call = replace(stream_call, response_id=plain_call.response_id, started_at=plain_call.started_at)
-    body = json.loads(plain.plain_body(plain_call, answer))
+    body = json.loads(plain.plain_body(plain_call, answer.whole))
     streamed = shape.streamed(stream_call)
-    data = b"".join([*(streamed.events(chunk, VERSION) for chunk in chunks), streamed.ping, streamed.end()])
+    data = b"".join([*(streamed.events(chunk, VERSION) for chunk in answer.chunks), streamed.ping, streamed.end()])
     assert data.decode().count("\u2028") == 0, "some clients split events there"
     lines = [line.removeprefix("data: ") for line in data.decode().split("\n") if line.startswith("data: ")]
-    return body, [json.loads(line) for line in lines if line != "[DONE]"]
+    return Served(conversation, answer, body, [json.loads(line) for line in lines if line != "[DONE]"])
 
 
 @pytest.fixture
@@ -172,10 +189,10 @@ def draw(request: pytest.FixtureRequest) -> random.Random:
 
 def test_chat_completions_are_read_by_the_vendors_types(draw: random.Random) -> None:
     for _ in range(ANSWERS):
-        body, events = served("chat", draw)
-        completion = ChatCompletion.model_validate(body)
+        exchange = served("chat", draw)
+        completion = ChatCompletion.model_validate(exchange.body)
         state = ChatCompletionStreamState()
-        for event in events:
+        for event in exchange.events:
             state.handle_chunk(ChatCompletionChunk.model_validate(event))
         snapshot: Any = state.current_completion_snapshot
         message, plain = snapshot.choices[0].message, completion.choices[0].message
@@ -185,15 +202,16 @@ def test_chat_completions_are_read_by_the_vendors_types(draw: random.Random) -> 
             for call in plain.tool_calls or ()
         ]
         assert (snapshot.id, snapshot.model, snapshot.choices[0].finish_reason, snapshot.usage) == (
-            completion.id, completion.model, completion.choices[0].finish_reason, completion.usage,
+            completion.id, completion.model, exchange.answer.finish, completion.usage,
         )  # fmt: skip
+        assert completion.choices[0].finish_reason == exchange.answer.finish
 
 
 def test_old_functions_are_read_by_the_vendors_types(draw: random.Random) -> None:
     for _ in range(ANSWERS):
-        body, events = served("functions", draw)
-        (plain,) = ChatCompletion.model_validate(body).choices
-        deltas = [choice for event in events for choice in ChatCompletionChunk.model_validate(event).choices]
+        exchange = served("functions", draw)
+        (plain,) = ChatCompletion.model_validate(exchange.body).choices
+        deltas = [choice for event in exchange.events for choice in ChatCompletionChunk.model_validate(event).choices]
         calls = [choice.delta.function_call for choice in deltas if choice.delta.function_call]
         called = plain.message.function_call
         assert "".join(choice.delta.content or "" for choice in deltas) == (plain.message.content or "")
@@ -206,9 +224,9 @@ def test_old_functions_are_read_by_the_vendors_types(draw: random.Random) -> Non
 
 def test_text_completions_are_read_by_the_vendors_types(draw: random.Random) -> None:
     for _ in range(ANSWERS):
-        body, events = served("completions", draw)
-        plain = Completion.model_validate(body)
-        *parts, counted = [Completion.model_construct(**event) for event in events]
+        exchange = served("completions", draw)
+        plain = Completion.model_validate(exchange.body)
+        *parts, counted = [Completion.model_construct(**event) for event in exchange.events]
         choices: Any = [choice for part in parts for choice in part.choices]
         assert "".join(choice.text for choice in choices) == plain.choices[0].text
         assert choices[-1].finish_reason == plain.choices[0].finish_reason
@@ -218,29 +236,54 @@ def test_text_completions_are_read_by_the_vendors_types(draw: random.Random) -> 
 def test_messages_are_read_by_the_vendors_types(draw: random.Random) -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     for _ in range(ANSWERS):
-        body, events = served("messages", draw)
-        message = AnthropicMessage.model_validate(body)
+        exchange = served("messages", draw)
+        message = AnthropicMessage.model_validate(exchange.body)
         snapshot: Any = None
         buffers: Any = {}
-        for event in (adapter.validate_python(event) for event in events if event["type"] != "ping"):
+        for event in (adapter.validate_python(event) for event in exchange.events if event["type"] != "ping"):
             snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
         streamed, plain = (json.loads(entry.to_json()) for entry in (snapshot, message))
         assert streamed == plain
+        assert (message.stop_reason, message.stop_sequence) == _expected_stop(exchange)
+
+
+def _expected_stop(exchange: Served) -> tuple[str, str | None]:
+    answer = exchange.answer
+    if answer.finish == "length":
+        is_cut_by_request = exchange.conversation.max_tokens == answer.whole.usage.completion_tokens
+        return ("max_tokens" if is_cut_by_request else "model_context_window_exceeded"), None
+    if answer.is_stopped:
+        return "stop_sequence", STOP
+    return {"tool_calls": "tool_use", "stop": "end_turn"}[answer.finish], None
 
 
 def test_responses_are_read_by_the_vendors_types(draw: random.Random) -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     for _ in range(ANSWERS):
-        body, events = served("responses", draw)
-        response = Response.model_validate(body)
-        parsed = [adapter.validate_python(event) for event in events]
+        exchange = served("responses", draw)
+        response = Response.model_validate(exchange.body)
+        parsed = [adapter.validate_python(event) for event in exchange.events]
         assert [event.sequence_number for event in parsed] == list(range(len(parsed)))
-        assert parsed[-1].type in ("response.completed", "response.incomplete")
+        status = "incomplete" if exchange.answer.finish == "length" else "completed"
+        assert (parsed[-1].type, response.status) == (f"response.{status}", status)
         assert parsed[-1].response == response
         items = [event.item for event in parsed if event.type == "response.output_item.done"]
         assert items == response.output
         opened = [event.item.id for event in parsed if event.type == "response.output_item.added"]
         assert opened == [item.id for item in response.output]
+
+
+def test_equal_conversations_are_one_prompt_in_each_api(draw: random.Random) -> None:
+    for _ in range(ANSWERS):
+        conversation = DrawnConversation.draw(draw)
+        calls = [call_of(api, conversation, stream=False)[0] for api in ("chat", "messages", "responses")]
+        prompts = [
+            [(message.role, message.text, message.reasoning_content, message.tool_calls, message.tool_call_id)
+             for message in call.messages]
+            for call in calls
+        ]  # fmt: skip
+        assert prompts[0] == prompts[1] == prompts[2]
+        assert len({call.sampling.max_tokens for call in calls}) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 429, 500, 502, 503, 504])
