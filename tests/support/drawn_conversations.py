@@ -103,6 +103,7 @@ class DrawnConversation:
     def _responses(self) -> Json:
         items: list[Json] = [{"role": "user", "content": self._content(self.question, "input_text")}]
         for number, step in enumerate(self.steps):
+            part: Json
             if step.thinking:
                 part = {"type": "reasoning_text", "text": step.thinking}
                 items.append({"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": [part]})

@@ -250,6 +250,7 @@ def test_messages_are_read_by_the_vendors_types(draw: random.Random) -> None:
 def _expected_stop(exchange: Served) -> tuple[str, str | None]:
     answer = exchange.answer
     if answer.finish == "length":
+        assert answer.whole.usage is not None
         is_cut_by_request = exchange.conversation.max_tokens == answer.whole.usage.completion_tokens
         return ("max_tokens" if is_cut_by_request else "model_context_window_exceeded"), None
     if answer.is_stopped:
