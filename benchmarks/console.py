@@ -94,7 +94,9 @@ async def intake(common: Common, sessions: int) -> dict[str, object]:
     """Let the follower apply the events of `sessions` sessions, and delete all of them."""
     database, blobs, clock = Database.open("console", common), BlobStore.open(common), SystemClock()
     await migrations.upgrade(database, "headrace_console")
-    reader = follower.TopicFollower(common.bus, database, blobs, clock, lambda: None, titles=True, retention_days=30)
+    reader = follower.TopicFollower(
+        common.bus, database, blobs, clock, lambda _topics: None, titles=True, retention_days=30
+    )
     watch, offsets = LoopWatch(), dict[str, int]()
     watching, batches, busy_s = asyncio.create_task(watch.run()), list[float](), 0.0
     size, blocks = follower._BATCH_MAX, list[float]()

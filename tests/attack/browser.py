@@ -1,4 +1,4 @@
-"""A hostile page in a real Chromium: `.venv-browser/bin/python tests/attack/browser.py < targets.json`.
+"""A hostile page in a real Chromium: `.venv-browser/bin/python -m tests.attack.browser < targets.json`.
 
 Reads `{"targets": [{"url": ..., "routes": [[path, [methods]], ...]}]}` and prints the responses that a page could read.
 It needs Playwright and no package of Headrace. `evil.example` resolves to this machine, as after DNS rebinding.

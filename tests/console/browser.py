@@ -1,4 +1,4 @@
-"""The console in a real Chromium: `.venv-browser/bin/python tests/console/browser.py < task.json`.
+"""The console in a real Chromium: `.venv-browser/bin/python -m tests.console.browser < task.json`.
 
 Reads one task, `{"task": "pages" or "decide" or "pictures", "url": ..., ...}`, and prints its observations as JSON. It
 needs Playwright and axe, and no package of Headrace.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -325,16 +325,14 @@ def pictures(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
     return {"written": written}
 
 
-TASKS = {"pages": pages, "decide": decide, "pictures": pictures}
-
-
-def main() -> None:
+def run(tasks: Mapping[str, Callable[[Browser, dict[str, Any]], dict[str, Any]]]) -> None:
+    """Run the task that the standard input names, and print its observations."""
     task = json.load(sys.stdin)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        json.dump(TASKS[task["task"]](browser, task), sys.stdout)
+        json.dump(tasks[task["task"]](browser, task), sys.stdout)
         browser.close()
 
 
 if __name__ == "__main__":
-    main()
+    run({"pages": pages, "decide": decide, "pictures": pictures})

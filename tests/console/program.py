@@ -9,12 +9,17 @@ from pathlib import Path
 
 import structlog
 
-from tests.console import causes, pictures, walk
+from tests.console import causes, memory_stack, pictures, walk
 from tests.support import presence, tiny_model
 from tests.system.line import Line, at_most
 from tests.system.program import Program, Run
 
-PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {"browser": walk.lines, "causes": causes.lines}
+PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
+    "browser": walk.lines,
+    "pairs": memory_stack.pair_lines,
+    "hostile": memory_stack.hostile_lines,
+    "causes": causes.lines,
+}
 """Parts by name. Each gets a folder of its own and the folder of a base model."""
 _PICTURE_BYTES_MAX = 100_000
 
@@ -27,8 +32,8 @@ def play(run: Run) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     base = tiny_model.build(run.folder / "base", seed=run.seed % 1000)
     for name in run.options.only:
-        if name == "browser" and (reason := presence.missing()):
-            run.skip("pages and decisions in a browser", reason)
+        if name != "causes" and (reason := presence.missing()):
+            run.skip(f"{name}, in a browser", reason)
             continue
         run.add_all(PARTS[name](run.folder / name, base))
 

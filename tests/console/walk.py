@@ -18,6 +18,7 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.catalog import AuditList
 from headrace_schemas.http.registry_api import VersionState
+from tests.console import questions
 from tests.console.stack import BATCHES, MODEL, USERS, ConsoleStack, console_stack
 from tests.support import presence
 from tests.support.processes import wait_until
@@ -53,6 +54,7 @@ def lines(folder: Path, base: Path) -> Iterator[Line]:
             )
         yield from _page_lines(observed)
         yield from _decision_lines(stack, candidates, rollout)
+        yield from questions.lines(stack, candidates[-1].id)
 
 
 def make_versions(stack: ConsoleStack) -> None:

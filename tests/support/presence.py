@@ -74,9 +74,16 @@ def missing() -> str | None:
 
 
 def drive(program: Path, task: object, timeout_s: float = 600.0) -> dict[str, Any]:
-    """Run `program` with `task` as JSON and return the JSON that it prints."""
+    """Run the module `program` with `task` as JSON and return the JSON that it prints."""
+    module = ".".join(program.resolve().relative_to(ROOT).with_suffix("").parts)
     process = subprocess.run(
-        [PYTHON, program], input=json.dumps(task), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+        [PYTHON, "-m", module],
+        input=json.dumps(task),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
+        check=True,
+        cwd=ROOT,
     )
     answer: dict[str, Any] = json.loads(process.stdout)
     return answer

@@ -46,7 +46,7 @@ async def _follow(common: Common, database: Database, stop_after: int | None = N
     batches = 0
     applied = asyncio.Event()
 
-    def changed() -> None:
+    def changed(_topics: object) -> None:
         nonlocal batches
         batches += 1
         applied.set()

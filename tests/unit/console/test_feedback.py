@@ -13,7 +13,7 @@ import pytest
 from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.feedback import feedback_body
 from headrace_console.sources import gateway
-from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import Scope, User
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback import events_of
@@ -169,7 +169,7 @@ async def test_read_only_console_sends_no_feedback(tmp_path: Path, stub: Gateway
 
 
 async def test_gateway_key_is_that_of_the_tenant(stub: Gateway) -> None:
-    client = FeedbackClient("http://gateway", {"other": "other-key"}, "internal")
+    client = GatewayClient("http://gateway", {"other": "other-key"}, "internal")
     everyone = User("ann", "reviewer", Scope(None), "")
     await client.send(everyone, "default", {})
     await client.send(everyone, "other", {})

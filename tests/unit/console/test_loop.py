@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from headrace_console.live import Changes
-from headrace_console.sources.services import parse_samples, read_left_out
+from headrace_console.sources.services import StackReport, parse_samples, read_left_out
 from headrace_runtime.services import installed
+from headrace_schemas import TrainingMetrics, Turn
 from tests.unit.console.support import Stand
 
 METRICS = """# HELP headrace_gateway_turns_total Turns captured
@@ -64,3 +67,29 @@ async def test_a_subscriber_gets_each_change_at_most_once_a_second() -> None:
     changes.close()
     assert [message async for message in stream] == []
     assert not changes.is_watched
+
+
+async def test_services_are_read_after_reports_of_the_trainer_alone_while_nobody_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Stand(tmp_path) as stand:
+        readings, ticks = 0, 0
+
+        async def report() -> StackReport:
+            nonlocal readings
+            readings += 1
+            return StackReport({})
+
+        async def sleep(_seconds: float) -> None:
+            nonlocal ticks
+            ticks += 1
+            if ticks in (20, 30):
+                stand.console._announce({Turn.topic if ticks == 20 else TrainingMetrics.topic})
+            if ticks == 40:
+                raise asyncio.CancelledError
+
+        monkeypatch.setattr(stand.console._stack, "report", report)
+        monkeypatch.setattr(stand.clock, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await stand.console.watch()
+        assert (readings, ticks) == (2, 40), "once at the start, and once after the report"

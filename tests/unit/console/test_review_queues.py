@@ -204,6 +204,7 @@ async def test_queries_of_a_queue_use_indexes(stand: Stand, bus: Bus) -> None:
         ({"question": "label", "labels": "undo, two"}, "labels"),
         ({"question": "label", "labels": ",".join(map(str, range(10)))}, "labels"),
         ({"question": "pair", "about": "session"}, "about"),
+        ({"question": "edit", "about": "session"}, "about"),
         ({"ratings": "6"}, "ratings"),
         ({"items_max": "2001"}, "items_max"),
         ({"reserved_s": "1"}, "reserved_s"),
@@ -233,6 +234,32 @@ async def test_labels_and_answers_about_the_session_reach_the_gateway(stand: Sta
     assert (event.label, event.session_id, event.msg_ids) == ("polite", "private-1", ())
     assert (await rate(reviewer, item, "undo", number=2)).status_code == 303
     assert bus.verdicts()[-1].withdrawn
+
+
+async def test_edits_of_a_queue_are_feedback_whose_text_is_in_the_event_alone(stand: Stand, bus: Bus) -> None:
+    await bus.add([event for number in range(2) for event in session_of(number)])
+    reviewer, queue = await make_queue(stand, question="edit")
+    rater = await stand.signed_in("rater")
+    item = await next_item(rater, queue)
+    page = (await rater.get(item)).text
+    answer = re.findall(r"<textarea id=\"text\"[^>]*>\n([^<]*)</textarea>", page)
+    assert answer in (["reply 0 number 0"], ["reply 1 number 0"]), "the form begins with the answer"
+    form = {"form_token": await token_of(rater), "answer": "edited", "number": "1"}
+    assert (await rater.post(item, data={**form, "text": " "}, headers=BY_PAGE)).status_code == 400
+    reply = await rater.post(item, data={**form, "text": "secret edit"}, headers=BY_PAGE)
+    second = reply.headers["location"]
+    assert second not in (item, queue)
+    assert (await rate(rater, second, "same")).headers["location"] == queue
+    edit, same = bus.verdicts()
+    assert edit.edit is not None
+    assert (edit.edit.text, edit.about, same.label, same.level) == ("secret edit", "edit", "same", "turn")
+    async with stand.console.database.transaction() as tx:
+        rows = (await tx.execute(select(review_tables.verdicts))).mappings().all()
+    assert sorted(row["answer"] for row in rows) == ["edited", "same"], "the console stores no text of an edit"
+    assert (await rate(rater, item, "undo", number=2)).headers["location"] == item
+    assert (bus.verdicts()[-1].withdrawn, bus.verdicts()[-1].about) == (True, "edit")
+    assert "edited" in (await reviewer.get(f"{queue}/agreement")).text
+    assert (await rate(rater, item, "A", number=3)).status_code == 400
 
 
 async def test_hostile_texts_are_shown_escaped(stand: Stand, bus: Bus) -> None:

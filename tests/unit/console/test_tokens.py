@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_console.sources import replicas as replica_source
-from headrace_console.sources.replicas import ReplicaLogprobs
+from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.token_lens import Lens, colour_class, forced_positions
 from headrace_console.token_texts import TokenTexts
@@ -189,8 +189,8 @@ def heartbeat(url: str = "http://127.0.0.1:9", **more: Any) -> Replica:
     return Replica(**fields)
 
 
-def announce(source: ReplicaLogprobs, replica: Replica) -> None:
-    source.replicas.rows[replica.replica_id] = replica
+def announce(source: ReplicaReader, replica: Replica) -> None:
+    source.table.rows[replica.replica_id] = replica
     source._note(replica.replica_id, replica)
 
 
@@ -232,7 +232,7 @@ async def test_click_shows_the_probabilities_of_a_served_version(stand: Stand, m
     events = two_turns()
     await fill(stand, events, monkeypatch)
     replica = FakeReplica(monkeypatch)
-    announce(stand.console.logprobs, heartbeat())
+    announce(stand.console.replicas, heartbeat())
     client, path = await stand.signed_in(), await address(stand, events[1].event_id)
     assert f"<option>{VERSION}</option>" in (await client.get(path)).text
     assert replica.requests == [], "nothing is computed before the click"
@@ -255,7 +255,7 @@ async def test_click_without_a_replica_that_serves_the_version_is_refused(
     await fill(stand, two_turns(), monkeypatch)
     client, path = await stand.signed_in(), await address(stand)
     form = {"form_token": await form_token(client), "choice": "0", "version": VERSION}
-    source = stand.console.logprobs
+    source = stand.console.replicas
     unable = [
         heartbeat(scores=False),
         heartbeat(stopping=True),
@@ -274,7 +274,7 @@ async def test_click_without_a_replica_that_serves_the_version_is_refused(
 async def test_one_request_for_probabilities_is_in_progress_at_a_time(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, source = FakeReplica(monkeypatch), stand.console.logprobs
+    replica, source = FakeReplica(monkeypatch), stand.console.replicas
     announce(source, heartbeat())
     replica.waits.clear()
     tokens = TokensToScore(prompt_token_ids=(1,), token_ids=(2,))
@@ -292,7 +292,7 @@ async def test_one_request_for_probabilities_is_in_progress_at_a_time(
 
 async def test_long_answers_and_wrong_replies_are_refused(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeReplica(monkeypatch, surplus=1)
-    source = stand.console.logprobs
+    source = stand.console.replicas
     announce(source, heartbeat())
     answer_key = ("default", "a", 0, VERSION)
     for tokens, status in (((1,) * 32_769, 413), ((1,), 502)):
@@ -304,7 +304,7 @@ async def test_long_answers_and_wrong_replies_are_refused(stand: Stand, monkeypa
 
 async def test_kept_probabilities_are_bounded(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeReplica(monkeypatch)
-    source = stand.console.logprobs
+    source = stand.console.replicas
     announce(source, heartbeat())
     for number in range(17):
         tokens = TokensToScore(prompt_token_ids=(1,), token_ids=(2,))

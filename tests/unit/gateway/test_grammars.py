@@ -22,9 +22,9 @@ from headrace_gateway.request_context import RequestContext
 from headrace_gateway.responses_api.grammars import NotRegularError, pattern_of
 from headrace_gateway.responses_api.request import parse_responses
 from headrace_gateway.transcript import Transcript
-from headrace_registry.shadow.gateway_client import request_body
 from headrace_schemas import Grammar, Sampling, TokenGrammar, Tool
 from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
+from headrace_schemas.http.answer_form import repeated_request
 from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway, lenient, strict
 from tests.support.turns import ask, user
@@ -104,7 +104,7 @@ def test_a_shadow_asks_for_the_same_form(grammar: Grammar) -> None:
     """The recorded turn is enough to repeat the request, and the gateway accepts it."""
     tools = tuple(Tool.model_validate(tool) for tool in TOOLS)
     prompt = ask([user("q")], sampling=Sampling(grammar=grammar, temperature=0.5), tools=tools)
-    again = parse_chat(json.dumps(request_body("tiny", prompt, prompt.messages, 64)).encode(), strict())
+    again = parse_chat(json.dumps(repeated_request("tiny", prompt, prompt.messages, 64)).encode(), strict())
     assert again.sampling.grammar == grammar
     assert again.sampling.temperature == 0.5
 

@@ -6,12 +6,13 @@ token that would violate them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from headrace_schemas.events.chat import Grammar
+from headrace_schemas.events.chat import Grammar, Message
+from headrace_schemas.events.turn import Turn
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject, check_json
 
@@ -161,3 +162,33 @@ def constraint_fields(grammar: Grammar | None) -> dict[str, JsonValue]:
         named_tool: dict[str, JsonValue] = {"type": "function", "function": {"name": grammar.function}}
         fields[TOOL_CHOICE] = grammar.tool_choice if grammar.function is None else named_tool
     return fields
+
+
+def repeated_request(
+    version: str, turn: Turn, messages: Sequence[Message], answer_tokens_max: int
+) -> dict[str, JsonValue]:
+    """Return the request of a turn for an exact version, and for one answer.
+
+    The seed is left out, so that the new answer is a sample of its own.
+
+    Args:
+        version: the version.
+        turn: the turn whose tools and sampling parameters are used.
+        messages: the conversation.
+        answer_tokens_max: most tokens of the answer. The turn's own limit applies if it is smaller.
+    """
+    sampling = turn.sampling.model_dump(
+        mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}
+    )
+    body: dict[str, JsonValue] = {
+        "model": version,
+        "messages": [message.model_dump(mode="json", exclude_none=True) for message in messages],
+        "max_tokens": min(turn.sampling.max_tokens or answer_tokens_max, answer_tokens_max),
+        **sampling,
+        **constraint_fields(turn.sampling.grammar),
+    }
+    if turn.sampling.stop:
+        body["stop"] = list(turn.sampling.stop)
+    if turn.tools:
+        body["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in turn.tools]
+    return body

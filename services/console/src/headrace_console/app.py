@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from headrace_console.dead_letter_actions import DeadLetterActions
 from headrace_console.live import Changes
 from headrace_console.pages.agreement import AgreementPage
 from headrace_console.pages.compare import ComparePage
+from headrace_console.pages.compare_versions import VersionComparison
 from headrace_console.pages.dead_letters import DeadLetterPages
 from headrace_console.pages.feedback import FeedbackPages
 from headrace_console.pages.frame import Templates
@@ -32,9 +34,9 @@ from headrace_console.pages.static import static_route
 from headrace_console.pages.tokens import TokenPage
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
-from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.sources.gateway import GatewayClient
 from headrace_console.sources.registry import RegistryReader
-from headrace_console.sources.replicas import ReplicaLogprobs
+from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.services import StackReader
 from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.users import User
@@ -47,10 +49,11 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import disk, migrations
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
+from headrace_schemas import TrainingMetrics
 
 log = get_logger(__name__)
-_WATCH_INTERVAL_S, _IDLE_INTERVAL_S = 2.0, 10.0
-"""Seconds between readings of the services while a browser follows them, and otherwise."""
+_WATCH_INTERVAL_S = 2.0
+"""Seconds between readings of the services while a browser follows them."""
 
 
 async def run(common: Common, settings: ConsoleSettings) -> None:
@@ -65,7 +68,7 @@ async def run(common: Common, settings: ConsoleSettings) -> None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(console.watch())
                 group.create_task(console.follower.run())
-                group.create_task(console.logprobs.replicas.run())
+                group.create_task(console.replicas.table.run())
         finally:
             console.changes.close()
             await console.close()
@@ -77,12 +80,13 @@ class Console:
     def __init__(self, common: Common, settings: ConsoleSettings, clock: Clock) -> None:
         self._clock = clock
         self.changes = Changes()
+        self._has_training_report = True
         key = common.security.internal_key.get_secret_value()
         self.logins = Logins(common.data_dir, settings.users, clock, stack_key=key)
         self._stack = StackReader(common, settings, installed(), clock)
         registry = RegistryReader(self._stack.url("registry"), key, clock)
         keys = {tenant: secret.get_secret_value() for tenant, secret in settings.gateway_keys.items()}
-        gateway = FeedbackClient(self._stack.url("gateway"), keys, key)
+        gateway = GatewayClient(self._stack.url("gateway"), keys, key)
         self.database = Database.open("console", common)
         blobs = BlobStore.open(common)
         self._records = RecordReader(common.bus, blobs, clock)
@@ -91,17 +95,17 @@ class Console:
             self.database,
             blobs,
             clock,
-            self._announce_sessions,
+            self._announce,
             titles=settings.titles,
             retention_days=settings.retention_days,
         )
-        self.logprobs = ReplicaLogprobs(common, blobs, clock)
+        self.replicas = ReplicaReader(common, blobs, clock)
         tokenizers = TokenizerReader(registry, blobs)
         producer = EventProducer(common.bus, "headrace/dead-letters", blobs)
         self._letters = DeadLetterActions(self._records, producer, blobs, clock)
         templates = Templates(behind_tls=settings.behind_tls)
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
-        pages = [
+        self.pages = [
             *login.pages(),
             *LoopPages(templates, self.database, self._stack, registry, common, clock).pages(),
             *ModelPages(templates, registry).pages(),
@@ -109,8 +113,9 @@ class Console:
             *RolloutPages(templates, registry).pages(),
             *SessionPages(templates, self.database).pages(),
             *SessionPage(templates, self.database, self._records).pages(),
-            *ComparePage(templates, self.database, self._records).pages(),
-            *TokenPage(templates, self.database, self._records, tokenizers, self.logprobs).pages(),
+            *ComparePage(templates, self.database, self._records, gateway, self.replicas, clock).pages(),
+            *VersionComparison(templates, self.database, registry).pages(),
+            *TokenPage(templates, self.database, self._records, tokenizers, self.replicas).pages(),
             *FeedbackPages(templates, self.database, self._records, gateway).pages(),
             *QueueForm(templates, self.database, clock).pages(),
             *AgreementPage(templates, self.database).pages(),
@@ -130,28 +135,32 @@ class Console:
             [
                 static_route(),
                 *login.routes(),
-                *(routes.route(page) for page in pages),
+                *(routes.route(page) for page in self.pages),
             ],
             common,
         )
         self.app.state.behind_tls = settings.behind_tls
 
     async def watch(self) -> None:
-        """Read the stack and announce its changes, until cancelled. It is read while no browser follows it, too, so
-        that the time of the last trained experience is known."""
-        last_report, read_at_s = None, self._clock.monotonic_s()
+        """Read the stack and announce its changes, until cancelled.
+
+        While no browser follows it, the stack is read only after reports of the trainer, so that its counters at the
+        time of the last trained experience are known.
+        """
+        last_report = None
         while True:
             await self._clock.sleep(_WATCH_INTERVAL_S)
-            if not self.changes.is_watched and self._clock.monotonic_s() - read_at_s < _IDLE_INTERVAL_S:
+            if not (self.changes.is_watched or self._has_training_report):
                 continue
-            read_at_s = self._clock.monotonic_s()
+            self._has_training_report = False
             report = await self._stack.report()
             if report != last_report:
                 last_report = report
                 self.changes.announce("loop")
 
-    def _announce_sessions(self) -> None:
+    def _announce(self, topics: Collection[str]) -> None:
         self.changes.announce("sessions")
+        self._has_training_report |= TrainingMetrics.topic in topics
 
     async def close(self) -> None:
         """Close the database and the connection to the bus."""

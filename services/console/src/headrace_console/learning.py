@@ -12,7 +12,7 @@ from headrace_runtime.settings.sections import Section
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import VersionState
 
-_Z95 = 1.96
+Z95 = 1.96
 REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 
@@ -32,12 +32,12 @@ class ScoredVersion:
     @property
     def lower(self) -> float:
         """Lower end of the 95 % interval, which is not below 0."""
-        return max(0.0, self.score - _Z95 * self.error)
+        return max(0.0, self.score - Z95 * self.error)
 
     @property
     def upper(self) -> float:
         """Upper end of the 95 % interval, which is not above 1."""
-        return min(1.0, self.score + _Z95 * self.error)
+        return min(1.0, self.score + Z95 * self.error)
 
     @property
     def is_refused(self) -> bool:
@@ -100,7 +100,7 @@ def describe_numbers(event: ModelEvent) -> str:
     for name, prefix in (("champion", ""), ("anchor", "anchor_")):
         if (difference := numbers.get(f"{prefix}difference")) is not None:
             error = numbers.get(f"{prefix}standard_error")
-            width = "" if error is None else f" ± {_Z95 * error:.2f}"
+            width = "" if error is None else f" ± {Z95 * error:.2f}"
             margin = numbers.get(f"{prefix}margin")
             limit = "" if margin is None else f", margin {margin:g}"
             parts.append(f"{difference:+.2f}{width} against the {name}{limit}")
@@ -136,7 +136,7 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
         return Learning("unmeasured", f"{model}: no audit score to compare yet ({reason}).{number}", swapped_at)
     first = scored[0]
     difference = last.score - first.score
-    width = _Z95 * math.hypot(first.error, last.error)
+    width = Z95 * math.hypot(first.error, last.error)
     lower, upper = difference - width, difference + width
     count = len({version.step for version in scored if first.step <= version.step <= last.step}) - 1
     numbers = (

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queues import SCORES, QueueRules
 from headrace_console.read_model.ratings import Item
-from headrace_console.read_model.verdicts import BOTH_BAD, SAME, Verdict, feedback_id, pair_of, sides_of
+from headrace_console.read_model.verdicts import BOTH_BAD, EDITED, SAME, Verdict, feedback_id, pair_of, sides_of
 
 SIDES = ("A", "B")
 Body = dict[str, JsonValue]
@@ -36,10 +36,13 @@ def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repea
         if text in SIDES:
             return str(sides(item, rater, repeated=repeated)[SIDES.index(text)])
         return text if text in (SAME, BOTH_BAD) else None
-    return text if text in (SCORES if rules.question == "score" else rules.labels) else None
+    choices = {"score": SCORES, "label": rules.labels, "edit": (EDITED, SAME)}[rules.question]
+    return text if text in choices else None
 
 
-def feedback_bodies(rules: QueueRules, item: Item, verdict: Verdict, previous: str | None) -> list[Body]:
+def feedback_bodies(
+    rules: QueueRules, item: Item, verdict: Verdict, previous: str | None, edit: JsonValue = None
+) -> list[Body]:
     """Return the requests of a verdict. The first one has the id by which the verdict is known.
 
     Args:
@@ -47,8 +50,9 @@ def feedback_bodies(rules: QueueRules, item: Item, verdict: Verdict, previous: s
         item: the item.
         verdict: the verdict.
         previous: the answer that is valid before it, or None.
+        edit: the edited answer as a message, for the verdict `EDITED`.
     """
-    bodies = [] if verdict.answer is None else _opinion(rules, item, verdict.answer)
+    bodies = [] if verdict.answer is None else _opinion(rules, item, verdict.answer, edit)
     if previous is not None and (verdict.answer is None or _kind(rules, previous) != _kind(rules, verdict.answer)):
         bodies += _withdrawal(rules, item, previous)
     ids = [
@@ -60,7 +64,7 @@ def feedback_bodies(rules: QueueRules, item: Item, verdict: Verdict, previous: s
 
 def _kind(rules: QueueRules, answer: str) -> str:
     """Return the kind of an answer. An answer of the same kind replaces an earlier one; another kind withdraws it."""
-    return answer if rules.question == "pair" and answer in (SAME, BOTH_BAD) else rules.question
+    return answer if rules.question in ("pair", "edit") and answer in (SAME, BOTH_BAD) else rules.question
 
 
 def _target(rules: QueueRules, item: Item) -> Body:
@@ -76,7 +80,7 @@ def _answers(item: Item) -> list[Body]:
 
 
 def _response(item: Item) -> str:
-    assert item.turn is not None, "an item with a pair has a turn"
+    assert item.turn is not None, "an item of which one answer is meant has a turn"
     return unpack_id(item.turn["name"])
 
 
@@ -86,10 +90,12 @@ def _preference(item: Item, answer: str) -> Body:
     return {"response_id": _response(item), "preference": {"chosen": chosen, "rejected": rejected}}
 
 
-def _opinion(rules: QueueRules, item: Item, answer: str) -> list[Body]:
+def _opinion(rules: QueueRules, item: Item, answer: str, edit: JsonValue) -> list[Body]:
     kind = _kind(rules, answer)
     if kind == "pair":
         return [_preference(item, answer)]
+    if kind == "edit":
+        return [] if edit is None else [{"response_id": _response(item), "edit": edit}]
     if kind == BOTH_BAD and rules.question == "pair":
         return [{**target, "label": BOTH_BAD} for target in _answers(item)]
     return [{**_target(rules, item), **({"value": float(answer)} if kind == "score" else {"label": answer})}]
@@ -99,5 +105,7 @@ def _withdrawal(rules: QueueRules, item: Item, answer: str) -> list[Body]:
     kind = _kind(rules, answer)
     if kind == "pair":
         return [{**_preference(item, answer), "withdrawn": True}]
+    if kind == "edit":
+        return [{"response_id": _response(item), "kind": "edit", "withdrawn": True}]
     targets = _answers(item) if kind == BOTH_BAD and rules.question == "pair" else [_target(rules, item)]
     return [{**target, "withdrawn": True} for target in targets]

@@ -44,8 +44,8 @@ class ConsoleSettings(ServiceSettings):
     """Days for which the console stores a session after it has read the last event about it. Beyond ten million turns
     the oldest sessions are deleted earlier."""
     gateway_keys: dict[Name, SecretStr] = Field(default_factory=dict)
-    """API key of the gateway by tenant, with the scope `feedback`, for feedback of reviewers. The tenant `default`
-    needs none where services share `security.internal_key`."""
+    """API key of the gateway by tenant, with the scope `feedback` for feedback of reviewers, and `chat` for answers of
+    other versions. The tenant `default` needs none where services share `security.internal_key`."""
     behind_tls: bool = False
     """Whether browsers reach the console through a proxy with TLS, so that cookies are sent over TLS alone. Required if
     the console listens beyond this machine."""

@@ -1,28 +1,37 @@
-"""Two turns side by side, such as the answers of two versions to the same prompt."""
+"""Two turns side by side, such as the answers of two versions to the same prompt, and answers on request."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from statistics import fmean
+from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from headrace_console.advantages import TurnTraining, turn_training
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.page import NotFound, Page, read_fields
 from headrace_console.pages.session import message_values
+from headrace_console.pages.turns import read_turn, whole_turn
 from headrace_console.read_model import queries
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.queries import Row
+from headrace_console.sources.gateway import ANSWER_TOKENS_MAX, GatewayClient
+from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.token_lens import Lens
 from headrace_console.users import User
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
+from headrace_schemas.values.text import printable
 
 SIDES = ("left", "right")
+_READ_POLLS, _READ_POLL_S = 50, 0.2
+"""Look-ups of a new answer, which the console reads from its topic, and the seconds between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +60,30 @@ class _Side:
 
 
 class ComparePage:
-    """The page of two turns."""
+    """The page of two turns, and the request for an answer of another version."""
 
-    def __init__(self, templates: Templates, database: Database, records: RecordReader) -> None:
+    def __init__(
+        self,
+        templates: Templates,
+        database: Database,
+        records: RecordReader,
+        gateway: GatewayClient,
+        replicas: ReplicaReader,
+        clock: Clock,
+    ) -> None:
         self._templates = templates
         self._database = database
         self._records = records
+        self._gateway = gateway
+        self._replicas = replicas
+        self._clock = clock
 
     def pages(self) -> list[Page]:
-        """Return the page."""
-        return [Page("/compare", self.compare)]
+        """Return the pages."""
+        return [
+            Page("/compare", self.compare),
+            Page("/compare/try", self.try_version, role="reviewer", method="POST"),
+        ]
 
     async def compare(self, request: Request, user: User) -> Response:
         """Show the turns with the response ids `left` and `right`, or the form for them."""
@@ -75,7 +98,35 @@ class ComparePage:
             ids=ids,
             sides=sides,
             has_equal_prompts=_have_equal_prompts(*turns) if len(turns) == len(SIDES) else None,
+            can_try=bool(turns) and user.has_role("reviewer"),
+            served=self._replicas.served(turns[0].model) if turns else [],
+            tokens_max=ANSWER_TOKENS_MAX,
         )
+
+    async def try_version(self, request: Request, user: User) -> Response:
+        """Let a version answer the prompt of the turn `left`, and show both answers."""
+        form = await read_fields(request, ("left", "version"))
+        left, version = form.get("left", ""), form.get("version", "")
+        turn = (await self._side(user, left)).turn
+        if turn is None:
+            raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
+        if version not in self._replicas.served(turn.model):
+            raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
+        complete_turn = await whole_turn(self._database, self._records, user, turn)
+        right = await self._gateway.answer(user, complete_turn, version)
+        await self._wait_until_read(user, right)
+        return RedirectResponse(f"/compare?{urlencode({'left': left, 'right': right})}", 303)
+
+    async def _wait_until_read(self, user: User, response_id: str) -> None:
+        """Return once the console has read a turn. Raises `Refused` 503 after ten seconds."""
+        for _ in range(_READ_POLLS):
+            async with self._database.transaction() as tx:
+                record = await queries.turn_of(tx, user.scope, response_id)
+            if record is not None and record[1]["log_offset"] >= 0:
+                return
+            await self._clock.sleep(_READ_POLL_S)
+        problem = f"The answer {response_id} was captured, and the console has not read it yet. Find it in a moment."
+        raise Refused(503, "not_read", problem)
 
     async def _side(self, user: User, response_id: str) -> _Side:
         """Return a turn. Raises `NotFound`, for a turn of another tenant, too."""
@@ -86,8 +137,7 @@ class ComparePage:
             session, row = record
             training = await turn_training(tx, row)
             texts = await queries.texts_of(tx, [row["version"]])
-        event = await self._records.read_row("turns", row)
-        turn = event if isinstance(event, Turn) else None
+        turn = await read_turn(self._records, row)
         return _Side(response_id, session, row, texts.get(row["version"], ""), training, turn)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 
 from pydantic import JsonValue
@@ -11,32 +10,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_fields
-from headrace_console.read_model import queries
+from headrace_console.pages.page import Page, read_fields
+from headrace_console.pages.turns import find_session, find_turn, read_turn
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row
-from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import User
 from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
-from headrace_schemas import Message, Turn
+from headrace_schemas import Message
 from headrace_schemas.values.text import storable
 
 ACTIONS = ("score", "edit", "withdraw_score", "withdraw_edit")
 _FIELDS = frozenset({"action", "turn", "value", "text", "tool_calls", "comment"})
 _COMMENT_LENGTH_MAX = 2_000
 _ANSWER_LENGTH_MAX = 200_000
-_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class FeedbackPages:
     """Forms of feedback about a session or one of its turns, which goes through the gateway like that of any client."""
 
-    def __init__(
-        self, templates: Templates, database: Database, records: RecordReader, gateway: FeedbackClient
-    ) -> None:
+    def __init__(self, templates: Templates, database: Database, records: RecordReader, gateway: GatewayClient) -> None:
         self._templates = templates
         self._database = database
         self._records = records
@@ -53,7 +49,8 @@ class FeedbackPages:
     async def form(self, request: Request, user: User) -> Response:
         """Show the forms for a session, or for one of its turns with its answer to edit."""
         session, turn = await self._target(request, user, parameters_of(request, "turn").get("turn", ""))
-        answer = await self._answer(turn) if turn is not None else None
+        event = await read_turn(self._records, turn) if turn is not None else None
+        answer = event.choices[0].message if event is not None else None
         return self._templates.render(
             request,
             user,
@@ -76,21 +73,8 @@ class FeedbackPages:
 
     async def _target(self, request: Request, user: User, number: str) -> tuple[Row, Row | None]:
         """Return the session of the path, and its turn with this number unless it is empty. Raises `NotFound`."""
-        async with self._database.transaction() as tx:
-            session = await queries.session_of(tx, user.scope, request.path_params["key"])
-            if session is None:
-                raise NotFound
-            if not number:
-                return session, None
-            turn = await queries.turn_in_session(tx, session["id"], int(number)) if _NUMBER.fullmatch(number) else None
-        if turn is None:
-            raise NotFound
-        return session, turn
-
-    async def _answer(self, turn: Row) -> Message | None:
-        """Return the first answer of a turn, or None if its text has expired or the bus does not answer."""
-        event = await self._records.read_row("turns", turn)
-        return event.choices[0].message if isinstance(event, Turn) else None
+        session = await find_session(self._database, request, user)
+        return session, await find_turn(self._database, session, number) if number else None
 
 
 def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> dict[str, JsonValue]:
@@ -118,7 +102,7 @@ def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> di
     else:
         body["session_id"] = session["session_id"]
     if action == "edit":
-        return {**body, "edit": _edited_answer(form)}
+        return {**body, "edit": edited_answer(form)}
     if action == "withdraw_edit":
         return {**body, "withdrawn": True, "kind": "edit"}
     if turn is not None:
@@ -148,8 +132,8 @@ def _score(form: Mapping[str, str]) -> float:
     return value
 
 
-def _edited_answer(form: Mapping[str, str]) -> JsonValue:
-    """Return the edited answer as a message with text, tool calls or both."""
+def edited_answer(form: Mapping[str, str]) -> JsonValue:
+    """Return the edited answer of a form as a message with text, tool calls or both. Raises `Refused` 400."""
     text, calls = storable(form.get("text", "").replace("\r\n", "\n")), form.get("tool_calls", "").strip()
     if max(len(text), len(calls)) > _ANSWER_LENGTH_MAX:
         raise _refused("text", f"must have at most {_ANSWER_LENGTH_MAX:,} characters")

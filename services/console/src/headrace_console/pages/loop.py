@@ -215,15 +215,19 @@ class LoopPages:
 def reward_chart(model: str, steps: Sequence[queries.Row]) -> Markup:
     """Return the chart of the mean reward of the experiences that each step trained."""
     marks = [
-        charts.Mark(report["step"], report["reward"], report["reward"], report["reward"], _step_label(report))
+        charts.Mark(report["account"], report["reward"], report["reward"], report["reward"], _step_label(report))
         for report in steps
     ]
-    return charts.interval_chart(f"Mean reward of the trained experiences of {model} by step", marks, below="step")
+    return charts.interval_chart(
+        f"Mean reward of the trained experiences of {model} by report",
+        marks,
+        below="reports of the trainer, the oldest first",
+    )
 
 
 def _step_label(report: queries.Row) -> str:
     version = f", made {report['version']}" if report["version"] else ""
-    return f"step {report['step']}: {report['reward']:.3f}{version}"
+    return f"report {report['account']}, step {report['step']}: {report['reward']:.3f}{version}"
 
 
 def _time(event: ModelEvent) -> datetime:

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from headrace_console.pages.feedback import edited_answer
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.page import NotFound, Page, read_fields
 from headrace_console.pages.sessions import parse_filter
@@ -24,9 +25,9 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row
 from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
-from headrace_console.read_model.verdicts import BOTH_BAD, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
+from headrace_console.read_model.verdicts import BOTH_BAD, EDITED, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
 from headrace_console.review_feedback import SIDES, feedback_bodies, sides, stored_answer
-from headrace_console.sources.gateway import FeedbackClient
+from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import User
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import Refused
@@ -42,7 +43,7 @@ class ReviewPages:
     """Pages of raters. Verdicts go through the gateway, as the feedback of any client does."""
 
     def __init__(
-        self, templates: Templates, database: Database, records: RecordReader, gateway: FeedbackClient, clock: Clock
+        self, templates: Templates, database: Database, records: RecordReader, gateway: GatewayClient, clock: Clock
     ) -> None:
         self._templates = templates
         self._database = database
@@ -118,6 +119,7 @@ class ReviewPages:
             item=item,
             transcript=transcript,
             answers=_answers_of(queue, item, transcript, user.name),
+            edited=transcript.edited if transcript is not None and queue.rules.question == "edit" else None,
             buttons=_buttons(queue),
             own=_own_answer(queue, item, user.name),
             rated=progress.by_rater.get(user.name, 0),
@@ -127,9 +129,10 @@ class ReviewPages:
 
     async def rate(self, request: Request, user: User) -> Response:
         """Store and send the answer of a form, and show the next item. `skip` and `undo` are answers, too."""
-        form = await read_fields(request, ("answer", "number"))
+        form = await read_fields(request, ("answer", "number", "text", "tool_calls"))
         _check_rights(user)
         answer = form.get("answer", "")
+        edit = edited_answer(form) if answer == EDITED else None
         async with self._database.transaction() as tx:
             queue = await queue_of_path(tx, request, user, locked=True)
             item = await self._item(tx, request, queue, user)
@@ -140,7 +143,7 @@ class ReviewPages:
             if not is_stored:
                 await ratings.store_verdict(tx, verdict, item.session["id"])
         try:
-            for body in feedback_bodies(queue.rules, item, verdict, previous):
+            for body in feedback_bodies(queue.rules, item, verdict, previous, edit):
                 await self._gateway.send(user, queue.tenant_name, body, SOURCE_PREFIX + queue.name)
         except Refused:
             async with self._database.transaction() as tx:
@@ -249,6 +252,8 @@ def _buttons(queue: Queue) -> list[tuple[str, str, str]]:
             BOTH_BAD: ("both bad", "x"),
         }
         return [(value, *name) for value, name in names.items()]
+    if rules.question == "edit":
+        return [(EDITED, "send the edit", "Control+Enter"), (SAME, "good as it is", "0")]
     names_of_answers = _SCORE_NAMES if rules.question == "score" else {label: label for label in rules.labels}
     return [(value, name, str(at)) for at, (value, name) in enumerate(names_of_answers.items(), 1)]
 

@@ -100,8 +100,8 @@ def rules_of(form: Mapping[str, str]) -> QueueRules:
     if len(raters) > _RATERS_MAX:
         raise _refused("raters", form.get("raters", ""), f"must name at most {_RATERS_MAX} users")
     numbers = {field: form[field] for field in ("ratings", "reserved_s", "items_max") if form.get(field)}
-    if form.get("question") == "pair" and form.get("about") == "session":
-        raise _refused("about", "session", "must be answer, because a pair compares two answers")
+    if form.get("question") in ("pair", "edit") and form.get("about") == "session":
+        raise _refused("about", "session", "must be answer, because pairs and edits are of answers")
     try:
         return QueueRules.model_validate(
             {

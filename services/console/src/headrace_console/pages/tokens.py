@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,12 @@ from starlette.responses import RedirectResponse, Response
 
 from headrace_console.advantages import TurnTraining, trains_answer, turn_training
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import InvalidParameter, NotFound, Page, read_fields
-from headrace_console.read_model import queries
+from headrace_console.pages.page import InvalidParameter, Page, read_fields
+from headrace_console.pages.turns import NUMBER, find_session, find_turn, read_turn, whole_turn
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row
-from headrace_console.sources.replicas import TOKENS_MAX, ReplicaLogprobs
+from headrace_console.sources.replicas import TOKENS_MAX, ReplicaReader
 from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.token_lens import CHANGE_LEGEND, COLOURS, LEGEND, TABLE_ROWS, WINDOW, Lens
 from headrace_console.users import User
@@ -27,13 +26,7 @@ from headrace_runtime.http.web import parameters_of
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Experience, Turn
 from headrace_schemas.http.replica_api import TokensToScore
-from headrace_schemas.rules.turn_history import extend
-from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.text import printable
-
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_EARLIER_TURNS_MAX = 256
-"""Earlier turns that are read for the prompt of a turn that contains only its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +51,13 @@ class TokenPage:
         database: Database,
         records: RecordReader,
         tokenizers: TokenizerReader,
-        logprobs: ReplicaLogprobs,
+        replicas: ReplicaReader,
     ) -> None:
         self._templates = templates
         self._database = database
         self._records = records
         self._tokenizers = tokenizers
-        self._logprobs = logprobs
+        self._replicas = replicas
 
     def pages(self) -> list[Page]:
         """Return the pages."""
@@ -75,17 +68,17 @@ class TokenPage:
         """Show a window of the tokens of a turn, and a table of its sampled tokens."""
         parameters = parameters_of(request, "choice", "from", "row", "colour", "now")
         target = await self._target(request, user)
-        turn = await self._records.read_row("turns", target.row)
+        turn = await read_turn(self._records, target.row)
         common: dict[str, Any] = {
             "session": target.session,
             "row": target.row,
             "response_id": unpack_id(target.row["name"]),
         }
-        if not isinstance(turn, Turn):
+        if turn is None:
             return self._templates.render(request, user, "tokens.html", lens=None, **common)
         choice = _number(parameters, "choice", 0, len(turn.choices) - 1)
         now = parameters.get("now", "")
-        logprobs = self._logprobs.cached((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
+        logprobs = self._replicas.cached((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
         texts, problem = await self._tokenizers.read(turn.version)
         lens = Lens(turn, choice, texts, logprobs)
         start = _number(parameters, "from", lens.first_window(), lens.length)
@@ -118,7 +111,7 @@ class TokenPage:
             problem=problem,
             pushes=target.training.sentences,
             trained=await self._trained(target, turn, choice),
-            served=self._logprobs.versions(turn.model),
+            served=self._replicas.versions(turn.model),
             too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
             tokens_max=TOKENS_MAX,
         )
@@ -127,18 +120,18 @@ class TokenPage:
         """Request the logprobs of an answer from a replica, and show them."""
         form = await read_fields(request, ("choice", "version"))
         target = await self._target(request, user)
-        turn = await self._records.read_row("turns", target.row)
-        if not isinstance(turn, Turn):
+        turn = await read_turn(self._records, target.row)
+        if turn is None:
             raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
         choice = _number(form, "choice", 0, len(turn.choices) - 1)
         version = form.get("version", "")
-        if version not in self._logprobs.versions(turn.model):
+        if version not in self._replicas.versions(turn.model):
             raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
         answer = turn.choices[choice]
         if turn.usage.prompt_tokens + len(answer.token_ids) > TOKENS_MAX:
             raise Refused(413, "too_long", f"Prompt and answer have more than {TOKENS_MAX:,} tokens.")
-        complete_turn = await self._complete(user, turn)
-        await self._logprobs.compute(
+        complete_turn = await whole_turn(self._database, self._records, user, turn)
+        await self._replicas.compute(
             (target.session["tenant_name"], turn.turn_id, choice, version),
             TokensToScore(
                 prompt_token_ids=complete_turn.prompt_token_ids,
@@ -150,14 +143,9 @@ class TokenPage:
 
     async def _target(self, request: Request, user: User) -> _Target:
         """Return the turn of the path. Raises `NotFound`, for a turn of another tenant, too."""
-        number = request.path_params["turn"]
+        session = await find_session(self._database, request, user)
+        row = await find_turn(self._database, session, request.path_params["turn"])
         async with self._database.transaction() as tx:
-            session = await queries.session_of(tx, user.scope, request.path_params["key"])
-            if session is None or not _NUMBER.fullmatch(number):
-                raise NotFound
-            row = await queries.turn_in_session(tx, session["id"], int(number))
-            if row is None:
-                raise NotFound
             return _Target(session, row, await turn_training(tx, row))
 
     async def _trained(self, target: _Target, turn: Turn, choice: int) -> bool | None:
@@ -175,30 +163,11 @@ class TokenPage:
                 return True
         return False
 
-    async def _complete(self, user: User, turn: Turn) -> Turn:
-        """Return a turn with its whole prompt. Raises `Refused` 409 if an earlier turn has expired."""
-        chain = [turn]
-        problem = "The prompt cannot be put together: an earlier turn has expired, or the bus does not answer."
-        while (reference := chain[-1].extends) is not None:
-            async with self._database.transaction() as tx:
-                record = await queries.turn_of(tx, user.scope, reference.turn_id)
-            earlier = await self._records.read_row("turns", record[1]) if record is not None else None
-            if not isinstance(earlier, Turn) or len(chain) > _EARLIER_TURNS_MAX:
-                raise Refused(409, "expired", problem)
-            chain.append(earlier)
-        complete_turn = chain.pop()
-        try:
-            while chain:
-                complete_turn = extend(complete_turn, chain.pop())
-        except InvalidEvent:
-            raise Refused(409, "expired", problem) from None
-        return complete_turn
-
 
 def _number(parameters: Mapping[str, str], name: str, default: int, largest: int) -> int:
     """Return a parameter as a number from 0 to `largest`. Raises `Refused` 400."""
     text = parameters.get(name, str(default))
-    if not _NUMBER.fullmatch(text) or int(text) > largest:
+    if not NUMBER.fullmatch(text) or int(text) > largest:
         raise InvalidParameter(name, text, f"must be a number from 0 to {largest}")
     return int(text)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_console.pages.feedback import format_tool_calls
 from headrace_console.pages.session import message_text
 from headrace_console.read_model import tables
 from headrace_console.read_model.queries import Row, position_of
@@ -27,6 +28,8 @@ class Transcript:
     messages: Sequence[tuple[str, str]]
     """Role and text of each message."""
     answers: Sequence[str]
+    edited: tuple[str, str]
+    """Text and tool calls of the first answer, as the form of an edit has them."""
     is_cut: bool
     """Whether earlier messages are left out."""
 
@@ -54,4 +57,6 @@ def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object])
         last = turns[-1]
     messages = [(message.role, message_text(message)) for message in last.messages]
     answers = [message_text(choice.message) for choice in last.choices]
-    return Transcript(messages[-_MESSAGES_MAX:], answers, len(messages) > _MESSAGES_MAX or last.extends is not None)
+    first = last.choices[0].message
+    is_cut = len(messages) > _MESSAGES_MAX or last.extends is not None
+    return Transcript(messages[-_MESSAGES_MAX:], answers, (first.text, format_tool_calls(first)), is_cut)

@@ -63,8 +63,8 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
 
 
 async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[AnsweredItem]) -> None:
-    """Add the answer that the reward of each judge amounts to. A label has no reward to compare it with."""
-    if queue.rules.question == "label":
+    """Add the answer that the reward of each judge amounts to. A label or an edit has no reward to compare it with."""
+    if queue.rules.question in ("label", "edit"):
         return
     table = tables.rewards
     query = select(table).where(table.c.session.in_({item.session for item in items}), table.c.value.is_not(None))

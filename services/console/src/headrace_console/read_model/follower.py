@@ -71,7 +71,7 @@ class TopicFollower:
         database: Database,
         blobs: BlobStore,
         clock: Clock,
-        changed: Callable[[], None],
+        changed: Callable[[Collection[str]], None],
         *,
         titles: bool,
         retention_days: int,
@@ -83,7 +83,7 @@ class TopicFollower:
             database: the database of the read model.
             blobs: the store of large events.
             clock: the clock.
-            changed: called after each batch.
+            changed: called after each batch, with its topics.
             titles: whether the first characters of each session are stored.
             retention_days: days for which sessions are stored.
         """
@@ -144,7 +144,7 @@ class TopicFollower:
             log.warning("batch_split", error=reason_of(error), size=len(records))
             for record, event in zip(records, events, strict=True):
                 await self._commit_alone(record, event)
-        self._changed()
+        self._changed({record.topic for record in records})
 
     async def delete_expired(self) -> None:
         """Delete a portion of the expired rows. The next call follows in a minute, or at once if more have expired.

@@ -29,7 +29,7 @@ RANGE_SESSIONS = 1_000
 """Newest sessions of the range from which items are drawn at random."""
 _DRAWN_AT_ONCE = 20
 _PAGES_MAX = 3
-Question = Literal["score", "label", "pair"]
+Question = Literal["score", "label", "pair", "edit"]
 SCORES = ("0", "0.25", "0.5", "0.75", "1")
 
 

@@ -23,7 +23,9 @@ VERDICTS_MAX = 50
 """Verdicts of one rater about one item, with those that are withdrawn or revised."""
 SAME, BOTH_BAD = "same", "bad"
 """Answers about a pair of which no answer is better, and labels of their feedback. They abstain unless `scorer.labels`
-gives them a value."""
+gives them a value. `SAME` is also the verdict that an answer needs no edit."""
+EDITED = "edited"
+"""Verdict of an edit, whose text is in its event alone."""
 _RANDOM_ONE_IN = 5
 _REPEATED_ONE_IN = 20
 
@@ -118,6 +120,8 @@ def verdict_of(event: Feedback) -> Verdict | None:
 def _answer_of(event: Feedback) -> str | None:
     if event.withdrawn:
         return None
+    if event.edit is not None:
+        return EDITED
     if event.preference is not None:
         return str(event.preference.chosen.choice)
     if event.label is not None:

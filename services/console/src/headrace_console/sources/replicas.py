@@ -1,4 +1,4 @@
-"""Logprobs of given answers under a version that a replica serves now. One request at a time, kept for an hour."""
+"""Versions that replicas serve now, and logprobs of given answers under them, which are kept for an hour."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Answer = tuple[str, str, int, str]
 """Tenant, turn id, choice and version of stored logprobs."""
 
 
-class ReplicaLogprobs:
-    """Client of the replicas that announce `Replica.scores`."""
+class ReplicaReader:
+    """Replicas that serve now, and client of those that announce `Replica.scores`."""
 
     def __init__(self, common: Common, blobs: BlobStore, clock: Clock) -> None:
         key = common.security.internal_key.get_secret_value()
@@ -38,19 +38,17 @@ class ReplicaLogprobs:
         self._seen_at_s: dict[str, float] = {}
         accepts = ReplicaTrust(common.security).accepts
         client_id = "headrace-console-replicas"
-        self.replicas = TopicTable(Replica, common.bus, client_id, blobs, _skip, self._note, accepts)
+        self.table = TopicTable(Replica, common.bus, client_id, blobs, _skip, self._note, accepts)
         self._lock = asyncio.Lock()
         self._cache: OrderedDict[Answer, tuple[float, Sequence[float]]] = OrderedDict()
 
     def versions(self, model: str) -> list[str]:
         """Return the versions of a model whose logprobs a replica computes now."""
-        names = {
-            loaded.version
-            for replica in self._live()
-            for loaded in replica.versions
-            if replica.ready(loaded.version) and loaded.version.partition("@")[0] == model
-        }
-        return sorted(names)
+        return _versions(model, [replica for replica in self._live() if replica.scores])
+
+    def served(self, model: str) -> list[str]:
+        """Return the versions of a model that a replica serves now."""
+        return _versions(model, self._live())
 
     def cached(self, answer: Answer) -> Sequence[float]:
         """Return the logprobs of an answer that were computed within the last hour; empty without any."""
@@ -73,7 +71,7 @@ class ReplicaLogprobs:
         if self._lock.locked():
             raise Refused(429, "busy", "Another request for probabilities is in progress. Try again in a moment.")
         async with self._lock:
-            replicas = [replica for replica in self._live() if replica.ready(version)]
+            replicas = [replica for replica in self._live() if replica.scores and replica.ready(version)]
             if not replicas:
                 raise Refused(409, "not_served", f"{version} is not served now by a replica that computes logprobs.")
             replica = min(replicas, key=lambda each: each.in_flight / each.capacity)
@@ -83,12 +81,12 @@ class ReplicaLogprobs:
             self._store(answer, _logprobs_of(content, len(tokens.token_ids)))
 
     def _live(self) -> list[Replica]:
-        """Return the replicas that compute logprobs and whose last heartbeat arrived within its `ttl_s`."""
+        """Return the replicas whose last heartbeat arrived within its `ttl_s`."""
         now_s = self._clock.monotonic_s()
         return [
             replica
-            for key, replica in self.replicas.rows.items()
-            if replica.scores and not replica.stopping and now_s - self._seen_at_s.get(key, now_s) <= replica.ttl_s
+            for key, replica in self.table.rows.items()
+            if not replica.stopping and now_s - self._seen_at_s.get(key, now_s) <= replica.ttl_s
         ]
 
     def _note(self, key: str, replica: Replica | None) -> None:
@@ -102,6 +100,17 @@ class ReplicaLogprobs:
         self._cache.move_to_end(answer)
         if len(self._cache) > _CACHED_MAX:
             self._cache.popitem(last=False)
+
+
+def _versions(model: str, replicas: Sequence[Replica]) -> list[str]:
+    """Return the versions of a model that one of the replicas has ready."""
+    names = {
+        loaded.version
+        for replica in replicas
+        for loaded in replica.versions
+        if replica.ready(loaded.version) and loaded.version.partition("@")[0] == model
+    }
+    return sorted(names)
 
 
 def _logprobs_of(content: bytes, tokens: int) -> Sequence[float]:

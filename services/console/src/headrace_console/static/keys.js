@@ -10,8 +10,9 @@ button.addEventListener("click", () => {
   show();
 });
 document.addEventListener("keydown", (event) => {
-  if (!areOn() || event.ctrlKey || event.altKey || event.metaKey || event.repeat) return;
-  if (event.target.closest("input, textarea, select")) return;
-  document.querySelector(`button[data-key="${CSS.escape(event.key)}"]`)?.click();
+  if (event.altKey || event.metaKey || event.repeat) return;
+  if (!event.ctrlKey && (!areOn() || event.target.closest("input, textarea, select"))) return;
+  const key = event.ctrlKey ? `Control+${event.key}` : event.key;
+  document.querySelector(`button[data-key="${CSS.escape(key)}"]`)?.click();
 });
 show();

@@ -15,7 +15,7 @@ from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_registry.versions import probe
 from headrace_runtime.clock import Clock
 from headrace_schemas import Message, Replica, Turn
-from headrace_schemas.http.answer_form import constraint_fields
+from headrace_schemas.http.answer_form import repeated_request
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 
 _ANSWER_TOKENS_MAX = 1024
@@ -136,7 +136,7 @@ class GatewaySession:
     async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
         """Return the model's answer. Waits while users need the replicas, `patience_s` at most. Raises
         `RerunFailed`."""
-        body = request_body(version, prompt, messages, _ANSWER_TOKENS_MAX)
+        body = repeated_request(version, prompt, messages, _ANSWER_TOKENS_MAX)
         headers = self._headers | ({"X-Task-Id": prompt.task_id} if prompt.task_id else {})
         waited_s, pause_s = 0.0, _PAUSE_MIN_S
         while True:
@@ -157,29 +157,6 @@ class GatewaySession:
             raise RerunFailed(f"no answer within {_CALL_TIMEOUT_S:g} s") from None
         except httpx2.HTTPError as error:
             raise RerunFailed(f"the gateway cannot be reached: {type(error).__name__}") from None
-
-
-def request_body(
-    version: str, prompt: Turn, messages: Sequence[Message], answer_tokens_max: int
-) -> dict[str, JsonValue]:
-    """Return the user's request for an exact version and within bounds. The seed is left out, so that both sides
-    sample."""
-    sampling = prompt.sampling.model_dump(
-        mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}
-    )
-    limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
-    body: dict[str, JsonValue] = {
-        "model": version,
-        "messages": [message.model_dump(mode="json", exclude_none=True) for message in messages],
-        "max_tokens": limit,
-        **sampling,
-        **constraint_fields(prompt.sampling.grammar),
-    }
-    if prompt.sampling.stop:
-        body["stop"] = list(prompt.sampling.stop)
-    if prompt.tools:
-        body["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in prompt.tools]
-    return body
 
 
 def _read(response: httpx2.Response) -> ModelAnswer:

@@ -1,0 +1,104 @@
+"""What the sessions of a version amount to, and tasks that two versions have both played. For one tenant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Subquery, case, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.queries import numbers_of
+
+SESSIONS_MAX = 5_000
+"""Newest sessions of a version that are summed up."""
+TASKS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTraffic:
+    """Sums over the newest sessions that a version answered last, without evaluation."""
+
+    sessions: int = 0
+    turns: int = 0
+    tokens: int = 0
+    trained: int = 0
+    dropped: int = 0
+    up: int = 0
+    """Sessions with a thumb up."""
+    down: int = 0
+    rewards: int = 0
+    """Sessions with a reward."""
+    reward_mean: float = 0.0
+    reward_square: float = 0.0
+    """Mean of the squares of the rewards."""
+
+    @property
+    def reward_error(self) -> float:
+        """Standard error of the mean reward."""
+        variance = max(0.0, self.reward_square - self.reward_mean**2)
+        return math.sqrt(variance / (self.rewards - 1)) if self.rewards > 1 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTask:
+    """A task with the response id of the newest answer of each of two versions."""
+
+    task_id: str
+    first: str
+    second: str
+
+
+async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> VersionTraffic:
+    """Return the sums of a version."""
+    rows = await _newest(tx, tenant, version)
+    columns = rows.c
+    query = select(
+        func.count(),
+        *(func.coalesce(func.sum(columns[name]), 0) for name in ("turns", "tokens", "trained", "dropped")),
+        *(func.coalesce(func.sum(case((columns.thumb == thumb, 1), else_=0)), 0) for thumb in (1, -1)),
+        func.count(columns.reward),
+        func.coalesce(func.avg(columns.reward), 0.0),
+        func.coalesce(func.avg(columns.reward * columns.reward), 0.0),
+    ).where(columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0)
+    *numbers, mean, square = (await tx.execute(query)).one()
+    return VersionTraffic(*map(int, numbers), float(mean), float(square))
+
+
+async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
+    """Return tasks among the newest sessions of both versions, with evaluation, the latest first."""
+    sides = [await _by_task(tx, tenant, version) for version in (first, second)]
+    left, right = sides
+    query = select(left.c.task_id, left.c.session.label("first"), right.c.session.label("second"))
+    query = query.join(right, right.c.task_id == left.c.task_id).order_by(left.c.session.desc()).limit(TASKS_MAX)
+    rows = (await tx.execute(query)).all()
+    table = tables.turns
+    last = (
+        select(table.c.session, func.max(table.c.id).label("turn"))
+        .where(table.c.session.in_({number for row in rows for number in row[1:]}), table.c.log_offset >= 0)
+        .group_by(table.c.session)
+        .subquery()
+    )
+    named = await tx.execute(select(last.c.session, table.c.name).join(table, table.c.id == last.c.turn))
+    names = {row.session: unpack_id(row.name) for row in named}
+    return [
+        SharedTask(row.task_id, names[row.first], names[row.second])
+        for row in rows
+        if row.first in names and row.second in names
+    ]
+
+
+async def _newest(tx: AsyncConnection, tenant: int, version: str) -> Subquery:
+    """Return the subquery of the newest sessions of a version, which an index bounds."""
+    table, number = tables.sessions, (await numbers_of(tx, [version])).get(version, 0)
+    query = select(table).where(table.c.tenant == tenant, table.c.version == number, table.c.began_ms > 0)
+    return query.order_by(table.c.began_ms.desc()).limit(SESSIONS_MAX).subquery()
+
+
+async def _by_task(tx: AsyncConnection, tenant: int, version: str) -> Subquery:
+    rows = await _newest(tx, tenant, version)
+    query = select(rows.c.task_id, func.max(rows.c.id).label("session")).where(rows.c.task_id.is_not(None))
+    return query.group_by(rows.c.task_id).subquery()

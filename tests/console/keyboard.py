@@ -1,0 +1,132 @@
+"""Tasks for the keyboard alone, and pages with hostile texts, in a real Chromium: see `browser.py` for its protocol."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from playwright.sync_api import Browser, Page, Route
+
+from tests.console.browser import log_in, opened, path_of, press_until, run
+
+_FOREIGN_ELEMENTS = (
+    "script:not([src^='/static/']), img, iframe, object, embed, base, style, [style], [onerror], [onload], [onclick],"
+    " [hx-get]:not(#live), [hx-on], meta[http-equiv]:not(noscript *), svg:not(figure svg), math, video, audio,"
+    " a[href^='java']"
+)
+"""Elements that no page has by itself."""
+_INJECTED = f"() => [...document.querySelectorAll({_FOREIGN_ELEMENTS!r})].map((item) => item.outerHTML.slice(0, 80))"
+_TABS_MAX = 400
+
+
+def pairs(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
+    """Rate the pairs of a queue until none is left. Return the texts of A and B and the pressed key of each."""
+    rated: list[list[str]] = []
+    with opened(browser, task["url"]) as (page, observer):
+        page.goto("/login")
+        press_until(page, "item.id === text", "token")
+        page.keyboard.type(task["user"])
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        follow(page, task["queue"])
+        follow(page, "Rate the next item")
+        keys = task["keys"]
+        while page.locator("[aria-label='Your answer']").count() and len(rated) < task["most"]:
+            sides = [page.locator(f"section[aria-label='{side}'] pre").inner_text() for side in ("A", "B")]
+            key = keys[len(rated) % len(keys)]
+            rated.append([path_of(page), *sides, key])
+            with page.expect_navigation():
+                page.keyboard.press(key)
+        return {"rated": rated, "end": path_of(page), "errors": observer.errors}
+
+
+def follow(page: Page, name: str) -> None:
+    """Press the tabulator key until the link or button with this text has the focus, and then Enter."""
+    press_until(page, "['A', 'BUTTON'].includes(item.tagName) && item.textContent.trim() === text", name)
+    with page.expect_navigation():
+        page.keyboard.press("Enter")
+
+
+def questions(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
+    """Answer each question from the first page by keyboard alone. Return the problem of each that has one."""
+    problems = []
+    with opened(browser, task["url"], java_script_enabled=task["script"]) as (page, observer):
+        log_in(page, task["user"])
+        for name, steps, pattern in task["questions"]:
+            page.goto("/")
+            try:
+                for kind, target, *text in steps:
+                    _take(page, kind, target, *text)
+            except AssertionError as error:
+                problems.append(f"{name}: {error}")
+                continue
+            content = page.locator("main").inner_text()
+            if re.search(pattern, content) is None:
+                problems.append(f"{name}: {path_of(page)} has no {pattern!r}: {content[:160]!r}")
+        return {"problems": problems, "errors": observer.errors}
+
+
+def _take(page: Page, kind: str, target: str, text: str = "") -> None:
+    if kind == "follow":
+        follow(page, target)
+    elif kind == "address":  # a link by a part of its address
+        press_until(page, "item.tagName === 'A' && item.getAttribute('href').includes(text)", target)
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+    else:
+        press_until(page, "item.id === text", target)
+        page.keyboard.press("Control+A")
+        page.keyboard.insert_text(text)
+        if kind == "enter":
+            with page.expect_navigation():
+                page.keyboard.press("Enter")
+
+
+def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
+    """Open pages with hostile texts. Return what a text did, and the seconds of the slowest page."""
+    injected, slow, unready, executed = [], [], [], []
+    with opened(browser, task["url"]) as (page, observer):
+        page.on("dialog", lambda dialog: (executed.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        log_in(page, task["user"])
+        for path in task["paths"]:
+            began_s = time.monotonic()
+            reply = page.goto(path, wait_until="load")
+            slow.append((time.monotonic() - began_s, path))
+            if reply is None or reply.status not in (200, 400, 404):
+                unready.append(f"{path[:80]}: {reply.status if reply else 'no answer'}")
+            injected += [f"{path[:80]}: {text}" for text in page.evaluate(_INJECTED)]
+            marks = page.evaluate("[...(window.executed ? ['script'] : []), ...window.violations]")
+            executed += [f"{path[:80]}: {text}" for text in marks]
+        foreign = list(observer.foreign)
+        planted = _planted(page, task["paths"][0], task["planted"])
+    return {
+        "pages": len(slow),
+        "injected": injected,
+        "executed": executed,
+        "foreign": foreign,
+        "unready": unready,
+        "slowest": max(slow),
+        "planted": planted,
+    }
+
+
+def _planted(page: Page, path: str, text: str) -> bool:
+    """Return whether a page that shows a text without escapes is noticed."""
+
+    def plant(route: Route) -> None:
+        if route.request.resource_type != "document":
+            route.continue_()
+            return
+        reply = route.fetch()
+        route.fulfill(response=reply, body=reply.text().replace("</main>", f"{text}</main>"))
+
+    page.route("**/*", plant)
+    page.goto(path)
+    noticed = bool(page.evaluate(_INJECTED))
+    page.unroute("**/*")
+    return noticed
+
+
+if __name__ == "__main__":
+    run({"pairs": pairs, "questions": questions, "hostile": hostile})

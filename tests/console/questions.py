@@ -1,0 +1,65 @@
+"""The ten questions of users, each answered from the first page by keyboard alone, with and without JavaScript."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.console.stack import MODEL, ConsoleStack
+from tests.support import presence
+from tests.system.line import Line, no_problems
+
+PROGRAM = Path(__file__).with_name("keyboard.py")
+Step = tuple[str, ...]
+
+
+def lines(stack: ConsoleStack, version: str) -> Iterator[Line]:
+    """Yield the lines of both ways to answer the questions. `version`: one that was rolled back."""
+    _, response = stack.call("asked", value=0.0)
+    task = {"task": "questions", "url": stack.url, "user": "ann"}
+    for script, name in ((True, "by keyboard alone"), (False, "by keyboard alone, without JavaScript")):
+        asked = questions(response, version, f"why{'' if script else '-plain'}")
+        observed = presence.drive(PROGRAM, {**task, "script": script, "questions": asked})
+        yield no_problems(f"of {len(asked)} questions, those not answered {name}", observed["problems"], 10)
+        yield no_problems(f"errors in the browser's console, {name}", observed["errors"])
+
+
+def questions(response: str, version: str, queue: str) -> list[tuple[str, list[Step], str]]:
+    """Return each question with the steps from the first page, and a pattern of the answer.
+
+    Args:
+        response: response id of a call.
+        version: a version that was refused.
+        queue: name of a review queue that does not exist yet.
+    """
+    found = ("enter", "q", response)
+    digest = version.partition("@")[2]
+    model = [("follow", "Models"), ("follow", MODEL)]
+    return [
+        ("Is it learning?", [], rf"{MODEL}.*(learns|got worse|not shown to change|no audit score)"),
+        ("Why does nothing train?", [("follow", "Why")], r"What to do|being trained|No cause was found"),
+        ("What did this user see, which weights answered?", [found], rf"{MODEL}@(?s:.*)hello"),
+        ("Why was this version refused?", [*model, ("address", digest)], r"was (taken back|refused|withdrawn)"),
+        ("Should I promote?", [("follow", "Rollouts"), ("address", "/rollouts/")], r"Rule: (?s:.*)evidence"),
+        (
+            "What should this answer have been?",
+            [found, ("follow", "Score or edit this turn"), ("type", "text", "Ada."), ("follow", "Send the edit")],
+            r"Edit sent",
+        ),
+        ("Which reward is broken, who disagrees?", [("follow", "Rewards")], r"parse error(?s:.*)function:"),
+        ("What taught this version?", [*model, ("address", digest), ("follow", "Learned from")], r"pushed up"),
+        (
+            "What was refused, can it go back?",
+            [("follow", "Dead letters"), ("address", "/dead-letters/group"), ("address", "/dead-letters/plan")],
+            r"would be retried",
+        ),
+        (
+            "What is there for me to rate, do we agree?",
+            [
+                ("follow", "Review"), ("follow", "Make a queue"), ("type", "name", queue), ("type", "rubric", "Good?"),
+                ("follow", "Make the queue"), ("follow", "Rate the next item"), ("follow", "1 bad"),
+                ("follow", "Back to the queue"), ("follow", "Agreement of the raters"),
+            ],
+            r"Krippendorff",
+        ),
+    ]  # fmt: skip
