@@ -18,9 +18,9 @@ def lines(stack: ConsoleStack, version: str) -> Iterator[Line]:
     _, response = stack.call("asked", value=0.0)
     task = {"task": "questions", "url": stack.url, "user": "ann"}
     for script, name in ((True, "by keyboard alone"), (False, "by keyboard alone, without JavaScript")):
-        asked = questions(response, version, f"why{'' if script else '-plain'}")
-        observed = presence.drive(PROGRAM, {**task, "script": script, "questions": asked})
-        yield no_problems(f"of {len(asked)} questions, those not answered {name}", observed["problems"], 10)
+        queries = questions(response, version, f"why{'' if script else '-plain'}")
+        observed = presence.drive(PROGRAM, {**task, "script": script, "questions": queries})
+        yield no_problems(f"of {len(queries)} questions, those not answered {name}", observed["problems"], 10)
         yield no_problems(f"errors in the browser's console, {name}", observed["errors"])
 
 
@@ -32,18 +32,18 @@ def questions(response: str, version: str, queue: str) -> list[tuple[str, list[S
         version: a version that was refused.
         queue: name of a review queue that does not exist yet.
     """
-    found = ("enter", "q", response)
+    search = ("enter", "q", response)
     digest = version.partition("@")[2]
     model = [("follow", "Models"), ("follow", MODEL)]
     return [
         ("Is it learning?", [], rf"{MODEL}.*(learns|got worse|not shown to change|no audit score)"),
         ("Why does nothing train?", [("follow", "Why")], r"What to do|being trained|No cause was found"),
-        ("What did this user see, which weights answered?", [found], rf"{MODEL}@(?s:.*)hello"),
+        ("What did this user see, which weights answered?", [search], rf"{MODEL}@(?s:.*)hello"),
         ("Why was this version refused?", [*model, ("address", digest)], r"was (taken back|refused|withdrawn)"),
         ("Should I promote?", [("follow", "Rollouts"), ("address", "/rollouts/")], r"Rule: (?s:.*)evidence"),
         (
             "What should this answer have been?",
-            [found, ("follow", "Score or edit this turn"), ("type", "text", "Ada."), ("follow", "Send the edit")],
+            [search, ("follow", "Score or edit this turn"), ("type", "text", "Ada."), ("follow", "Send the edit")],
             r"Edit sent",
         ),
         ("Which reward is broken, who disagrees?", [("follow", "Rewards")], r"parse error(?s:.*)function:"),

@@ -108,11 +108,11 @@ class Gateway:
         session = body["metadata"]["session_id"]
         key = session_key("default", session)
         name = response_id(key)
-        tried = sampled(
+        new_turn = sampled(
             (1, 2), answer((5,), (-0.5,)), turn_id=name, session_key=key, session_id=session,
             version=body["model"], purpose="eval",
         )  # fmt: skip
-        await apply(self.stand, [tried])
+        await apply(self.stand, [new_turn])
         return json.dumps({"id": name}).encode()
 
 

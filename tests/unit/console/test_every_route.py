@@ -91,7 +91,7 @@ async def test_every_route_refuses_another_host_and_every_change_of_a_foreign_pa
 
 async def test_foreign_and_unknown_ids_answer_alike_on_every_route(tmp_path: Path, bus: Bus) -> None:
     """Ask for the records of another tenant by every parameter of every route, and for records that do not exist."""
-    theirs, unknown = session_key("other", "private-1"), session_key("default", "nobody")
+    other_key, unknown = session_key("other", "private-1"), session_key("default", "nobody")
     async with Stand(tmp_path) as everywhere:
         bus.stand = everywhere
         events = session_of(1, tenant="other")
@@ -100,10 +100,10 @@ async def test_foreign_and_unknown_ids_answer_alike_on_every_route(tmp_path: Pat
         item = (await next_item(reviewer, queue)).rpartition("/")[2]
         turn = (await reviewer.get(f"/r/{events[0].event_id}")).headers["location"].partition("#t-")[2]
     foreign = {
-        "key": theirs, "turn": turn, "turn_id": events[0].event_id, "queue": queue.rpartition("/")[2], "item": item,
+        "key": other_key, "turn": turn, "turn_id": events[0].event_id, "queue": queue.rpartition("/")[2], "item": item,
     }  # fmt: skip
     absent = {"key": unknown, "turn": "999", "turn_id": response_id(unknown), "queue": "999", "item": "0" * 32}
-    asked = 0
+    compared = 0
     async with Stand(tmp_path, tenants=("default",)) as stand:
         bus.stand = stand
         client = await stand.signed_in("operator")
@@ -115,13 +115,13 @@ async def test_foreign_and_unknown_ids_answer_alike_on_every_route(tmp_path: Pat
             texts = {reply.text.replace(reply.url.path, "") for reply in replies}
             assert {reply.status_code for reply in replies} == {404}, page.path
             assert len(texts) == 1, page.path
-            asked += 1
+            compared += 1
         for path in ("/find?q=", "/compare?left="):
             replies = [await client.get(path + values["turn_id"]) for values in (foreign, absent)]
             assert len({reply.status_code for reply in replies}) == 1
         listed = await client.get("/sessions")
-        assert theirs not in listed.text
+        assert other_key not in listed.text
         assert (await client.get("/sessions?tenant=other")).status_code == 404
         assert (await client.get("/dead-letters")).status_code == 403, "letters are of all tenants"
-    assert asked >= 10
+    assert compared >= 10
     assert tables.LETTER_STATES

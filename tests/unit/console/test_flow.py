@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -9,7 +10,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from headrace_console.charts import Line, Mark, interval_chart
-from headrace_console.flow import Cause, Facts, RewardRules, find_cause
+from headrace_console.flow import Cause, Facts, find_cause
+from headrace_console.flow_rules import RewardRules
 from headrace_console.learning import GateRule, describe_learning, describe_rule, describe_trial, scored_versions
 from headrace_console.pages.loop import reward_chart
 from headrace_console.pages.models import describe_decision
@@ -264,13 +266,16 @@ def test_a_chart_escapes_labels_and_draws_at_most_400_marks() -> None:
     assert interval_chart("not finite", [Mark(0, float("nan"), 0, 0, "")]) == ""
 
 
-def test_the_reward_chart_has_a_mark_for_each_step_with_the_version_that_it_made() -> None:
+def test_the_reward_chart_has_a_mark_of_its_own_for_each_report() -> None:
     steps: list[Mapping[str, object]] = [
-        {"step": 1, "reward": 0.25, "version": None},
-        {"step": 2, "reward": 0.5, "version": "m@<b>"},
+        {"account": 3, "step": 1, "reward": 0.25, "version": None},
+        {"account": 4, "step": 2, "reward": 0.5, "version": "m@<b>"},
+        {"account": 5, "step": 2, "reward": 0.75, "version": None},
+        {"account": 6, "step": 2, "reward": 0.75, "version": None},
     ]
     chart = str(reward_chart("m", steps))
-    assert chart.count("<circle") == 2
-    assert "step 1: 0.250" in chart
-    assert "step 2: 0.500, made m@&lt;b&gt;" in chart
+    positions = re.findall(r'<circle class="mark" cx="([0-9.]+)"', chart)
+    assert len(set(positions)) == len(positions) == 4, "reports between two versions have the same step"
+    assert "report 3, step 1: 0.250" in chart
+    assert "report 4, step 2: 0.500, made m@&lt;b&gt;" in chart
     assert reward_chart("m", []) == ""

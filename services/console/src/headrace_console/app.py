@@ -6,32 +6,34 @@ import asyncio
 from collections.abc import Collection
 
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
 from headrace_console.dead_letter_actions import DeadLetterActions
+from headrace_console.flow_rules import FlowRules
 from headrace_console.live import Changes
-from headrace_console.pages.agreement import AgreementPage
-from headrace_console.pages.compare import ComparePage
-from headrace_console.pages.compare_versions import VersionComparison
-from headrace_console.pages.dead_letters import DeadLetterPages
-from headrace_console.pages.feedback import FeedbackPages
+from headrace_console.pages import (
+    agreement,
+    compare,
+    compare_versions,
+    dead_letters,
+    feedback,
+    learned,
+    loop,
+    models,
+    review,
+    review_form,
+    rewards,
+    rollouts,
+    session,
+    sessions,
+    tokens,
+)
 from headrace_console.pages.frame import Templates
-from headrace_console.pages.learned import LearnedPage
 from headrace_console.pages.login import LoginPages
-from headrace_console.pages.loop import LoopPages
-from headrace_console.pages.models import ModelPages
-from headrace_console.pages.page import NotFound, Page, PageRoutes
-from headrace_console.pages.review import ReviewPages
-from headrace_console.pages.review_form import QueueForm
-from headrace_console.pages.rewards import RewardPages
-from headrace_console.pages.rollouts import RolloutPages
-from headrace_console.pages.session import SessionPage
-from headrace_console.pages.sessions import SessionPages
+from headrace_console.pages.page import NotFound, Page, PageRoutes, Parts, Visit
 from headrace_console.pages.static import static_route
-from headrace_console.pages.tokens import TokenPage
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
 from headrace_console.sources.gateway import GatewayClient
@@ -39,7 +41,6 @@ from headrace_console.sources.registry import RegistryReader
 from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.services import StackReader
 from headrace_console.sources.tokenizers import TokenizerReader
-from headrace_console.users import User
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.http import web
 from headrace_runtime.kafka.producer import EventProducer
@@ -52,6 +53,11 @@ from headrace_runtime.storage.database import Database
 from headrace_schemas import TrainingMetrics
 
 log = get_logger(__name__)
+_MODULES = (
+    loop, models, learned, compare_versions, rollouts, sessions, session, compare, tokens, feedback, review_form,
+    agreement, review, dead_letters, rewards,
+)  # fmt: skip
+"""Modules of the pages. The first one of two pages with the same address is shown."""
 _WATCH_INTERVAL_S = 2.0
 """Seconds between readings of the services while a browser follows them."""
 
@@ -100,32 +106,30 @@ class Console:
             retention_days=settings.retention_days,
         )
         self.replicas = ReplicaReader(common, blobs, clock)
-        tokenizers = TokenizerReader(registry, blobs)
         producer = EventProducer(common.bus, "headrace/dead-letters", blobs)
         self._letters = DeadLetterActions(self._records, producer, blobs, clock)
         templates = Templates(behind_tls=settings.behind_tls)
         login = LoginPages(templates, self.logins, has_users=bool(settings.users), behind_tls=settings.behind_tls)
         self.pages = [
             *login.pages(),
-            *LoopPages(templates, self.database, self._stack, registry, common, clock).pages(),
-            *ModelPages(templates, registry).pages(),
-            *LearnedPage(templates, self.database, registry).pages(),
-            *RolloutPages(templates, registry).pages(),
-            *SessionPages(templates, self.database).pages(),
-            *SessionPage(templates, self.database, self._records).pages(),
-            *ComparePage(templates, self.database, self._records, gateway, self.replicas, clock).pages(),
-            *VersionComparison(templates, self.database, registry).pages(),
-            *TokenPage(templates, self.database, self._records, tokenizers, self.replicas).pages(),
-            *FeedbackPages(templates, self.database, self._records, gateway).pages(),
-            *QueueForm(templates, self.database, clock).pages(),
-            *AgreementPage(templates, self.database).pages(),
-            *ReviewPages(templates, self.database, self._records, gateway, clock).pages(),
-            *DeadLetterPages(templates, self.database, self._records, self._letters).pages(),
-            *RewardPages(templates, self.database, clock).pages(),
+            *(page for module in _MODULES for page in module.PAGES),
             Page("/live", self._stream, role="rater"),
             Page("/{path:path}", _not_found, role="rater"),
         ]
-        routes = PageRoutes(templates, self.logins, read_only=settings.read_only)
+        parts = Parts(
+            templates=templates,
+            database=self.database,
+            records=self._records,
+            registry=registry,
+            gateway=gateway,
+            replicas=self.replicas,
+            tokenizers=TokenizerReader(registry, blobs),
+            letters=self._letters,
+            stack=self._stack,
+            rules=FlowRules.read(common),
+            clock=clock,
+        )
+        routes = PageRoutes(parts, self.logins, read_only=settings.read_only)
         checks: dict[str, web.Check] = {
             "database": self.database.ready,
             "consumer": self.follower.following.is_set,
@@ -168,9 +172,9 @@ class Console:
         await self._records.close()
         await self.database.close()
 
-    async def _stream(self, _request: Request, _user: User) -> Response:
+    async def _stream(self, _visit: Visit) -> Response:
         return StreamingResponse(self.changes.stream(), media_type="text/event-stream")
 
 
-async def _not_found(_request: Request, _user: User) -> Response:
+async def _not_found(_visit: Visit) -> Response:
     raise NotFound

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from headrace_console.flow_rules import BatchRules, RewardRules
 from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
 
@@ -36,24 +37,6 @@ DROP_REMEDIES = {
     "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
     "withdrawn": "their feedback was withdrawn",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RewardRules:
-    """The settings of the scorer that decide when a run has its reward."""
-
-    required: tuple[str, ...] = ()
-    expected: tuple[str, ...] = ()
-    reward_wait_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRules:
-    """The settings of the trainer that decide when a batch is complete."""
-
-    batch_experiences: int = 64
-    batch_experiences_min: int = 8
-    batch_wait_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

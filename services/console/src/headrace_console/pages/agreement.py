@@ -6,18 +6,13 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.agreement import COMMON_MIN, Coefficient, agreement_of
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import Page
+from headrace_console.pages.page import Page, Visit
 from headrace_console.pages.review import queue_of_path
 from headrace_console.read_model.answers import ITEMS_MAX, AnsweredItem, random_items
 from headrace_console.read_model.verdicts import sides_of
-from headrace_console.users import User
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_statistics.intervals import wilson
 
 _LISTED_MAX = 50
@@ -35,47 +30,33 @@ class RaterHabit:
     consistent: int
 
 
-class AgreementPage:
-    """The agreement of a queue. Raters cannot open it, because it shows the answers of others."""
-
-    def __init__(self, templates: Templates, database: Database) -> None:
-        self._templates = templates
-        self._database = database
-        self._computation = asyncio.Lock()
-
-    def pages(self) -> list[Page]:
-        """Return the page."""
-        return [Page("/review/{queue}/agreement", self.agreement)]
-
-    async def agreement(self, request: Request, user: User) -> Response:
-        """Show the coefficients of the random part, the shares of the answers, and the items with different answers."""
-        parameters_of(request)
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user)
-            items = await random_items(tx, queue)
-        judges = sorted({judge for item in items for judge in item.by_judge})
-        answers = {item.id: {**item.by_rater, **item.by_judge} for item in items}
-        async with self._computation:
-            agreement = await asyncio.to_thread(
-                agreement_of, answers, judges, are_scores=queue.rules.question == "score", seed=queue.id
-            )
-        values = sorted({value for column in agreement.columns.values() for value in column}, key=str)
-        return self._templates.render(
-            request,
-            user,
-            "review_agreement.html",
-            queue=queue,
-            items=len(items),
-            items_max=ITEMS_MAX,
-            common_min=COMMON_MIN,
-            alpha=_text(agreement.alpha),
-            pairs=[(pair, _text(pair.kappa)) for pair in agreement.pairs],
-            columns=agreement.columns,
-            values=values,
-            names={value: name_of(value) for value in values},
-            habits=habits_of(items) if queue.rules.question == "pair" else [],
-            differing=_differing(items),
+async def agreement(visit: Visit) -> Response:
+    """Show the coefficients of the random part, the shares of the answers, and the items with different answers."""
+    visit.parameters()
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit)
+        items = await random_items(tx, queue)
+    judges = sorted({judge for item in items for judge in item.by_judge})
+    answers = {item.id: {**item.by_rater, **item.by_judge} for item in items}
+    async with visit.parts.computation:
+        agreement = await asyncio.to_thread(
+            agreement_of, answers, judges, are_scores=queue.rules.question == "score", seed=queue.id
         )
+    values = sorted({value for column in agreement.columns.values() for value in column}, key=str)
+    return visit.render(
+        "review_agreement.html",
+        queue=queue,
+        items=len(items),
+        items_max=ITEMS_MAX,
+        common_min=COMMON_MIN,
+        alpha=_text(agreement.alpha),
+        pairs=[(pair, _text(pair.kappa)) for pair in agreement.pairs],
+        columns=agreement.columns,
+        values=values,
+        names={value: name_of(value) for value in values},
+        habits=habits_of(items) if queue.rules.question == "pair" else [],
+        differing=_differing(items),
+    )
 
 
 def _text(coefficient: Coefficient) -> str:
@@ -133,3 +114,6 @@ def _differing(items: Sequence[AnsweredItem]) -> list[tuple[str, list[tuple[str,
             address = f"/s/{item.session_key}" + (f"#t-{item.turn}" if item.turn else "")
             entries.append((address, [(name, name_of(answer)) for name, answer in sorted(answers.items())]))
     return entries[:_LISTED_MAX]
+
+
+PAGES = (Page("/review/{queue}/agreement", agreement),)

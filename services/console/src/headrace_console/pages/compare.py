@@ -7,25 +7,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from urllib.parse import urlencode
 
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console.advantages import TurnTraining, turn_training
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_fields
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.session import message_values
 from headrace_console.pages.turns import read_turn, whole_turn
 from headrace_console.read_model import queries
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.queries import Row
-from headrace_console.sources.gateway import ANSWER_TOKENS_MAX, GatewayClient
-from headrace_console.sources.replicas import ReplicaReader
+from headrace_console.sources.gateway import ANSWER_TOKENS_MAX
 from headrace_console.token_lens import Lens
-from headrace_console.users import User
-from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
 from headrace_schemas.values.text import printable
 
@@ -59,86 +51,61 @@ class _Side:
         return math.exp(fmean(logprobs)) if logprobs else None
 
 
-class ComparePage:
-    """The page of two turns, and the request for an answer of another version."""
+async def compare(visit: Visit) -> Response:
+    """Show the turns with the response ids `left` and `right`, or the form for them."""
+    parameters = visit.parameters(*SIDES)
+    ids = {name: parameters.get(name, "").strip() for name in SIDES}
+    sides = [await _side(visit, response_id) for response_id in ids.values() if response_id]
+    turns = [side.turn for side in sides if side.turn is not None]
+    return visit.render(
+        "compare.html",
+        ids=ids,
+        sides=sides,
+        has_equal_prompts=_have_equal_prompts(*turns) if len(turns) == len(SIDES) else None,
+        can_try=bool(turns) and visit.user.has_role("reviewer"),
+        served=visit.parts.replicas.served(turns[0].model) if turns else [],
+        tokens_max=ANSWER_TOKENS_MAX,
+    )
 
-    def __init__(
-        self,
-        templates: Templates,
-        database: Database,
-        records: RecordReader,
-        gateway: GatewayClient,
-        replicas: ReplicaReader,
-        clock: Clock,
-    ) -> None:
-        self._templates = templates
-        self._database = database
-        self._records = records
-        self._gateway = gateway
-        self._replicas = replicas
-        self._clock = clock
 
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        return [
-            Page("/compare", self.compare),
-            Page("/compare/try", self.try_version, role="reviewer", method="POST"),
-        ]
+async def try_version(visit: Visit) -> Response:
+    """Let a version answer the prompt of the turn `left`, and show both answers."""
+    form = await visit.fields(("left", "version"))
+    left, version = form.get("left", ""), form.get("version", "")
+    turn = (await _side(visit, left)).turn
+    if turn is None:
+        raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
+    if version not in visit.parts.replicas.served(turn.model):
+        raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
+    complete_turn = await whole_turn(visit, turn)
+    right = await visit.parts.gateway.answer(visit.user, complete_turn, version)
+    await _wait_until_read(visit, right)
+    return RedirectResponse(f"/compare?{urlencode({'left': left, 'right': right})}", 303)
 
-    async def compare(self, request: Request, user: User) -> Response:
-        """Show the turns with the response ids `left` and `right`, or the form for them."""
-        parameters = parameters_of(request, *SIDES)
-        ids = {name: parameters.get(name, "").strip() for name in SIDES}
-        sides = [await self._side(user, response_id) for response_id in ids.values() if response_id]
-        turns = [side.turn for side in sides if side.turn is not None]
-        return self._templates.render(
-            request,
-            user,
-            "compare.html",
-            ids=ids,
-            sides=sides,
-            has_equal_prompts=_have_equal_prompts(*turns) if len(turns) == len(SIDES) else None,
-            can_try=bool(turns) and user.has_role("reviewer"),
-            served=self._replicas.served(turns[0].model) if turns else [],
-            tokens_max=ANSWER_TOKENS_MAX,
-        )
 
-    async def try_version(self, request: Request, user: User) -> Response:
-        """Let a version answer the prompt of the turn `left`, and show both answers."""
-        form = await read_fields(request, ("left", "version"))
-        left, version = form.get("left", ""), form.get("version", "")
-        turn = (await self._side(user, left)).turn
-        if turn is None:
-            raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
-        if version not in self._replicas.served(turn.model):
-            raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
-        complete_turn = await whole_turn(self._database, self._records, user, turn)
-        right = await self._gateway.answer(user, complete_turn, version)
-        await self._wait_until_read(user, right)
-        return RedirectResponse(f"/compare?{urlencode({'left': left, 'right': right})}", 303)
+async def _wait_until_read(visit: Visit, response_id: str) -> None:
+    """Return once the console has read a turn. Raises `Refused` 503 after ten seconds."""
+    for _ in range(_READ_POLLS):
+        async with visit.transaction() as tx:
+            record = await queries.turn_of(tx, visit.user.scope, response_id)
+        if record is not None and record[1]["log_offset"] >= 0:
+            return
+        await visit.parts.clock.sleep(_READ_POLL_S)
+    problem = f"The answer {response_id} was captured, and the console has not read it yet. Find it in a moment."
+    raise Refused(503, "not_read", problem)
 
-    async def _wait_until_read(self, user: User, response_id: str) -> None:
-        """Return once the console has read a turn. Raises `Refused` 503 after ten seconds."""
-        for _ in range(_READ_POLLS):
-            async with self._database.transaction() as tx:
-                record = await queries.turn_of(tx, user.scope, response_id)
-            if record is not None and record[1]["log_offset"] >= 0:
-                return
-            await self._clock.sleep(_READ_POLL_S)
-        problem = f"The answer {response_id} was captured, and the console has not read it yet. Find it in a moment."
-        raise Refused(503, "not_read", problem)
 
-    async def _side(self, user: User, response_id: str) -> _Side:
-        """Return a turn. Raises `NotFound`, for a turn of another tenant, too."""
-        async with self._database.transaction() as tx:
-            record = await queries.turn_of(tx, user.scope, response_id)
-            if record is None or record[1]["log_offset"] < 0:
-                raise NotFound
-            session, row = record
-            training = await turn_training(tx, row)
-            texts = await queries.texts_of(tx, [row["version"]])
-        turn = await read_turn(self._records, row)
-        return _Side(response_id, session, row, texts.get(row["version"], ""), training, turn)
+async def _side(visit: Visit, response_id: str) -> _Side:
+    """Return a turn. Raises `NotFound`, for a turn of another tenant, too."""
+    async with visit.transaction() as tx:
+        record = await queries.turn_of(tx, visit.user.scope, response_id)
+        if record is None or record[1]["log_offset"] < 0:
+            raise NotFound
+        session, row = record
+        training = await turn_training(tx, row)
+        texts = await queries.texts_of(tx, [row["version"]])
+    turn = await read_turn(visit, row)
+    return _Side(response_id, session, row, texts.get(row["version"], ""), training, turn)
 
 
 def _have_equal_prompts(left: Turn, right: Turn) -> bool | None:
@@ -149,3 +116,9 @@ def _have_equal_prompts(left: Turn, right: Turn) -> bool | None:
         return None
     digests = [turn.extends.digest if turn.extends is not None else "" for turn in (left, right)]
     return digests[0] == digests[1] and left.prompt_token_ids == right.prompt_token_ids
+
+
+PAGES = (
+    Page("/compare", compare),
+    Page("/compare/try", try_version, role="reviewer", method="POST"),
+)

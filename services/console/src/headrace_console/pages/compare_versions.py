@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console import learning
 from headrace_console.learning import Z95, ScoredVersion
-from headrace_console.pages.frame import Templates
 from headrace_console.pages.models import find_version
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model.version_queries import (
     SESSIONS_MAX,
@@ -20,73 +18,56 @@ from headrace_console.read_model.version_queries import (
     shared_tasks,
     version_traffic,
 )
-from headrace_console.sources.registry import RegistryReader
-from headrace_console.users import User
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas.http.registry_api import VersionState
 
 REWARDS_MIN = 30
 """Rewards of each version below which their means are not compared."""
 
 
-class VersionComparison:
-    """The page of two versions of a model."""
+async def compare(visit: Visit) -> Response:
+    """Compare the version of the path with the version `with`, by default its parent or the champion."""
+    parameters = visit.parameters("with", "tenant")
+    first = await find_version(visit)
+    versions = await visit.parts.registry.versions(first.model)
+    second = await _other(visit, first, versions, parameters.get("with", ""))
+    traffic, tasks = [VersionTraffic(), VersionTraffic()], []
+    async with visit.transaction() as tx:
+        tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
+        if tenant is not None and second is not None:
+            traffic = [await version_traffic(tx, tenants[tenant], version.id) for version in (first, second)]
+            tasks = list(await shared_tasks(tx, tenants[tenant], first.id, second.id))
+    pair = (first, second) if second is not None else (first,)
+    names = {version.id for version in pair}
+    scores = {score.version: score for score in learning.scored_versions(versions)}
+    return visit.render(
+        "compare_versions.html",
+        first=first,
+        second=second,
+        versions=[version.id for version in versions if version.id != first.id],
+        tenants=list(tenants),
+        tenant=tenant,
+        sessions_max=SESSIONS_MAX,
+        rows=_rows(pair, [scores.get(version.id) for version in pair], traffic),
+        sentences=_differences([scores.get(version.id) for version in pair], traffic),
+        decisions=[
+            event
+            for version in pair
+            for event in reversed(version.decisions)
+            if {event.version, event.previous} == names
+        ],
+        tasks=tasks,
+    )
 
-    def __init__(self, templates: Templates, database: Database, registry: RegistryReader) -> None:
-        self._templates = templates
-        self._database = database
-        self._registry = registry
 
-    def pages(self) -> list[Page]:
-        """Return the page."""
-        return [Page("/models/{model}/{digest}/compare", self.compare)]
-
-    async def compare(self, request: Request, user: User) -> Response:
-        """Compare the version of the path with the version `with`, by default its parent or the champion."""
-        parameters = parameters_of(request, "with", "tenant")
-        first = await find_version(self._registry, request)
-        versions = await self._registry.versions(first.model)
-        second = await self._other(first, versions, parameters.get("with", ""))
-        traffic, tasks = [VersionTraffic(), VersionTraffic()], []
-        async with self._database.transaction() as tx:
-            tenants, tenant = await chosen_tenant(tx, user, parameters)
-            if tenant is not None and second is not None:
-                traffic = [await version_traffic(tx, tenants[tenant], version.id) for version in (first, second)]
-                tasks = list(await shared_tasks(tx, tenants[tenant], first.id, second.id))
-        pair = (first, second) if second is not None else (first,)
-        names = {version.id for version in pair}
-        scores = {score.version: score for score in learning.scored_versions(versions)}
-        return self._templates.render(
-            request,
-            user,
-            "compare_versions.html",
-            first=first,
-            second=second,
-            versions=[version.id for version in versions if version.id != first.id],
-            tenants=list(tenants),
-            tenant=tenant,
-            sessions_max=SESSIONS_MAX,
-            rows=_rows(pair, [scores.get(version.id) for version in pair], traffic),
-            sentences=_differences([scores.get(version.id) for version in pair], traffic),
-            decisions=[
-                event
-                for version in pair
-                for event in reversed(version.decisions)
-                if {event.version, event.previous} == names
-            ],
-            tasks=tasks,
-        )
-
-    async def _other(self, first: VersionState, versions: Sequence[VersionState], name: str) -> VersionState | None:
-        """Return the second version, or None if the model has no other. Raises `NotFound` for an unknown name."""
-        champion = (await self._registry.model(first.model)).champion
-        names = [name] if name else [first.parent, champion, *(version.id for version in versions)]
-        by_id = {version.id: version for version in versions if version.id != first.id}
-        second = next((by_id[candidate] for candidate in names if candidate in by_id), None)
-        if name and second is None:
-            raise NotFound
-        return second
+async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionState], name: str) -> VersionState | None:
+    """Return the second version, or None if the model has no other. Raises `NotFound` for an unknown name."""
+    champion = (await visit.parts.registry.model(first.model)).champion
+    names = [name] if name else [first.parent, champion, *(version.id for version in versions)]
+    by_id = {version.id: version for version in versions if version.id != first.id}
+    second = next((by_id[candidate] for candidate in names if candidate in by_id), None)
+    if name and second is None:
+        raise NotFound
+    return second
 
 
 def _rows(
@@ -120,8 +101,8 @@ def _differences(scores: Sequence[ScoredVersion | None], traffic: Sequence[Versi
 
 def _difference(name: str, difference: float, error: float) -> str:
     lower, upper = difference - Z95 * error, difference + Z95 * error
-    shown = "higher" if lower > 0 else "lower" if upper < 0 else "not shown to differ"
-    return f"{name} of the first version: {shown} ({difference:+.3f}, 95 %: {lower:+.3f} to {upper:+.3f})."
+    verdict = "higher" if lower > 0 else "lower" if upper < 0 else "not shown to differ"
+    return f"{name} of the first version: {verdict} ({difference:+.3f}, 95 %: {lower:+.3f} to {upper:+.3f})."
 
 
 def _interval(value: float, error: float) -> str:
@@ -130,3 +111,6 @@ def _interval(value: float, error: float) -> str:
 
 def _ratio(total: int, number: int) -> str:
     return f"{total / number:.1f}" if number else ""
+
+
+PAGES = (Page("/models/{model}/{digest}/compare", compare),)

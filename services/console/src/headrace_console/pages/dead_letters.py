@@ -7,23 +7,17 @@ from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_console.dead_letter_actions import DeadLetterActions, PlannedLetter
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_fields, read_reason
+from headrace_console.dead_letter_actions import PlannedLetter
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import tables
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, position_of
-from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas import DeadLetter
 
 PORTION = 200
@@ -35,160 +29,133 @@ _FORM_FIELDS = frozenset({*_GROUP, "kind", "after"})
 _DIGITS = re.compile(r"[0-9]+")
 
 
-class DeadLetterPages:
-    """Pages of dead letters, for users who may see all tenants, because a letter may be of any tenant."""
-
-    def __init__(
-        self, templates: Templates, database: Database, records: RecordReader, actions: DeadLetterActions
-    ) -> None:
-        self._templates = templates
-        self._database = database
-        self._records = records
-        self._actions = actions
-
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        return [
-            Page("/dead-letters", self.groups),
-            Page("/dead-letters/group", self.group),
-            Page("/dead-letters/plan", self.plan, role="operator"),
-            Page("/dead-letters/retry", self.retry, role="operator", method="POST"),
-            Page("/dead-letters/discard", self.discard, role="operator", method="POST"),
-            Page("/dead-letters/{letter}", self.letter),
-        ]
-
-    async def groups(self, request: Request, user: User) -> Response:
-        """List the groups of letters in a state."""
-        _check_scope(user)
-        state = _state(parameters_of(request, "state"))
-        async with self._database.transaction() as tx:
-            groups = await letter_groups(tx, state)
-        return self._templates.render(
-            request,
-            user,
-            "dead_letters.html",
-            state=state,
-            states=tables.LETTER_STATES,
-            groups=[(group, _address(group, state=state), _moments(group)) for group in groups],
-            is_cut=sum(group.letters for group in groups) >= GROUPED_MAX,
-        )
-
-    async def group(self, request: Request, user: User) -> Response:
-        """List the letters of a group, the oldest first."""
-        _check_scope(user)
-        parameters = parameters_of(request, *_GROUP, "state", "after")
-        group, state = _group(parameters), _state(parameters)
-        after = parse_position(parameters["after"]) if parameters.get("after") else None
-        async with self._database.transaction() as tx:
-            rows = await letters_of(tx, group, state, after=after, limit=_LIST_ROWS + 1)
-        following = None
-        if len(rows) > _LIST_ROWS:
-            following = _address(group, state=state, after=_position(rows[_LIST_ROWS - 1]))
-        return self._templates.render(
-            request,
-            user,
-            "dead_letter_group.html",
-            group=group,
-            state=state,
-            letters=[_letter(row) for row in rows[:_LIST_ROWS]],
-            following=following,
-            plan=f"/dead-letters/plan?{urlencode(_query(group))}",
-            can_change=user.has_role("operator") and state == "open",
-        )
-
-    async def letter(self, request: Request, user: User) -> Response:
-        """Show a letter with the refused record."""
-        _check_scope(user)
-        parameters_of(request)
-        async with self._database.transaction() as tx:
-            row = await letter_of(tx, request.path_params["letter"])
-        if row is None:
-            raise NotFound
-        event = await self._records.read_row(DeadLetter.topic, row)
-        return self._templates.render(
-            request,
-            user,
-            "dead_letter.html",
-            row=_letter(row),
-            letter=event if isinstance(event, DeadLetter) else None,
-            value=event.value.decode("utf-8", "replace") if isinstance(event, DeadLetter) else "",
-        )
-
-    async def plan(self, request: Request, user: User) -> Response:
-        """Show the result of a retry of a group, without retrying it."""
-        _check_scope(user)
-        group = _group(parameters_of(request, *_GROUP))
-        async with self._database.transaction() as tx:
-            rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
-        problems: Counter[str] = Counter()
-        retriable = 0
-        # In the order of the topic, so that each read is of one partition: the letters of a moment are on all of them.
-        async for planned in self._actions.plan_retry(sorted(rows, key=position_of)):
-            if planned.problem is None:
-                retriable += 1
-            else:
-                problems[_DIGITS.sub("0", planned.problem)[:200]] += 1
-        return self._templates.render(
-            request,
-            user,
-            "dead_letter_plan.html",
-            group=group,
-            letters=len(rows),
-            retriable=retriable,
-            problems=problems.most_common(20),
-            planned_max=PLANNED_MAX,
-            portion=PORTION,
-        )
-
-    async def retry(self, request: Request, user: User) -> Response:
-        """Publish the records of the next letters of a group again."""
-        group, rows = await self._next_letters(request, user)
-        planned = [letter async for letter in self._actions.plan_retry(rows)]
-        await self._actions.retry([letter for letter in planned if letter.problem is None], user.name)
-        return self._result(request, user, "retry", group, planned)
-
-    async def discard(self, request: Request, user: User) -> Response:
-        """Record that the next letters of a group will not be retried."""
-        reason = await read_reason(request)
-        group, rows = await self._next_letters(request, user)
-        await self._actions.discard(rows, reason, user.name)
-        return self._result(request, user, "discard", group, [PlannedLetter(row) for row in rows], reason)
-
-    async def _next_letters(self, request: Request, user: User) -> tuple[LetterGroup, list[Row]]:
-        """Return the group of a form, and its next open letters."""
-        _check_scope(user)
-        form = await read_fields(request, _FORM_FIELDS)
-        group = _group({**form, "reason": form.get("kind", "")})
-        after = parse_position(form["after"]) if form.get("after") else None
-        async with self._database.transaction() as tx:
-            return group, list(await letters_of(tx, group, "open", after=after, limit=PORTION))
-
-    def _result(
-        self,
-        request: Request,
-        user: User,
-        action: str,
-        group: LetterGroup,
-        planned: list[PlannedLetter],
-        reason: str = "",
-    ) -> Response:
-        held_back = [(unpack_id(letter.row["name"]), letter.problem) for letter in planned if letter.problem]
-        return self._templates.render(
-            request,
-            user,
-            "dead_letter_result.html",
-            action=action,
-            group=group,
-            changed=len(planned) - len(held_back),
-            held_back=held_back[:20],
-            held_back_number=len(held_back),
-            reason=reason,
-            after=_position(planned[-1].row) if len(planned) == PORTION else None,
-        )
+async def groups(visit: Visit) -> Response:
+    """List the groups of letters in a state."""
+    _check_scope(visit)
+    state = _state(visit.parameters("state"))
+    async with visit.transaction() as tx:
+        groups = await letter_groups(tx, state)
+    return visit.render(
+        "dead_letters.html",
+        state=state,
+        states=tables.LETTER_STATES,
+        groups=[(group, _address(group, state=state), _moments(group)) for group in groups],
+        is_cut=sum(group.letters for group in groups) >= GROUPED_MAX,
+    )
 
 
-def _check_scope(user: User) -> None:
-    if user.scope.tenants is not None:
+async def group(visit: Visit) -> Response:
+    """List the letters of a group, the oldest first."""
+    _check_scope(visit)
+    parameters = visit.parameters(*_GROUP, "state", "after")
+    group, state = _group(parameters), _state(parameters)
+    after = parse_position(parameters["after"]) if parameters.get("after") else None
+    async with visit.transaction() as tx:
+        rows = await letters_of(tx, group, state, after=after, limit=_LIST_ROWS + 1)
+    following = None
+    if len(rows) > _LIST_ROWS:
+        following = _address(group, state=state, after=_position(rows[_LIST_ROWS - 1]))
+    return visit.render(
+        "dead_letter_group.html",
+        group=group,
+        state=state,
+        letters=[_letter(row) for row in rows[:_LIST_ROWS]],
+        following=following,
+        plan=f"/dead-letters/plan?{urlencode(_query(group))}",
+        can_change=visit.user.has_role("operator") and state == "open",
+    )
+
+
+async def letter(visit: Visit) -> Response:
+    """Show a letter with the refused record."""
+    _check_scope(visit)
+    visit.parameters()
+    async with visit.transaction() as tx:
+        row = await letter_of(tx, visit.path("letter"))
+    if row is None:
+        raise NotFound
+    event = await visit.parts.records.read_row(DeadLetter.topic, row)
+    return visit.render(
+        "dead_letter.html",
+        row=_letter(row),
+        letter=event if isinstance(event, DeadLetter) else None,
+        value=event.value.decode("utf-8", "replace") if isinstance(event, DeadLetter) else "",
+    )
+
+
+async def plan(visit: Visit) -> Response:
+    """Show the result of a retry of a group, without retrying it."""
+    _check_scope(visit)
+    group = _group(visit.parameters(*_GROUP))
+    async with visit.transaction() as tx:
+        rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
+    problems: Counter[str] = Counter()
+    retriable = 0
+    # In the order of the topic, so that each read is of one partition: the letters of a moment are on all of them.
+    async for planned in visit.parts.letters.plan_retry(sorted(rows, key=position_of)):
+        if planned.problem is None:
+            retriable += 1
+        else:
+            problems[_DIGITS.sub("0", planned.problem)[:200]] += 1
+    return visit.render(
+        "dead_letter_plan.html",
+        group=group,
+        letters=len(rows),
+        retriable=retriable,
+        problems=problems.most_common(20),
+        planned_max=PLANNED_MAX,
+        portion=PORTION,
+    )
+
+
+async def retry(visit: Visit) -> Response:
+    """Publish the records of the next letters of a group again."""
+    group, rows = await _next_letters(visit)
+    planned = [letter async for letter in visit.parts.letters.plan_retry(rows)]
+    await visit.parts.letters.retry([letter for letter in planned if letter.problem is None], visit.user.name)
+    return _result(visit, "retry", group, planned)
+
+
+async def discard(visit: Visit) -> Response:
+    """Record that the next letters of a group will not be retried."""
+    reason = await visit.reason()
+    group, rows = await _next_letters(visit)
+    await visit.parts.letters.discard(rows, reason, visit.user.name)
+    return _result(visit, "discard", group, [PlannedLetter(row) for row in rows], reason)
+
+
+async def _next_letters(visit: Visit) -> tuple[LetterGroup, list[Row]]:
+    """Return the group of a form, and its next open letters."""
+    _check_scope(visit)
+    form = await visit.fields(_FORM_FIELDS)
+    group = _group({**form, "reason": form.get("kind", "")})
+    after = parse_position(form["after"]) if form.get("after") else None
+    async with visit.transaction() as tx:
+        return group, list(await letters_of(tx, group, "open", after=after, limit=PORTION))
+
+
+def _result(
+    visit: Visit,
+    action: str,
+    group: LetterGroup,
+    planned: list[PlannedLetter],
+    reason: str = "",
+) -> Response:
+    held_back = [(unpack_id(letter.row["name"]), letter.problem) for letter in planned if letter.problem]
+    return visit.render(
+        "dead_letter_result.html",
+        action=action,
+        group=group,
+        changed=len(planned) - len(held_back),
+        held_back=held_back[:20],
+        held_back_number=len(held_back),
+        reason=reason,
+        after=_position(planned[-1].row) if len(planned) == PORTION else None,
+    )
+
+
+def _check_scope(visit: Visit) -> None:
+    if visit.user.scope.tenants is not None:
         raise Refused(403, "tenants", "A dead letter may be of any tenant. This needs a user of all tenants.")
 
 
@@ -231,3 +198,13 @@ def _letter(row: Row) -> dict[str, object]:
         "error": row["error"],
         "state": tables.LETTER_STATES[row["state"]],
     }
+
+
+PAGES = (
+    Page("/dead-letters", groups),
+    Page("/dead-letters/group", group),
+    Page("/dead-letters/plan", plan, role="operator"),
+    Page("/dead-letters/retry", retry, role="operator", method="POST"),
+    Page("/dead-letters/discard", discard, role="operator", method="POST"),
+    Page("/dead-letters/{letter}", letter),
+)

@@ -6,20 +6,14 @@ import json
 from collections.abc import Mapping
 
 from pydantic import JsonValue
-from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import Page, read_fields
+from headrace_console.pages.frame import LINES_LENGTH_MAX
+from headrace_console.pages.page import Page, Visit
 from headrace_console.pages.turns import find_session, find_turn, read_turn
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row
-from headrace_console.sources.gateway import GatewayClient
-from headrace_console.users import User
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas import Message
 from headrace_schemas.values.text import storable
 
@@ -29,52 +23,32 @@ _COMMENT_LENGTH_MAX = 2_000
 _ANSWER_LENGTH_MAX = 200_000
 
 
-class FeedbackPages:
-    """Forms of feedback about a session or one of its turns, which goes through the gateway like that of any client."""
+async def form(visit: Visit) -> Response:
+    """Show the forms for a session, or for one of its turns with its answer to edit."""
+    session, turn = await _target(visit, visit.parameters("turn").get("turn", ""))
+    event = await read_turn(visit, turn) if turn is not None else None
+    editable = editable_answer(event.choices[0].message) if event is not None else None
+    return visit.render(
+        "feedback.html",
+        session=session,
+        turn=turn,
+        answer=editable or ("", ""),
+        has_text=editable is not None,
+    )
 
-    def __init__(self, templates: Templates, database: Database, records: RecordReader, gateway: GatewayClient) -> None:
-        self._templates = templates
-        self._database = database
-        self._records = records
-        self._gateway = gateway
 
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        path = "/s/{key}/feedback"
-        return [
-            Page(path, self.form, role="reviewer"),
-            Page(path, self.send, role="reviewer", method="POST"),
-        ]
+async def send(visit: Visit) -> Response:
+    """Send feedback about a session, or about one of its turns."""
+    form = await visit.fields(_FIELDS)
+    session, turn = await _target(visit, form.get("turn", ""))
+    reply = await visit.parts.gateway.send(visit.user, session["tenant_name"], feedback_body(form, session, turn))
+    return visit.render("feedback_sent.html", session=session, turn=turn, action=form["action"], reason=reply.reason)
 
-    async def form(self, request: Request, user: User) -> Response:
-        """Show the forms for a session, or for one of its turns with its answer to edit."""
-        session, turn = await self._target(request, user, parameters_of(request, "turn").get("turn", ""))
-        event = await read_turn(self._records, turn) if turn is not None else None
-        answer = event.choices[0].message if event is not None else None
-        return self._templates.render(
-            request,
-            user,
-            "feedback.html",
-            session=session,
-            turn=turn,
-            answer=answer.text if answer is not None else "",
-            tool_calls=format_tool_calls(answer) if answer is not None else "",
-            has_text=answer is not None,
-        )
 
-    async def send(self, request: Request, user: User) -> Response:
-        """Send feedback about a session, or about one of its turns."""
-        form = await read_fields(request, _FIELDS)
-        session, turn = await self._target(request, user, form.get("turn", ""))
-        reply = await self._gateway.send(user, session["tenant_name"], feedback_body(form, session, turn))
-        return self._templates.render(
-            request, user, "feedback_sent.html", session=session, turn=turn, action=form["action"], reason=reply.reason
-        )
-
-    async def _target(self, request: Request, user: User, number: str) -> tuple[Row, Row | None]:
-        """Return the session of the path, and its turn with this number unless it is empty. Raises `NotFound`."""
-        session = await find_session(self._database, request, user)
-        return session, await find_turn(self._database, session, number) if number else None
+async def _target(visit: Visit, number: str) -> tuple[Row, Row | None]:
+    """Return the session of the path, and its turn with this number unless it is empty. Raises `NotFound`."""
+    session = await find_session(visit)
+    return session, await find_turn(visit, session, number) if number else None
 
 
 def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> dict[str, JsonValue]:
@@ -110,7 +84,13 @@ def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> di
     return {**body, "withdrawn": True} if action == "withdraw_score" else {**body, "value": _score(form)}
 
 
-def format_tool_calls(message: Message) -> str:
+def editable_answer(message: Message) -> tuple[str, str] | None:
+    """Return text and tool calls of an answer as the form has them, or None for one that is too long for a form."""
+    text, tool_calls = message.text, _format_tool_calls(message)
+    return (text, tool_calls) if max(len(text), len(tool_calls)) <= LINES_LENGTH_MAX else None
+
+
+def _format_tool_calls(message: Message) -> str:
     """Return the tool calls of an answer as the JSON text that the form accepts, or an empty text without any."""
     calls = []
     for call in message.tool_calls or ():
@@ -170,3 +150,9 @@ def _tool_calls(text: str) -> list[JsonValue]:
 
 def _refused(field: str, problem: str) -> Refused:
     return Refused(400, "invalid_form", f"{field}: {problem}", field)
+
+
+PAGES = (
+    Page("/s/{key}/feedback", form, role="reviewer"),
+    Page("/s/{key}/feedback", send, role="reviewer", method="POST"),
+)

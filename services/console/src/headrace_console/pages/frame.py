@@ -29,7 +29,8 @@ NAVIGATION = (
 """Title and address of the pages that every page links to."""
 _RATER_NAVIGATION = (("Review", "/review"),)
 THEMES = ("light", "dark")
-_LINES_LENGTH_MAX = 20_000
+LINES_LENGTH_MAX = 20_000
+"""Characters of a text that a page shows, and of an answer that a form offers to edit."""
 _FRAGMENT_HEADER = "hx-request"
 
 
@@ -91,7 +92,7 @@ def _visible(text: object) -> str:
 
 def _lines(text: object) -> str:
     """Return a text with its line breaks and visible control characters, cut to 20,000 characters."""
-    return printable_lines(str(text), _LINES_LENGTH_MAX)
+    return printable_lines(str(text), LINES_LENGTH_MAX)
 
 
 def _format_time(time: datetime) -> str:

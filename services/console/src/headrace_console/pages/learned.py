@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.advantages import direction, is_undone
-from headrace_console.pages.frame import Templates
 from headrace_console.pages.models import find_version
-from headrace_console.pages.page import InvalidParameter, Page
+from headrace_console.pages.page import InvalidParameter, Page, Visit
 from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row
 from headrace_console.read_model.status import history_of
 from headrace_console.read_model.training_queries import version_training
-from headrace_console.sources.registry import RegistryReader
-from headrace_console.users import User
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 
 ORDERS = ("up", "down")
 """Values of the parameter `first`: the sessions that were pushed up most, or down most, come first."""
 
 
-class LearnedPage:
-    """The page of the sessions that a version was trained on."""
-
-    def __init__(self, templates: Templates, database: Database, registry: RegistryReader) -> None:
-        self._templates = templates
-        self._database = database
-        self._registry = registry
-
-    def pages(self) -> list[Page]:
-        """Return the page."""
-        return [Page("/models/{model}/{digest}/learned", self.learned)]
-
-    async def learned(self, request: Request, user: User) -> Response:
-        """List the sessions that a version was trained on since the version before it."""
-        first = parameters_of(request, "first").get("first", "up")
-        if first not in ORDERS:
-            raise InvalidParameter("first", first, f"must be one of {', '.join(ORDERS)}")
-        version = (await find_version(self._registry, request)).id
-        async with self._database.transaction() as tx:
-            training = await version_training(tx, user.scope, version, is_ascending=first == "down")
-        return self._templates.render(
-            request,
-            user,
-            "learned.html",
-            version=version,
-            training=training,
-            rows=[_row(row) for row in training.rows] if training is not None else [],
-            first=first,
-            rows_max=PAGE_ROWS,
-        )
+async def learned(visit: Visit) -> Response:
+    """List the sessions that a version was trained on since the version before it."""
+    first = visit.parameters("first").get("first", "up")
+    if first not in ORDERS:
+        raise InvalidParameter("first", first, f"must be one of {', '.join(ORDERS)}")
+    version = (await find_version(visit)).id
+    async with visit.transaction() as tx:
+        training = await version_training(tx, visit.user.scope, version, is_ascending=first == "down")
+    return visit.render(
+        "learned.html",
+        version=version,
+        training=training,
+        rows=[_row(row) for row in training.rows] if training is not None else [],
+        first=first,
+        rows_max=PAGE_ROWS,
+    )
 
 
 def _row(row: Row) -> dict[str, object]:
@@ -76,3 +56,6 @@ def _row(row: Row) -> dict[str, object]:
         "direction": direction(row["advantage"]),
         "is_undone": entry is not None and is_undone(entry, history),
     }
+
+
+PAGES = (Page("/models/{model}/{digest}/learned", learned),)

@@ -11,8 +11,7 @@ from starlette.routing import Route
 
 from headrace_console.access.logins import SESSION_S, Logins
 from headrace_console.pages.frame import THEMES, Templates
-from headrace_console.pages.page import Page, cookie_name, read_form
-from headrace_console.users import User
+from headrace_console.pages.page import Page, Visit, cookie_name, read_form
 from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 
@@ -53,17 +52,17 @@ class LoginPages:
         form = await read_form(request)
         return self._redirect_with_session(request, self._logins.log_in(form.get("token", "")))
 
-    async def log_out(self, request: Request, _user: User) -> Response:
+    async def log_out(self, visit: Visit) -> Response:
         """End the session."""
-        name = cookie_name(request)
-        self._logins.log_out(request.cookies.get(name, ""))
+        name = cookie_name(visit.request)
+        self._logins.log_out(visit.request.cookies.get(name, ""))
         response = RedirectResponse("/login", 303)
         response.delete_cookie(name, secure=self._behind_tls, httponly=True, samesite="strict")
         return response
 
-    async def theme(self, request: Request, _user: User) -> Response:
+    async def theme(self, visit: Visit) -> Response:
         """Store the theme in a cookie; without a valid theme the system's applies again."""
-        form = await read_form(request)
+        form = await read_form(visit.request)
         response = RedirectResponse(_local_path(form.get("next", "")), 303)
         name, theme = self._templates.theme_cookie, form.get("theme", "")
         if theme in THEMES:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl
 
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from headrace_console.access.logins import Logins
+from headrace_console.dead_letter_actions import DeadLetterActions
+from headrace_console.flow_rules import FlowRules
 from headrace_console.pages.frame import Templates
+from headrace_console.read_model.follower import RecordReader
+from headrace_console.sources.gateway import GatewayClient
+from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.replicas import ReplicaReader
+from headrace_console.sources.services import StackReader
+from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.users import Role, User
+from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
+from headrace_runtime.http.web import parameters_of
+from headrace_runtime.storage.database import Database
 from headrace_schemas.values.text import printable, storable
 
 _FORM_BYTES_MAX = 1_048_576
 _FORM_FIELDS_MAX = 200
 _REASON_LENGTH_MAX = 2000
-Handler = Callable[[Request, User], Awaitable[Response]]
 
 
 class NotFound(Refused):
@@ -39,6 +52,69 @@ class InvalidParameter(Refused):
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of the console that pages use. They live as long as the console."""
+
+    templates: Templates
+    database: Database
+    records: RecordReader
+    registry: RegistryReader
+    gateway: GatewayClient
+    replicas: ReplicaReader
+    tokenizers: TokenizerReader
+    letters: DeadLetterActions
+    stack: StackReader
+    rules: FlowRules
+    clock: Clock
+    computation: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one long computation that may be in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request of a user for a page."""
+
+    parts: Parts
+    request: Request
+    user: User
+
+    def path(self, name: str) -> str:
+        """Return a parameter of the path."""
+        return str(self.request.path_params[name])
+
+    def parameters(self, *names: str) -> dict[str, str]:
+        """Return the parameters of the query. Raises `Refused` 400 for one that is not in `names`."""
+        return parameters_of(self.request, *names)
+
+    async def fields(self, names: Collection[str]) -> dict[str, str]:
+        """Return the fields of the form, as `read_form`. Raises `Refused` 400 for one that is not in `names`, too."""
+        form = await read_form(self.request)
+        unknown = sorted(form.keys() - {"form_token", *names})
+        if unknown:
+            raise Refused(400, "invalid_form", f"form: has the unknown field {printable(unknown[0][:64])!r}", "form")
+        return form
+
+    async def reason(self) -> str:
+        """Return the field `reason` of the form. Raises `Refused` 400 unless it has 1 to 2,000 characters."""
+        reason = (await read_form(self.request)).get("reason", "").strip()
+        if not 1 <= len(reason) <= _REASON_LENGTH_MAX:
+            problem = f"State a reason of 1 to {_REASON_LENGTH_MAX:,} characters. It is kept in the audit log."
+            raise Refused(400, "reason", problem, "reason")
+        return storable(reason)
+
+    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """Begin a transaction of the read model."""
+        return self.parts.database.transaction()
+
+    def render(self, template: str, **values: object) -> Response:
+        """Return the page of a template."""
+        return self.parts.templates.render(self.request, self.user, template, **values)
+
+
+Handler = Callable[[Visit], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """A page. `role` is the least role that may open it. The handler may raise `Refused`."""
 
@@ -53,8 +129,8 @@ class Page:
 class PageRoutes:
     """Makes the routes of pages, which check session, role, form token and `read_only` before the handler runs."""
 
-    def __init__(self, templates: Templates, logins: Logins, *, read_only: bool) -> None:
-        self._templates = templates
+    def __init__(self, parts: Parts, logins: Logins, *, read_only: bool) -> None:
+        self._parts = parts
         self._logins = logins
         self._read_only = read_only
 
@@ -67,9 +143,9 @@ class PageRoutes:
                 return RedirectResponse("/login", 303, {"hx-redirect": "/login"})
             try:
                 await self._check(page, request, user)
-                return await page.handler(request, user)
+                return await page.handler(Visit(self._parts, request, user))
             except Refused as error:
-                return self._templates.error(request, user, error)
+                return self._parts.templates.error(request, user, error)
 
         return Route(page.path, endpoint, methods=[page.method])
 
@@ -93,15 +169,6 @@ async def read_form(request: Request) -> dict[str, str]:
     form: dict[str, str] | None = getattr(request.state, "form", None)
     if form is None:
         form = request.state.form = _parse_form(await _read_body(request))
-    return form
-
-
-async def read_fields(request: Request, names: Collection[str]) -> dict[str, str]:
-    """Return the fields of a form as `read_form` does. Raises `Refused` 400 for one that is not in `names`, too."""
-    form = await read_form(request)
-    unknown = sorted(form.keys() - {"form_token", *names})
-    if unknown:
-        raise Refused(400, "invalid_form", f"form: has the unknown field {printable(unknown[0][:64])!r}", "form")
     return form
 
 
@@ -132,12 +199,3 @@ def cookie_name(request: Request, *, kind: str = "headrace") -> str:
     server = request.scope.get("server")
     name = f"{kind}-{server[1]}" if server else kind
     return f"__Host-{name}" if request.app.state.behind_tls else name
-
-
-async def read_reason(request: Request) -> str:
-    """Return the field `reason` of a form. Raises `Refused` 400 if it is empty or longer than 2,000 characters."""
-    reason = (await read_form(request)).get("reason", "").strip()
-    if not 1 <= len(reason) <= _REASON_LENGTH_MAX:
-        problem = f"State a reason of 1 to {_REASON_LENGTH_MAX:,} characters. It is kept in the audit log."
-        raise Refused(400, "reason", problem, "reason")
-    return storable(reason)

@@ -11,203 +11,179 @@ import re
 import uuid
 
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console.pages.feedback import edited_answer
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_fields
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_filter
 from headrace_console.pages.transcript import Transcript, transcript_of, turns_until
 from headrace_console.read_model import queues, ratings
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row
 from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
 from headrace_console.read_model.verdicts import BOTH_BAD, EDITED, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
 from headrace_console.review_feedback import SIDES, feedback_bodies, sides, stored_answer
-from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import User
-from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _ITEM = re.compile(r"[0-9a-f]{32}")
 _SCORE_NAMES = dict(zip(SCORES, ("bad", "rather bad", "between", "rather good", "good"), strict=True))
 
 
-class ReviewPages:
-    """Pages of raters. Verdicts go through the gateway, as the feedback of any client does."""
-
-    def __init__(
-        self, templates: Templates, database: Database, records: RecordReader, gateway: GatewayClient, clock: Clock
-    ) -> None:
-        self._templates = templates
-        self._database = database
-        self._records = records
-        self._gateway = gateway
-        self._clock = clock
-
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        item = "/review/{queue}/{item}"
-        return [
-            Page("/review", self.queues, role="rater"),
-            Page("/review/{queue}", self.queue, role="rater"),
-            Page("/review/{queue}/next", self.next_item, role="rater", method="POST"),
-            Page("/review/{queue}/close", self.close, role="reviewer", method="POST"),
-            Page(item, self.item, role="rater"),
-            Page(item, self.rate, role="rater", method="POST"),
-        ]
-
-    async def queues(self, request: Request, user: User) -> Response:
-        """List the queues of the user's tenants."""
-        parameters_of(request)
-        async with self._database.transaction() as tx:
-            entries = [(queue, await queues.progress_of(tx, queue)) for queue in await queues.queues_of(tx, user)]
-        return self._templates.render(request, user, "review.html", entries=entries)
-
-    async def queue(self, request: Request, user: User) -> Response:
-        """Show the question of a queue and its progress. Users who rate may begin."""
-        parameters_of(request)
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user)
-            progress = await queues.progress_of(tx, queue)
-            skipped = await ratings.skipped_number(tx, queue, user.name)
-        return self._templates.render(
-            request, user, "review_queue.html", queue=queue, progress=progress, skipped=skipped, may_rate=may_rate(user)
-        )
-
-    async def close(self, request: Request, user: User) -> Response:
-        """Stop a queue from offering items."""
-        await read_fields(request, ())
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user, locked=True)
-            await queues.close_queue(tx, queue)
-        return RedirectResponse(f"/review/{queue.id}", 303)
-
-    async def next_item(self, request: Request, user: User) -> Response:
-        """Reserve the next item for the user and show it."""
-        form = await read_fields(request, ("skipped",))
-        _check_rights(user)
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user, locked=True)
-            if "skipped" in form:
-                await ratings.offer_skipped(tx, queue, user.name)
-            return await self._redirect_to_next(tx, queue, user)
-
-    async def item(self, request: Request, user: User) -> Response:
-        """Show an item that the user has reserved or rated."""
-        parameters_of(request)
-        _check_rights(user)
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user)
-            item = await self._item(tx, request, queue, user)
-            rows = await turns_until(tx, item.turn) if item.turn is not None else []
-            progress = await queues.progress_of(tx, queue)
-            last = await ratings.last_rated(tx, queue, user.name)
-        events = await self._records.read_rows("turns", rows)
-        transcript = await asyncio.to_thread(transcript_of, rows, events)
-        return self._templates.render(
-            request,
-            user,
-            "review_item.html",
-            queue=queue,
-            item=item,
-            transcript=transcript,
-            answers=_answers_of(queue, item, transcript, user.name),
-            edited=transcript.edited if transcript is not None and queue.rules.question == "edit" else None,
-            buttons=_buttons(queue),
-            own=_own_answer(queue, item, user.name),
-            rated=progress.by_rater.get(user.name, 0),
-            items=progress.items,
-            last=_last_item(last, item),
-        )
-
-    async def rate(self, request: Request, user: User) -> Response:
-        """Store and send the answer of a form, and show the next item. `skip` and `undo` are answers, too."""
-        form = await read_fields(request, ("answer", "number", "text", "tool_calls"))
-        _check_rights(user)
-        answer = form.get("answer", "")
-        edit = edited_answer(form) if answer == EDITED else None
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user, locked=True)
-            item = await self._item(tx, request, queue, user)
-            if answer == "skip":
-                await ratings.skip(tx, item.name, user.name)
-                return await self._redirect_to_next(tx, queue, user)
-            verdict, previous, is_stored = self._verdict(queue, item, user, form)
-            if not is_stored:
-                await ratings.store_verdict(tx, verdict, item.session["id"])
-        try:
-            for body in feedback_bodies(queue.rules, item, verdict, previous, edit):
-                await self._gateway.send(user, queue.tenant_name, body, SOURCE_PREFIX + queue.name)
-        except Refused:
-            async with self._database.transaction() as tx:
-                await ratings.remove_verdict(tx, verdict)
-                await ratings.reserve(tx, queue, item.name, user.name, self._now_ms(), repeated=verdict.repeated)
-            raise
-        async with self._database.transaction() as tx:
-            queue = await queue_of_path(tx, request, user, locked=True)
-            if verdict.answer is None:
-                await ratings.reserve(tx, queue, item.name, user.name, self._now_ms())
-                return RedirectResponse(f"/review/{queue.id}/{item.name.hex()}", 303)
-            return await self._redirect_to_next(tx, queue, user)
-
-    def _verdict(self, queue: Queue, item: Item, user: User, form: dict[str, str]) -> tuple[Verdict, str | None, bool]:
-        """Return the verdict of a form, the answer that was valid before it, and whether the verdict is stored.
-
-        A form that was sent before has the verdict that it had then.
-        """
-        number = int(form["number"]) if _NUMBER.fullmatch(form.get("number", "")) else 0
-        earlier = {verdict["number"]: verdict for verdict in item.verdicts}
-        previous = earlier[number - 1]["answer"] if number - 1 in earlier else None
-        if number in earlier:
-            stored = earlier[number]
-            repeated, answer = stored["repeated"], stored["answer"]
-        elif number == item.number and number <= VERDICTS_MAX:
-            repeated, answer = item.repeated, self._answer(queue, item, user, form.get("answer", ""), previous)
-        else:
-            raise Refused(409, "stale_form", "This form is not the newest one of the item. Open the item again.")
-        verdict = Verdict(item.id, queue.name, user.name, number, repeated, answer, self._now_ms())
-        return verdict, previous, number in earlier
-
-    @staticmethod
-    def _answer(queue: Queue, item: Item, user: User, text: str, previous: str | None) -> str | None:
-        if text == "undo" and previous is not None:
-            return None
-        answer = stored_answer(queue.rules, item, text, user.name, repeated=item.repeated)
-        if answer is None:
-            raise Refused(400, "invalid_form", "answer: must be one of the buttons of the page", "answer")
-        return answer
-
-    async def _redirect_to_next(self, tx: AsyncConnection, queue: Queue, user: User) -> Response:
-        """Reserve the next item, with new ones if none is left, and redirect to it; to the queue if there is none."""
-        name = await ratings.reserve_next(tx, queue, user.name, self._now_ms())
-        if name is None and not queue.closed and await queues.draw_items(tx, queue, parse_filter(queue.rules.filter)):
-            name = await ratings.reserve_next(tx, queue, user.name, self._now_ms())
-        return RedirectResponse(f"/review/{queue.id}" + (f"/{name.hex()}" if name is not None else ""), 303)
-
-    @staticmethod
-    async def _item(tx: AsyncConnection, request: Request, queue: Queue, user: User) -> Item:
-        text = request.path_params["item"]
-        name = pack_id(str(uuid.UUID(hex=text))) if _ITEM.fullmatch(text) else b""
-        item = await ratings.item_of(tx, queue, name, user.name)
-        if item is None:
-            raise NotFound
-        return item
-
-    def _now_ms(self) -> int:
-        return epoch_ms(self._clock.now())
+async def list_queues(visit: Visit) -> Response:
+    """List the queues of the user's tenants."""
+    visit.parameters()
+    async with visit.transaction() as tx:
+        entries = [(queue, await queues.progress_of(tx, queue)) for queue in await queues.queues_of(tx, visit.user)]
+    return visit.render("review.html", entries=entries)
 
 
-async def queue_of_path(tx: AsyncConnection, request: Request, user: User, *, locked: bool = False) -> Queue:
+async def show_queue(visit: Visit) -> Response:
+    """Show the question of a queue and its progress. Users who rate may begin."""
+    visit.parameters()
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit)
+        progress = await queues.progress_of(tx, queue)
+        skipped = await ratings.skipped_number(tx, queue, visit.user.name)
+    return visit.render(
+        "review_queue.html", queue=queue, progress=progress, skipped=skipped, may_rate=may_rate(visit.user)
+    )
+
+
+async def close(visit: Visit) -> Response:
+    """Stop a queue from offering items."""
+    await visit.fields(())
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit, locked=True)
+        await queues.close_queue(tx, queue)
+    return RedirectResponse(f"/review/{queue.id}", 303)
+
+
+async def next_item(visit: Visit) -> Response:
+    """Reserve the next item for the user and show it."""
+    form = await visit.fields(("skipped",))
+    _check_rights(visit.user)
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit, locked=True)
+        if "skipped" in form:
+            await ratings.offer_skipped(tx, queue, visit.user.name)
+        return await _redirect_to_next(visit, tx, queue)
+
+
+async def show_item(visit: Visit) -> Response:
+    """Show an item that the user has reserved or rated."""
+    visit.parameters()
+    _check_rights(visit.user)
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit)
+        item = await _item(visit, tx, queue)
+        rows = await turns_until(tx, item.turn) if item.turn is not None else []
+        progress = await queues.progress_of(tx, queue)
+        last = await ratings.last_rated(tx, queue, visit.user.name)
+    events = await visit.parts.records.read_rows("turns", rows)
+    transcript = await asyncio.to_thread(transcript_of, rows, events)
+    return visit.render(
+        "review_item.html",
+        queue=queue,
+        item=item,
+        transcript=transcript,
+        answers=_answers_of(queue, item, transcript, visit.user.name),
+        edited=_editable(queue, transcript),
+        buttons=_buttons(queue),
+        own=_own_answer(queue, item, visit.user.name),
+        rated=progress.by_rater.get(visit.user.name, 0),
+        items=progress.items,
+        last=_last_item(last, item),
+    )
+
+
+async def rate(visit: Visit) -> Response:
+    """Store and send the answer of a form, and show the next item. `skip` and `undo` are answers, too."""
+    form = await visit.fields(("answer", "number", "text", "tool_calls"))
+    _check_rights(visit.user)
+    answer = form.get("answer", "")
+    edit = edited_answer(form) if answer == EDITED else None
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit, locked=True)
+        item = await _item(visit, tx, queue)
+        if answer == "skip":
+            await ratings.skip(tx, item.name, visit.user.name)
+            return await _redirect_to_next(visit, tx, queue)
+        verdict, previous, is_stored = _verdict(visit, queue, item, form)
+        if not is_stored:
+            await ratings.store_verdict(tx, verdict, item.session["id"])
+    try:
+        for body in feedback_bodies(queue.rules, item, verdict, previous, edit):
+            await visit.parts.gateway.send(visit.user, queue.tenant_name, body, SOURCE_PREFIX + queue.name)
+    except Refused:
+        async with visit.transaction() as tx:
+            await ratings.remove_verdict(tx, verdict)
+            await ratings.reserve(tx, queue, item.name, visit.user.name, _now_ms(visit), repeated=verdict.repeated)
+        raise
+    async with visit.transaction() as tx:
+        queue = await queue_of_path(tx, visit, locked=True)
+        if verdict.answer is None:
+            await ratings.reserve(tx, queue, item.name, visit.user.name, _now_ms(visit))
+            return RedirectResponse(f"/review/{queue.id}/{item.name.hex()}", 303)
+        return await _redirect_to_next(visit, tx, queue)
+
+
+def _verdict(visit: Visit, queue: Queue, item: Item, form: dict[str, str]) -> tuple[Verdict, str | None, bool]:
+    """Return the verdict of a form, the answer that was valid before it, and whether the verdict is stored.
+
+    A form that was sent before has the verdict that it had then.
+    """
+    number = int(form["number"]) if _NUMBER.fullmatch(form.get("number", "")) else 0
+    earlier = {verdict["number"]: verdict for verdict in item.verdicts}
+    previous = earlier[number - 1]["answer"] if number - 1 in earlier else None
+    if number in earlier:
+        stored = earlier[number]
+        repeated, answer = stored["repeated"], stored["answer"]
+    elif number == item.number and number <= VERDICTS_MAX:
+        repeated, answer = item.repeated, _answer(visit, queue, item, form.get("answer", ""), previous)
+    else:
+        raise Refused(409, "stale_form", "This form is not the newest one of the item. Open the item again.")
+    verdict = Verdict(item.id, queue.name, visit.user.name, number, repeated, answer, _now_ms(visit))
+    return verdict, previous, number in earlier
+
+
+def _answer(visit: Visit, queue: Queue, item: Item, text: str, previous: str | None) -> str | None:
+    if text == "undo" and previous is not None:
+        return None
+    answer = stored_answer(queue.rules, item, text, visit.user.name, repeated=item.repeated)
+    if answer is None:
+        raise Refused(400, "invalid_form", "answer: must be one of the buttons of the page", "answer")
+    return answer
+
+
+async def _redirect_to_next(visit: Visit, tx: AsyncConnection, queue: Queue) -> Response:
+    """Reserve the next item, with new ones if none is left, and redirect to it; to the queue if there is none."""
+    name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
+    if name is None and not queue.closed and await queues.draw_items(tx, queue, parse_filter(queue.rules.filter)):
+        name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
+    return RedirectResponse(f"/review/{queue.id}" + (f"/{name.hex()}" if name is not None else ""), 303)
+
+
+async def _item(visit: Visit, tx: AsyncConnection, queue: Queue) -> Item:
+    text = visit.path("item")
+    name = pack_id(str(uuid.UUID(hex=text))) if _ITEM.fullmatch(text) else b""
+    item = await ratings.item_of(tx, queue, name, visit.user.name)
+    if item is None:
+        raise NotFound
+    return item
+
+
+def _now_ms(visit: Visit) -> int:
+    return epoch_ms(visit.parts.clock.now())
+
+
+async def queue_of_path(tx: AsyncConnection, visit: Visit, *, locked: bool = False) -> Queue:
     """Return the queue of the path. Raises `NotFound` if it does not exist for the user."""
-    text = request.path_params["queue"]
-    queue = await queues.queue_of(tx, user, int(text), locked=locked) if _NUMBER.fullmatch(text) else None
+    text = visit.path("queue")
+    queue = await queues.queue_of(tx, visit.user, int(text), locked=locked) if _NUMBER.fullmatch(text) else None
     if queue is None:
         raise NotFound
     return queue
@@ -234,6 +210,13 @@ def _answers_of(queue: Queue, item: Item, transcript: Transcript | None, rater: 
         return [(name, transcript.answers[choice]) for name, choice in zip(SIDES, choices, strict=True)]
     is_single = len(transcript.answers) == 1
     return [("Answer" if is_single else f"Answer {at}", text) for at, text in enumerate(transcript.answers, 1)]
+
+
+def _editable(queue: Queue, transcript: Transcript | None) -> tuple[str, str] | None:
+    """Return the content of the fields for an edit, or None for a queue without edits."""
+    if queue.rules.question != "edit" or transcript is None:
+        return None
+    return transcript.editable or ("", "")
 
 
 def _is_repeated(item: Item) -> bool:
@@ -274,3 +257,13 @@ def _last_item(last: Row | None, item: Item) -> dict[str, object] | None:
     if last is None or bytes(last["item"]) == item.name:
         return None
     return {"item": bytes(last["item"]).hex(), "number": last["number"] + 1}
+
+
+PAGES = (
+    Page("/review", list_queues, role="rater"),
+    Page("/review/{queue}", show_queue, role="rater"),
+    Page("/review/{queue}/next", next_item, role="rater", method="POST"),
+    Page("/review/{queue}/close", close, role="reviewer", method="POST"),
+    Page("/review/{queue}/{item}", show_item, role="rater"),
+    Page("/review/{queue}/{item}", rate, role="rater", method="POST"),
+)

@@ -6,21 +6,16 @@ import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import Page, read_fields
+from headrace_console.pages.page import Page, Visit
 from headrace_console.pages.sessions import CHOICES, FILTERS, chosen_tenant, parse_filter
 from headrace_console.read_model import queues
 from headrace_console.read_model.queues import QUEUES_MAX, QueueRules
 from headrace_console.read_model.verdicts import BOTH_BAD, QUEUE_NAME, SAME
 from headrace_console.review_feedback import SIDES
-from headrace_console.users import User
-from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas.values.ids import is_name
 from headrace_schemas.values.text import printable, storable
 
@@ -31,58 +26,40 @@ _RATERS_MAX = 100
 _RESERVED_LABELS = frozenset({SAME, BOTH_BAD, "skip", "undo", *SIDES})
 
 
-class QueueForm:
-    """The page that makes a queue from a filter of sessions."""
+async def form(visit: Visit) -> Response:
+    """Show the form, with the filter of the query."""
+    parameters = visit.parameters("tenant", *FILTERS)
+    async with visit.transaction() as tx:
+        tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
+    return visit.render(
+        "review_new.html",
+        tenants=list(tenants),
+        tenant=tenant,
+        parameters=parameters,
+        filters=[name for name in FILTERS if name not in CHOICES],
+        choices=CHOICES,
+    )
 
-    def __init__(self, templates: Templates, database: Database, clock: Clock) -> None:
-        self._templates = templates
-        self._database = database
-        self._clock = clock
 
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        return [
-            Page("/review/new", self.form, role="reviewer"),
-            Page("/review/new", self.make, role="reviewer", method="POST"),
-        ]
-
-    async def form(self, request: Request, user: User) -> Response:
-        """Show the form, with the filter of the query."""
-        parameters = parameters_of(request, "tenant", *FILTERS)
-        async with self._database.transaction() as tx:
-            tenants, tenant = await chosen_tenant(tx, user, parameters)
-        return self._templates.render(
-            request,
-            user,
-            "review_new.html",
-            tenants=list(tenants),
-            tenant=tenant,
-            parameters=parameters,
-            filters=[name for name in FILTERS if name not in CHOICES],
-            choices=CHOICES,
-        )
-
-    async def make(self, request: Request, user: User) -> Response:
-        """Store a queue, draw its first items, and show it."""
-        form = await read_fields(request, (*_FIELDS, *FILTERS))
-        name = form.get("name", "").strip()
-        if QUEUE_NAME.fullmatch(name) is None:
-            raise _refused("name", name, "must have 1 to 64 lower-case letters, digits, - and _, with no - or _ first")
-        rules = rules_of(form)
-        async with self._database.transaction() as tx:
-            tenants, tenant = await chosen_tenant(tx, user, form)
-            if tenant is None:
-                raise _refused("tenant", "", "has no session yet; a queue needs sessions to draw from")
-            now_ms = epoch_ms(self._clock.now())
-            number = await queues.add_queue(tx, tenants[tenant], name, rules, now_ms)
-            if number is None:
-                raise _refused(
-                    "name", name, f"is used, or tenant {tenant} has {QUEUES_MAX} queues; choose another name"
-                )
-            queue = await queues.queue_of(tx, user, number, locked=True)
-            if queue is not None:
-                await queues.draw_items(tx, queue, parse_filter(rules.filter))
-        return RedirectResponse(f"/review/{number}", 303)
+async def make(visit: Visit) -> Response:
+    """Store a queue, draw its first items, and show it."""
+    form = await visit.fields((*_FIELDS, *FILTERS))
+    name = form.get("name", "").strip()
+    if QUEUE_NAME.fullmatch(name) is None:
+        raise _refused("name", name, "must have 1 to 64 lower-case letters, digits, - and _, with no - or _ first")
+    rules = rules_of(form)
+    async with visit.transaction() as tx:
+        tenants, tenant = await chosen_tenant(tx, visit.user, form)
+        if tenant is None:
+            raise _refused("tenant", "", "has no session yet; a queue needs sessions to draw from")
+        now_ms = epoch_ms(visit.parts.clock.now())
+        number = await queues.add_queue(tx, tenants[tenant], name, rules, now_ms)
+        if number is None:
+            raise _refused("name", name, f"is used, or tenant {tenant} has {QUEUES_MAX} queues; choose another name")
+        queue = await queues.queue_of(tx, visit.user, number, locked=True)
+        if queue is not None:
+            await queues.draw_items(tx, queue, parse_filter(rules.filter))
+    return RedirectResponse(f"/review/{number}", 303)
 
 
 def rules_of(form: Mapping[str, str]) -> QueueRules:
@@ -127,3 +104,9 @@ def _list(text: str) -> tuple[str, ...]:
 
 def _refused(field: str, text: str, problem: str) -> Refused:
     return Refused(400, "invalid_form", f"{field} = {printable(text[:200])!r}: {problem}", field)
+
+
+PAGES = (
+    Page("/review/new", form, role="reviewer"),
+    Page("/review/new", make, role="reviewer", method="POST"),
+)

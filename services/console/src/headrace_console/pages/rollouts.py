@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from markupsafe import Markup
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console import charts
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page, read_reason
-from headrace_console.sources.registry import RegistryReader
-from headrace_console.users import User
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_runtime import rollout_picture
-from headrace_runtime.http.web import parameters_of
 from headrace_schemas.http.rollout_api import RolloutChange, RolloutState
 
 UNDER_WAY = ("shadow", "canary")
@@ -33,56 +28,41 @@ class MetricRow:
     verdict: str
 
 
-class RolloutPages:
-    """Pages of rollouts. Changes go through the registry's REST interface and its audit log."""
+async def rollouts(visit: Visit) -> Response:
+    """List the newest rollouts."""
+    visit.parameters()
+    return visit.render("rollouts.html", rollouts=await visit.parts.registry.rollouts())
 
-    def __init__(self, templates: Templates, registry: RegistryReader) -> None:
-        self._templates = templates
-        self._registry = registry
 
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        return [
-            Page("/rollouts", self.rollouts),
-            Page("/rollouts/{rollout}", self.rollout),
-            Page("/rollouts/{rollout}/{action}", self.change, role="operator", method="POST"),
-        ]
+async def rollout(visit: Visit) -> Response:
+    """Show a rollout. The query `metric` chooses the metric of the chart."""
+    metric = visit.parameters("metric").get("metric")
+    rollout = await visit.parts.registry.rollout(visit.path("rollout"))
+    if metric is not None and metric not in rollout.higher_is_better:
+        raise NotFound
+    chosen = metric or rollout_picture.metric_of(rollout)
+    return visit.render(
+        "rollout.html",
+        rollout=rollout,
+        metric=chosen,
+        rows=metric_rows(rollout),
+        chart=draw(rollout, chosen),
+        points=rollout_picture.points(rollout, chosen)[-50:],
+        is_under_way=rollout.phase in UNDER_WAY,
+        can_change=visit.user.has_role("operator") and rollout.phase in UNDER_WAY,
+        sentence=describe(rollout),
+    )
 
-    async def rollouts(self, request: Request, user: User) -> Response:
-        """List the newest rollouts."""
-        parameters_of(request)
-        return self._templates.render(request, user, "rollouts.html", rollouts=await self._registry.rollouts())
 
-    async def rollout(self, request: Request, user: User) -> Response:
-        """Show a rollout. The query `metric` chooses the metric of the chart."""
-        metric = parameters_of(request, "metric").get("metric")
-        rollout = await self._registry.rollout(request.path_params["rollout"])
-        if metric is not None and metric not in rollout.higher_is_better:
-            raise NotFound
-        chosen = metric or rollout_picture.metric_of(rollout)
-        return self._templates.render(
-            request,
-            user,
-            "rollout.html",
-            rollout=rollout,
-            metric=chosen,
-            rows=metric_rows(rollout),
-            chart=draw(rollout, chosen),
-            points=rollout_picture.points(rollout, chosen)[-50:],
-            is_under_way=rollout.phase in UNDER_WAY,
-            can_change=user.has_role("operator") and rollout.phase in UNDER_WAY,
-            sentence=describe(rollout),
-        )
-
-    async def change(self, request: Request, user: User) -> Response:
-        """Promote, hold or roll back."""
-        action = request.path_params["action"]
-        if action not in _ACTIONS:
-            raise NotFound
-        rollout = await self._registry.rollout(request.path_params["rollout"])
-        body = RolloutChange(reason=await read_reason(request))
-        await self._registry.change(f"/v1/rollouts/{rollout.id}/{action}", body, user)
-        return RedirectResponse(f"/rollouts/{rollout.id}", 303)
+async def change(visit: Visit) -> Response:
+    """Promote, hold or roll back."""
+    action = visit.path("action")
+    if action not in _ACTIONS:
+        raise NotFound
+    rollout = await visit.parts.registry.rollout(visit.path("rollout"))
+    body = RolloutChange(reason=await visit.reason())
+    await visit.parts.registry.change(f"/v1/rollouts/{rollout.id}/{action}", body, visit.user)
+    return RedirectResponse(f"/rollouts/{rollout.id}", 303)
 
 
 def metric_rows(rollout: RolloutState) -> list[MetricRow]:
@@ -138,3 +118,10 @@ def describe(rollout: RolloutState) -> str:
         "rolled_back": "was rolled back",
     }
     return f"{rollout.version} {words[rollout.phase]}: {rollout.reason}"
+
+
+PAGES = (
+    Page("/rollouts", rollouts),
+    Page("/rollouts/{rollout}", rollout),
+    Page("/rollouts/{rollout}/{action}", change, role="operator", method="POST"),
+)

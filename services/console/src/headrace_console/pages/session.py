@@ -5,107 +5,87 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_console.advantages import Steps, describe, describe_step, pushes_by_turn
 from headrace_console.feedback_outcomes import feedback_outcomes
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import NotFound, Page
+from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.letter_queries import refusal_reasons
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
-from headrace_console.users import User
 from headrace_runtime.clock import from_epoch_ms
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas import Feedback, Message, Reward, Turn
 
 _MESSAGES_MAX = 20
 _SPEAKERS_MAX = 50
 
 
-class SessionPage:
-    """The page of one session."""
+async def session(visit: Visit) -> Response:
+    """Show a session with its last turns, or with the turns before a position."""
+    parameters = visit.parameters("before")
+    before = parse_position(parameters["before"]) if "before" in parameters else None
+    async with visit.transaction() as tx:
+        session = await queries.session_of(tx, visit.user.scope, visit.path("key"))
+        if session is None:
+            raise NotFound
+        rows = await queries.session_records(tx, session["id"], before)
+        histories = [history_of(row["history"]) for row in rows.experiences]
+        entries = [entry for history in histories for entry in history]
+        steps = await queries.steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
+        numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
+        numbers |= {entry.reason for entry in entries}
+        texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
+    turns = await visit.parts.records.read_rows("turns", rows.turns)
+    rewards = await visit.parts.records.read_rows("rewards", rows.rewards[:_SPEAKERS_MAX])
+    feedback = await visit.parts.records.read_rows("feedback", rows.feedback[:_SPEAKERS_MAX])
+    outcomes = await _outcomes(visit, rows, feedback)
+    experiences = [unpack_numbers(row["turns"]) for row in rows.experiences]
+    numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
+    pushes = pushes_by_turn(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
+    first = rows.turns[0] if rows.turns else None
+    return visit.render(
+        "session.html",
+        session=session,
+        model=texts.get(session["model"], ""),
+        version=texts.get(session["version"], ""),
+        statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
+        turns=_turns(rows, turns, texts, pushes),
+        earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
+        experiences=[
+            _experience(row, history, steps, texts) for row, history in zip(rows.experiences, histories, strict=True)
+        ],
+        rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
+        feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
+        speakers_max=_SPEAKERS_MAX,
+        can_give_feedback=visit.user.has_role("reviewer"),
+    )
 
-    def __init__(self, templates: Templates, database: Database, records: RecordReader) -> None:
-        self._templates = templates
-        self._database = database
-        self._records = records
 
-    def pages(self) -> list[Page]:
-        """Return the page."""
-        return [Page("/s/{key}", self.session)]
-
-    async def session(self, request: Request, user: User) -> Response:
-        """Show a session with its last turns, or with the turns before a position."""
-        parameters = parameters_of(request, "before")
-        before = parse_position(parameters["before"]) if "before" in parameters else None
-        async with self._database.transaction() as tx:
-            session = await queries.session_of(tx, user.scope, request.path_params["key"])
-            if session is None:
-                raise NotFound
-            rows = await queries.session_records(tx, session["id"], before)
-            histories = [history_of(row["history"]) for row in rows.experiences]
-            entries = [entry for history in histories for entry in history]
-            steps = await queries.steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
-            numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
-            numbers |= {entry.reason for entry in entries}
-            texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
-        turns = await self._records.read_rows("turns", rows.turns)
-        rewards = await self._records.read_rows("rewards", rows.rewards[:_SPEAKERS_MAX])
-        feedback = await self._records.read_rows("feedback", rows.feedback[:_SPEAKERS_MAX])
-        outcomes = await self._outcomes(rows, feedback)
-        experiences = [unpack_numbers(row["turns"]) for row in rows.experiences]
-        numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
-        pushes = pushes_by_turn(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
-        first = rows.turns[0] if rows.turns else None
-        return self._templates.render(
-            request,
-            user,
-            "session.html",
-            session=session,
-            model=texts.get(session["model"], ""),
-            version=texts.get(session["version"], ""),
-            statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
-            turns=_turns(rows, turns, texts, pushes),
-            earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
-            experiences=[
-                _experience(row, history, steps, texts)
-                for row, history in zip(rows.experiences, histories, strict=True)
-            ],
-            rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
-            feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
-            speakers_max=_SPEAKERS_MAX,
-            can_give_feedback=user.has_role("reviewer"),
-        )
-
-    async def _outcomes(
-        self, rows: SessionRecords, events: Mapping[tuple[int, int], object]
-    ) -> Mapping[tuple[int, int], str]:
-        """Return the outcome of each feedback by its position on the topic."""
-        feedback = {
-            position_of(row): event
-            for row in reversed(rows.feedback[:_SPEAKERS_MAX])
-            if isinstance(event := events.get(position_of(row)), Feedback)
-        }
-        async with self._database.transaction() as tx:
-            refused = await refusal_reasons(tx, [event.event_id for event in feedback.values()])
-        outcomes = feedback_outcomes(
-            list(feedback.values()),
-            counted={rows.texts[row["source"]] for row in rows.rewards if row["value"] is not None},
-            untrained={
-                unpack_id(row["name"]): "eval" if row["eval"] else rows.texts[row["untrained"]]
-                for row in rows.turns
-                if row["eval"] or row["untrained"]
-            },
-            refused=refused,
-        )
-        return dict(zip(feedback, outcomes, strict=True))
+async def _outcomes(
+    visit: Visit, rows: SessionRecords, events: Mapping[tuple[int, int], object]
+) -> Mapping[tuple[int, int], str]:
+    """Return the outcome of each feedback by its position on the topic."""
+    feedback = {
+        position_of(row): event
+        for row in reversed(rows.feedback[:_SPEAKERS_MAX])
+        if isinstance(event := events.get(position_of(row)), Feedback)
+    }
+    async with visit.transaction() as tx:
+        refused = await refusal_reasons(tx, [event.event_id for event in feedback.values()])
+    outcomes = feedback_outcomes(
+        list(feedback.values()),
+        counted={rows.texts[row["source"]] for row in rows.rewards if row["value"] is not None},
+        untrained={
+            unpack_id(row["name"]): "eval" if row["eval"] else rows.texts[row["untrained"]]
+            for row in rows.turns
+            if row["eval"] or row["untrained"]
+        },
+        refused=refused,
+    )
+    return dict(zip(feedback, outcomes, strict=True))
 
 
 def _turns(
@@ -231,3 +211,6 @@ def _feedback(
         "turns": len(event.msg_ids),
         "outcome": outcomes.get(position_of(row), ""),
     }
+
+
+PAGES = (Page("/s/{key}", session),)

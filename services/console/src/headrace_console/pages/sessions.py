@@ -9,18 +9,14 @@ from typing import get_args
 from urllib.parse import quote, urlencode
 
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from headrace_console.pages.frame import Templates
-from headrace_console.pages.page import InvalidParameter, NotFound, Page
+from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.queries import SESSION_TURNS_MAX, Filter
 from headrace_console.users import User
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_runtime.http.web import parameters_of
-from headrace_runtime.storage.database import Database
 from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import session_key
 from headrace_schemas.values.text import printable
@@ -37,72 +33,57 @@ _POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
 
 
-class SessionPages:
-    """The list of sessions, and redirects to single sessions and turns."""
+async def sessions(visit: Visit) -> Response:
+    """List the sessions of a tenant, the newest first."""
+    parameters = {name: text for name, text in visit.parameters(*FILTERS, "tenant", "after").items() if text}
+    selection = parse_filter(parameters)
+    async with visit.transaction() as tx:
+        tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
+        empty = queries.SessionPage((), None, None)
+        page = await queries.session_page(tx, tenants[tenant], selection) if tenant is not None else empty
+        texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
+    following = None
+    if page.after is not None:
+        following = "?" + urlencode({**parameters, "after": "{}.{}".format(*page.after)})
+    return visit.render(
+        "sessions.html",
+        rows=[_session(row, texts) for row in page.rows],
+        tenants=list(tenants),
+        tenant=tenant,
+        choices=CHOICES,
+        parameters=parameters,
+        is_filtered=any(name in parameters for name in FILTERS),
+        following=following,
+        queue_query=_queue_query(parameters) if visit.user.has_role("reviewer") else None,
+        searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
+    )
 
-    def __init__(self, templates: Templates, database: Database) -> None:
-        self._templates = templates
-        self._database = database
 
-    def pages(self) -> list[Page]:
-        """Return the pages."""
-        return [
-            Page("/sessions", self.sessions),
-            Page("/find", self.find),
-            Page("/r/{turn_id:path}", self.turn),
-        ]
+async def turn(visit: Visit) -> Response:
+    """Redirect from a response id to its turn in its session."""
+    visit.parameters()
+    async with visit.transaction() as tx:
+        address = await _turn_address(tx, visit.user, visit.path("turn_id"))
+    if address is None:
+        raise NotFound
+    return RedirectResponse(address, 303)
 
-    async def sessions(self, request: Request, user: User) -> Response:
-        """List the sessions of a tenant, the newest first."""
-        parameters = {name: text for name, text in parameters_of(request, *FILTERS, "tenant", "after").items() if text}
-        selection = parse_filter(parameters)
-        async with self._database.transaction() as tx:
-            tenants, tenant = await chosen_tenant(tx, user, parameters)
-            empty = queries.SessionPage((), None, None)
-            page = await queries.session_page(tx, tenants[tenant], selection) if tenant is not None else empty
-            texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
-        following = None
-        if page.after is not None:
-            following = "?" + urlencode({**parameters, "after": "{}.{}".format(*page.after)})
-        return self._templates.render(
-            request,
-            user,
-            "sessions.html",
-            rows=[_session(row, texts) for row in page.rows],
-            tenants=list(tenants),
-            tenant=tenant,
-            choices=CHOICES,
-            parameters=parameters,
-            is_filtered=any(name in parameters for name in FILTERS),
-            following=following,
-            queue_query=_queue_query(parameters) if user.has_role("reviewer") else None,
-            searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
-        )
 
-    async def turn(self, request: Request, user: User) -> Response:
-        """Redirect from a response id to its turn in its session."""
-        parameters_of(request)
-        async with self._database.transaction() as tx:
-            address = await _turn_address(tx, user, request.path_params["turn_id"])
-        if address is None:
-            raise NotFound
-        return RedirectResponse(address, 303)
-
-    async def find(self, request: Request, user: User) -> Response:
-        """Redirect to the turn, the session, the version or the task of this name."""
-        text = parameters_of(request, "q").get("q", "").strip()
-        async with self._database.transaction() as tx:
-            address = await _turn_address(tx, user, text) if text else None
-            if address is not None:
-                return RedirectResponse(address, 303)
-            keys = [text] if _KEY.fullmatch(text) else []
-            keys += [session_key(tenant, text) for tenant in await queries.tenants(tx, user.scope)]
-            for key in keys:
-                if await queries.session_of(tx, user.scope, key) is not None:
-                    return RedirectResponse(f"/s/{key}", 303)
-            is_version = "@" in text and bool(await queries.numbers_of(tx, [text]))
-        kind = "version" if is_version else "task"
-        return RedirectResponse(f"/sessions?{urlencode({kind: text})}" if text else "/sessions", 303)
+async def find(visit: Visit) -> Response:
+    """Redirect to the turn, the session, the version or the task of this name."""
+    text = visit.parameters("q").get("q", "").strip()
+    async with visit.transaction() as tx:
+        address = await _turn_address(tx, visit.user, text) if text else None
+        if address is not None:
+            return RedirectResponse(address, 303)
+        keys = [text] if _KEY.fullmatch(text) else []
+        keys += [session_key(tenant, text) for tenant in await queries.tenants(tx, visit.user.scope)]
+        for key in keys:
+            if await queries.session_of(tx, visit.user.scope, key) is not None:
+                return RedirectResponse(f"/s/{key}", 303)
+        is_version = "@" in text and bool(await queries.numbers_of(tx, [text]))
+    kind = "version" if is_version else "task"
+    return RedirectResponse(f"/sessions?{urlencode({kind: text})}" if text else "/sessions", 303)
 
 
 def _queue_query(parameters: Mapping[str, str]) -> str:
@@ -196,3 +177,10 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
         "status": ", ".join(statuses),
         "flags": ", ".join(name.replace("_", " ") for name, bit in tables.FLAGS.items() if row["flags"] & bit),
     }
+
+
+PAGES = (
+    Page("/sessions", sessions),
+    Page("/find", find),
+    Page("/r/{turn_id:path}", turn),
+)

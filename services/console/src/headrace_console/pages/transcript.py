@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_console.pages.feedback import format_tool_calls
+from headrace_console.pages.feedback import editable_answer
 from headrace_console.pages.session import message_text
 from headrace_console.read_model import tables
 from headrace_console.read_model.queries import Row, position_of
@@ -28,8 +28,8 @@ class Transcript:
     messages: Sequence[tuple[str, str]]
     """Role and text of each message."""
     answers: Sequence[str]
-    edited: tuple[str, str]
-    """Text and tool calls of the first answer, as the form of an edit has them."""
+    editable: tuple[str, str] | None
+    """Text and tool calls of the first answer, as the form of an edit has them; None if it is too long for a form."""
     is_cut: bool
     """Whether earlier messages are left out."""
 
@@ -57,6 +57,5 @@ def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object])
         last = turns[-1]
     messages = [(message.role, message_text(message)) for message in last.messages]
     answers = [message_text(choice.message) for choice in last.choices]
-    first = last.choices[0].message
     is_cut = len(messages) > _MESSAGES_MAX or last.extends is not None
-    return Transcript(messages[-_MESSAGES_MAX:], answers, (first.text, format_tool_calls(first)), is_cut)
+    return Transcript(messages[-_MESSAGES_MAX:], answers, editable_answer(last.choices[0].message), is_cut)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 
-from starlette.requests import Request
-
-from headrace_console.pages.page import NotFound
+from headrace_console.pages.page import NotFound, Visit
 from headrace_console.read_model import queries
-from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.queries import Row
-from headrace_console.users import User
 from headrace_runtime.errors import Refused
-from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
 from headrace_schemas.rules.turn_history import extend
 from headrace_schemas.values.errors import InvalidEvent
@@ -22,40 +17,40 @@ _EARLIER_TURNS_MAX = 256
 """Earlier turns that are read for the prompt of a turn that contains only its end."""
 
 
-async def find_session(database: Database, request: Request, user: User) -> Row:
+async def find_session(visit: Visit) -> Row:
     """Return the session of the path. Raises `NotFound`, for a session of another tenant, too."""
-    async with database.transaction() as tx:
-        session = await queries.session_of(tx, user.scope, request.path_params["key"])
+    async with visit.transaction() as tx:
+        session = await queries.session_of(tx, visit.user.scope, visit.path("key"))
     if session is None:
         raise NotFound
     return session
 
 
-async def find_turn(database: Database, session: Row, number: str) -> Row:
+async def find_turn(visit: Visit, session: Row, number: str) -> Row:
     """Return the captured turn of a session with this number. Raises `NotFound`."""
     turn = None
     if NUMBER.fullmatch(number):
-        async with database.transaction() as tx:
+        async with visit.transaction() as tx:
             turn = await queries.turn_in_session(tx, session["id"], int(number))
     if turn is None:
         raise NotFound
     return turn
 
 
-async def read_turn(records: RecordReader, row: Row) -> Turn | None:
+async def read_turn(visit: Visit, row: Row) -> Turn | None:
     """Return the event of a turn, or None if it has expired or the bus does not answer."""
-    event = await records.read_row("turns", row)
+    event = await visit.parts.records.read_row("turns", row)
     return event if isinstance(event, Turn) else None
 
 
-async def whole_turn(database: Database, records: RecordReader, user: User, turn: Turn) -> Turn:
+async def whole_turn(visit: Visit, turn: Turn) -> Turn:
     """Return a turn with its whole prompt. Raises `Refused` 409 if an earlier turn has expired."""
     chain = [turn]
     problem = "The prompt cannot be put together: an earlier turn has expired, or the bus does not answer."
     while (reference := chain[-1].extends) is not None:
-        async with database.transaction() as tx:
-            record = await queries.turn_of(tx, user.scope, reference.turn_id)
-        earlier = await read_turn(records, record[1]) if record is not None else None
+        async with visit.transaction() as tx:
+            record = await queries.turn_of(tx, visit.user.scope, reference.turn_id)
+        earlier = await read_turn(visit, record[1]) if record is not None else None
         if earlier is None or len(chain) > _EARLIER_TURNS_MAX:
             raise Refused(409, "expired", problem)
         chain.append(earlier)

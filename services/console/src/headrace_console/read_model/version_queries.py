@@ -64,8 +64,9 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
         func.coalesce(func.avg(columns.reward), 0.0),
         func.coalesce(func.avg(columns.reward * columns.reward), 0.0),
     ).where(columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0)
-    *numbers, mean, square = (await tx.execute(query)).one()
-    return VersionTraffic(*map(int, numbers), float(mean), float(square))
+    sessions, turns, tokens, trained, dropped, up, down, rewards, mean, square = (await tx.execute(query)).one()
+    sums = int(turns), int(tokens), int(trained), int(dropped), int(up), int(down)
+    return VersionTraffic(sessions, *sums, rewards, float(mean), float(square))
 
 
 async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
