@@ -95,7 +95,8 @@ def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             slow.append((time.monotonic() - began_s, path))
             if reply is None or reply.status not in (200, 400, 404):
                 unready.append(f"{path[:80]}: {reply.status if reply else 'no answer'}")
-            injected += [f"{path[:80]}: {text}" for text in page.evaluate(_INJECTED)]
+            if reply is not None and "html" in reply.headers.get("content-type", ""):  # a text has no elements
+                injected += [f"{path[:80]}: {text}" for text in page.evaluate(_INJECTED)]
             marks = page.evaluate("[...(window.executed ? ['script'] : []), ...window.violations]")
             executed += [f"{path[:80]}: {text}" for text in marks]
         foreign = list(observer.foreign)

@@ -186,8 +186,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
         audit = {"decision": "evaluated", "statistics": {"score": score, "tasks": 200, "score_standard_error": 0.02}}
         gate = {"decision": "rejected", "previous": VERSION, "statistics": {"tasks": 90, "difference": -0.2}}
         decisions = [
-            {"time": START, "model": "m", "version": name, "lineage": "main", **entry}
-            for entry in (audit, *([gate] if name == OTHER else []))
+            {"time": START, "decision_id": f"{name} {at}", "model": "m", "version": name, **entry}
+            for at, entry in enumerate((audit, *([gate] if name == OTHER else [])))
         ]
         fields = {"id": name, "model": "m", "lineage": "main", "step": step, "state": "rejected"}
         return VersionState.model_validate({**fields, "registered_at": START, "decisions": decisions})

@@ -108,7 +108,7 @@ class Visit:
 
     def render(self, template: str, **values: object) -> Response:
         """Return the page of a template."""
-        return self.parts.templates.render(self.request, self.user, template, **values)
+        return self.parts.templates.render(self.request, self.user, template, 200, **values)
 
 
 Handler = Callable[[Visit], Awaitable[Response]]
