@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Dialog, Page, Route
 
 from tests.console.browser import log_in, opened, path_of, press_until, run
 
@@ -85,9 +85,14 @@ def _take(page: Page, kind: str, target: str, text: str = "") -> None:
 
 def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
     """Open pages with hostile texts. Return what a text did, and the seconds of the slowest page."""
-    injected, slow, unready, executed = [], [], [], []
+    injected, slow, unready, executed = list[str](), list[tuple[float, str]](), list[str](), list[str]()
+
+    def refuse(dialog: Dialog) -> None:
+        executed.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
     with opened(browser, task["url"]) as (page, observer):
-        page.on("dialog", lambda dialog: (executed.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", refuse)
         log_in(page, task["user"])
         for path in task["paths"]:
             began_s = time.monotonic()

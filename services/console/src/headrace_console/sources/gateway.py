@@ -91,7 +91,7 @@ class GatewayClient:
             await call("gateway", "POST", f"{self._url}/v1/sessions/{session}/end", headers)
         try:
             return str(json.loads(reply)["id"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise Refused(502, "gateway_answer", "The gateway's answer has no response id.") from None
 
     def _headers(self, user: User, tenant: str, scope: str) -> dict[str, str]:
