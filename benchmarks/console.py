@@ -31,7 +31,8 @@ from benchmarks._run_processes import Summary, chosen_databases
 from headrace_cli.progress import ProgressDisplay
 from headrace_console.app import Console
 from headrace_console.read_model import follower, retention, tables
-from headrace_console.read_model.packing import pack_id, pack_numbers
+from headrace_console.read_model.batch import trajectory_name
+from headrace_console.read_model.packing import pack_id, pack_numbers, split_turn
 from headrace_console.read_model.rows import Names
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
@@ -41,7 +42,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
-from headrace_schemas import Event, Message, Reward, Usage
+from headrace_schemas import Event, Experience, Message, Reward, Usage
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support import account_events as events
 from tests.support import postgres_node
@@ -115,7 +116,7 @@ async def intake(common: Common, sessions: int) -> dict[str, object]:
                 await asyncio.sleep(0)
                 blocks.append(watch.take())
             progress.update(first)
-    stored = await stored_bytes(database, common)
+    stored = await stored_bytes(database)
     deletions = list[float]()
     day, names, more = epoch_ms(clock.now()) // tables.DAY_MS + 31, Names(), True
     while more:
@@ -135,7 +136,8 @@ async def intake(common: Common, sessions: int) -> dict[str, object]:
         "turns_per_cpu_s": round(turns / busy_s, 1),
         "block_ms": _quantiles(blocks),
         "batch_ms": _quantiles(batches),
-        "bytes_per_turn": round(stored / turns),
+        "bytes_per_turn": round(sum(stored.values()) / turns),
+        "bytes_per_turn_by_object": {name: round(size / turns, 1) for name, size in stored.items()},
         "deleted_turns_per_s": round(turns / sum(deletions), 1),
         "deletion_ms": _quantiles(deletions),
     }
@@ -146,14 +148,17 @@ def _quantiles(durations_s: list[float]) -> dict[str, float]:
     return {**summary.latency(), "max": round(summary.quantile(1.0), 2)}
 
 
-async def stored_bytes(database: Database, common: Common) -> int:
-    """Return the size of the database."""
-    async with database.engine.connect() as connection:
-        if not database.sqlite:
-            size = "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relnamespace = 'console'::regnamespace"
-            return int((await connection.execute(text(f"{size} AND relkind = 'r'"))).scalar_one())
-        await connection.rollback()
-    return (common.data_dir / "db" / "console.sqlite").stat().st_size
+async def stored_bytes(database: Database) -> dict[str, int]:
+    """Return the size of each table and each index, the largest first."""
+    query = (
+        "SELECT name, sum(pgsize) FROM dbstat GROUP BY name"
+        if database.sqlite
+        else "SELECT relname, pg_table_size(oid) FROM pg_class"
+        " WHERE relnamespace = 'console'::regnamespace AND relkind IN ('r', 'i')"
+    )
+    async with database.transaction() as tx:
+        sizes = {name: int(size) for name, size in await tx.execute(text(query))}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 async def fill(database: Database, sessions: int) -> list[str]:
@@ -204,34 +209,34 @@ def _add_rows(
     for row_id in turns:
         rows["turns"].append(
             {
-                "id": row_id, "tenant": tenant, "name": pack_id(response_id(key)), "session": number, "model": model,
+                "id": row_id, "name": split_turn(pack_id(response_id(key)))[1], "session": number, "model": model,
                 "version": version, "at_ms": began_ms, **position, "prompt_tokens": 200, "sampled_tokens": 30,
                 "eval": False, "refused": False, "untrained": None, "no_logprobs": None,
                 "status": numbers["trained/"], "finish": numbers["stop"], "latency_ms": 900, "arm": None,
+                "choices": 1,
                 "trajectories": pack_numbers([number]), "experiences": pack_numbers([number]),
             }
         )  # fmt: skip
     packed = pack_numbers(turns)
     rows["trajectories"].append(
         {
-            "id": number, "name": pack_id(f"run-{number}".ljust(36, "-")), "session": number, "model": model,
+            "id": number, "name": trajectory_name(f"run-{number}"), "session": number, "model": model,
             **position, "eval": False, "ingested": False, "refused": False, "untrained": None, "turns": packed,
             "left_out": None, "no_logprobs": None,
         }
     )  # fmt: skip
     rows["experiences"].append(
         {
-            "id": number, "name": pack_id(f"experience-{number}".ljust(36, "-")), "event": None, "session": number,
-            "revision": 0, **position, "reward": 0.5, "no_reward": None, "weight": 1.0, "refused": False,
+            "id": number, "name": pack_id(Experience.id_of(f"run-{number}", 0)), "session": number, "revision": 0,
+            **position, "reward": 0.5, "no_reward": None, "weight": 1.0, "refused": False,
             "turns": packed, "history": None, "read_day": 20_000,
         }
     )  # fmt: skip
     for at in range(_TURNS):
         rows["rewards"].append(
             {
-                "session": number, "trajectory": number, "turn": 0, "choice": -1 - at, "source": numbers["concise"],
-                "tenant": tenant, "revision": 0, "outcome": numbers["scored"], "value": 0.5, "at_ms": began_ms,
-                **position,
+                "trajectory": number, "turn": 0, "choice": -1 - at, "source": numbers["concise"], "revision": 0,
+                "outcome": numbers["scored"], "value": 0.5, "at_ms": began_ms, **position,
             }
         )  # fmt: skip
 

@@ -98,7 +98,7 @@ def restores(name: str, *, revision: int = 0, save: int = 2) -> TrainingMetrics:
 def letter(event: Event, service: str) -> DeadLetter:
     return DeadLetter(
         time=START, service=service, source_topic=event.topic, source_partition=0, source_offset=0,
-        source_id=event.event_id, value_base64="", reason="handler_error", error="boom",
+        source_id=event.event_id, source_key=event.key, value_base64="", reason="handler_error", error="boom",
     )  # fmt: skip
 
 

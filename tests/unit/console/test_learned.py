@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
 
-from headrace_console.read_model import tables
-from headrace_console.read_model.status import history_of
 from headrace_console.sources.registry import RegistryReader
 from headrace_schemas import Event, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage
@@ -160,27 +154,3 @@ async def test_version_page_shows_hostile_titles_as_text(stand: Stand) -> None:
 async def test_version_page_needs_the_role_viewer(stand: Stand) -> None:
     rater = await stand.signed_in("rater")
     assert (await rater.get("/models/m/00000000000000aa/learned")).status_code == 403
-
-
-async def test_migration_fills_the_trained_revisions_from_the_stored_outcomes(stand: Stand) -> None:
-    session = Session("a")
-    await apply_to_new_tables(stand, [*session.events, saved(FIRST, 7, session.outcome(0.5)), undoes("a", save=8)])
-    module = importlib.import_module("headrace_console.migrations.0003_trained_revisions")
-
-    def migrate(connection: sa.Connection) -> list[tuple[Any, ...]]:
-        tables.trained_revisions.drop(connection)
-        sa.Index("ix_steps_version", tables.steps.c.version).drop(connection, checkfirst=True)
-        with Operations.context(MigrationContext.configure(connection)):
-            module.upgrade()
-        return [tuple(row) for row in connection.execute(sa.select(tables.trained_revisions))]
-
-    async with stand.console.database.transaction() as tx:
-        (row,) = await tx.run_sync(migrate)
-        (stored,) = (await tx.execute(sa.select(tables.experiences))).all()
-    entry = history_of(stored.history)[0]
-    assert row == (entry.lineage, 7, stored.id, 0, None)
-
-
-async def apply_to_new_tables(stand: Stand, events: list[Event]) -> None:
-    await stand.signed_in()
-    await apply(stand, events)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection, func, insert, select
 
-from headrace_console.read_model import queries, retention, tables
+from headrace_console.read_model import queries, queues, retention, tables
 from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.queues import QueueRules
 from headrace_console.read_model.rows import Names
 from headrace_console.users import Scope
 from headrace_operations.turn_account import turn_account_of
@@ -101,9 +105,11 @@ async def test_deletion_leaves_the_counts_of_the_other_sessions_and_a_replay_res
     async with database.transaction() as tx:
         stored = set((await tx.execute(select(tables.sessions.c.id))).scalars())
         stored_keys = set((await tx.execute(select(tables.sessions.c.session_key))).scalars())
-        for table in (tables.turns, tables.trajectories, tables.experiences, tables.rewards, tables.feedback):
+        for table in (tables.turns, tables.trajectories, tables.experiences, tables.feedback):
             owners = set((await tx.execute(select(table.c.session))).scalars())
             assert owners <= stored, table.name
+        rewarded = set((await tx.execute(select(tables.rewards.c.trajectory))).scalars())
+        assert rewarded <= set((await tx.execute(select(tables.trajectories.c.id))).scalars())
     assert not stored_keys & expiring
     await apply(database, old, DAY + RETENTION_DAYS + 1)
     await check_sessions(database)
@@ -179,6 +185,28 @@ async def test_console_deletes_sessions_that_are_older_than_its_setting(data_dir
         left = set((await tx.execute(select(tables.sessions.c.session_id))).scalars())
     assert left == {"0", "30"}
     await stand.console.close()
+
+
+async def test_upgrade_to_smaller_rows_reads_the_topics_again_and_keeps_queues(database: Database) -> None:
+    events = random_history(random.Random(draw_seed()), 10)
+    await apply(database, events, DAY)
+    module = importlib.import_module("headrace_console.migrations.0005_smaller_rows")
+
+    def upgrade(connection: Connection) -> None:
+        with Operations.context(MigrationContext.configure(connection)):
+            module.upgrade()
+
+    async with database.transaction() as tx:
+        tenant = (await queries.tenants(tx, Scope(frozenset({"default"}))))["default"]
+        await queues.add_queue(tx, tenant, "help", QueueRules(question="score", rubric="Does it help?"), 0)
+        names = (await tx.execute(select(tables.names))).all()
+        await tx.execute(insert(tables.positions), [{"topic": "turns", "partition": 0, "next_offset": 7}])
+        await tx.run_sync(upgrade)
+        assert (await tx.execute(select(tables.names))).all() == names
+    left = {name: rows for name, rows in (await rows_of(database)).items() if rows}
+    assert left == {"names": len(names), "review_queues": 1}
+    await apply(database, events, DAY)
+    await check_counts(database, events)
 
 
 async def test_failed_deletion_does_not_stop_the_reading(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,14 @@ class Experience(Event):
         """Return the `experience_id` of a branch."""
         return derived_id("experience", trajectory_id, branch_index)
 
+    @staticmethod
+    def event_id_of(experience_id: str, revision: int) -> str:
+        """Return the `event_id` of a revision of an experience."""
+        return derived_id("experience-revision", experience_id, revision)
+
     @property
     def event_id(self) -> str:
-        return derived_id("experience-revision", self.experience_id, self.revision)
+        return self.event_id_of(self.experience_id, self.revision)
 
     @property
     def key(self) -> str:

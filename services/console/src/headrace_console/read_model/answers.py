@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row, texts_of
+from headrace_console.read_model.queries import Row, rewards_query, texts_of
 from headrace_console.read_model.queues import SCORES, Queue, of_queue, valid_verdicts
 from headrace_console.read_model.verdicts import SAME, pair_of
 
@@ -66,8 +66,10 @@ async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[Answere
     """Add the answer that the reward of each judge amounts to. A label or an edit has no reward to compare it with."""
     if queue.rules.question in ("label", "edit"):
         return
-    table = tables.rewards
-    query = select(table).where(table.c.session.in_({item.session for item in items}), table.c.value.is_not(None))
+    sessions = tables.sessions
+    query = rewards_query(sessions.c.id.label("session")).where(
+        sessions.c.id.in_({item.session for item in items}), tables.rewards.c.value.is_not(None)
+    )
     rows = [dict(row) for row in (await tx.execute(query.limit(_ROWS_MAX))).mappings()]
     texts = await texts_of(tx, {row["source"] for row in rows})
     rewards: dict[tuple[int, str], list[Row]] = {}

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.events import EventEffects
-from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.packing import pack_id, unpack_id
 from headrace_console.read_model.rows import (
     ExperienceRow,
     LetterRow,
@@ -36,6 +36,7 @@ from headrace_console.read_model.status import (
     split_status,
     state_of,
 )
+from headrace_console.read_model.turn_rows import TurnSet
 from headrace_console.read_model.verdicts import is_verdict
 from headrace_schemas import (
     DeadLetter,
@@ -48,7 +49,7 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
-from headrace_schemas.values.ids import derived_id
+from headrace_schemas.values.ids import derived_id, key_of_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Batch:
         self._names = names
         self.day = day
         self.sessions = RowSet(tables.sessions, SessionRow, ("session_key", "tenant"))
-        self.turns = RowSet(tables.turns, TurnRow, ("name", "tenant"))
+        self.turns = TurnSet(self.sessions)
         self.trajectories = RowSet(tables.trajectories, TrajectoryRow, ("name",))
         self.experiences = RowSet(tables.experiences, ExperienceRow, ("name",))
         self.letters = RowSet(tables.letters, LetterRow, ("name",))
@@ -107,7 +108,15 @@ class Batch:
 
     def session_of(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
         """Return the session of an event, a stub if it was not read before. The session counts as read today."""
-        session = self.sessions.add(event.session_key, self._names.number(event.tenant))
+        return self._session(event.session_key, self._names.number(event.tenant))
+
+    def home_of(self, turn_id: str, session: SessionRow) -> SessionRow:
+        """Return the session of a turn that an event of `session` names: the one whose key is in its id, if any."""
+        key = key_of_response(turn_id)
+        return session if key in (None, session.session_key) else self._session(key, session.tenant)
+
+    def _session(self, key: str, tenant: int) -> SessionRow:
+        session = self.sessions.add(key, tenant)
         session.read_day = self.day
         return session
 
@@ -149,16 +158,17 @@ class Batch:
         """
         tx = self._tx
         await self._begin()
+        rest = await self.side.delete(tx, sessions, portion)
         turns = await self.turns.load_where(tx, "session", sessions, portion)
-        trajectories = await self.trajectories.load_where(tx, "session", sessions, portion)
+        # A trajectory leads to its session's rewards, so it is deleted after them.
+        trajectories = [] if any(rest) else await self.trajectories.load_where(tx, "session", sessions, portion)
         experiences = await self.experiences.load_where(tx, "session", sessions, portion)
         await self._load_members([])
         before = await self._snapshot()
-        rest = [len(rows) >= portion for rows in (turns, trajectories, experiences)]
+        rest += [len(rows) >= portion for rows in (turns, trajectories, experiences)]
         experiences += await self.experiences.load_where(tx, "id", stubs)
         self._unlink(turns, trajectories, experiences)
         await self.side.delete_trained(tx, [row.id for row in experiences])
-        rest += await self.side.delete(tx, sessions, portion)
         if not any(rest):
             for session in await self.sessions.load_where(tx, "id", sessions):
                 self.sessions.remove(session)
@@ -200,7 +210,9 @@ class Batch:
             if isinstance(event, Turn | Trajectory | Experience | Reward | Feedback):
                 tenant = self._names.number(event.tenant)
                 sessions.add((event.session_key, tenant))
-                turns.update((pack_id(turn_id), tenant) for turn_id in turn_ids_of(event))
+                for turn_id in turn_ids_of(event):
+                    turns.add((pack_id(turn_id), tenant))
+                    sessions.add((key_of_response(turn_id) or event.session_key, tenant))
             if isinstance(event, Trajectory | Reward):
                 trajectories.add((trajectory_name(event.trajectory_id),))
             elif isinstance(event, Experience):
@@ -221,17 +233,25 @@ class Batch:
     async def _load_members(self, events: Iterable[Event]) -> None:
         """Load the turns of the loaded trajectories and experiences, and the rows on which their status depends."""
         tx = self._tx
-        refused = {pack_id(event.source_id) for event in events if isinstance(event, DeadLetter)}
-        if refused:
-            await self.turns.load_where(tx, "name", refused)
-            await self.trajectories.load_where(tx, "name", refused)
-            await self.experiences.load_where(tx, "event", refused)
+        letters = [event for event in events if isinstance(event, DeadLetter)]
+        if letters:
+            await self._load_refused(letters)
         owners = [*self.trajectories, *self.experiences]
         await self.turns.load_ids(tx, (turn for owner in owners for turn in owner.turns))
         await self.trajectories.load_ids(tx, (owner for turn in self.turns for owner in turn.trajectories))
         await self.experiences.load_ids(tx, (owner for turn in self.turns for owner in turn.experiences))
         await self.sessions.load_ids(tx, (turn.session for turn in self.turns))
         await self.sessions.load_ids(tx, (row.session for row in self.experiences))
+
+    async def _load_refused(self, letters: Collection[DeadLetter]) -> None:
+        """Load the rows whose events were dead-lettered. The key of a refused experience is that of its session."""
+        tx, refused = self._tx, {pack_id(letter.source_id) for letter in letters}
+        await self.turns.load_names(tx, refused)
+        await self.trajectories.load_where(tx, "name", refused)
+        keys = {letter.key for letter in letters if letter.source_topic == Experience.topic}
+        sessions = await self.sessions.load_where(tx, "session_key", keys)
+        for row in await self.experiences.load_where(tx, "session", [session.id for session in sessions]):
+            row.event = pack_id(Experience.event_id_of(unpack_id(row.name), row.revision))
 
     async def _states(self) -> dict[int, TurnState]:
         states = {}

@@ -77,14 +77,14 @@ class EventEffects:
     def _turn(self, tenant: str, turn_id: str, session: SessionRow) -> TurnRow:
         """Return the row of a turn, a stub if its event was not read."""
         turn = self._batch.turns.add(pack_id(turn_id), self._names.number(tenant))
-        turn.session = turn.session or session.id
+        turn.session = turn.session or self._batch.home_of(turn_id, session).id
         turn.refused = turn.refused or turn.name in self._batch.side.refusals
         return turn
 
     def _add_turn(self, event: Turn, partition: int, offset: int) -> None:
         names, session = self._names, self._session(event)
         turn = self._turn(event.tenant, event.turn_id, session)
-        turn.session = session.id
+        turn.session = self._batch.home_of(event.turn_id, session).id
         turn.model, turn.version = names.number(event.model), names.number(event.version, is_bounded=True)
         turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
         turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
@@ -160,7 +160,7 @@ class EventEffects:
         session, trajectory = self._batch.reward_target(event)
         turn = 0 if event.turn_id is None else self._turn(event.tenant, event.turn_id, session).id
         choice = -1 if event.choice is None else event.choice
-        key = RewardKey(session.id, trajectory.id, turn, choice, self._names.number(event.source, is_bounded=True))
+        key = RewardKey(trajectory.id, turn, choice, self._names.number(event.source, is_bounded=True))
         values = {
             "tenant": session.tenant,
             "revision": event.revision,
@@ -216,7 +216,7 @@ class EventEffects:
             "account": save[1],
             "model": names.number(event.model),
             "step": event.step,
-            "version": self._number(event.version),
+            "version": None if event.version is None else names.number(event.version, is_bounded=True),
             "at_us": (event.time - _EPOCH) // timedelta(microseconds=1),
             "reward": event.metrics.get("reward_mean"),
             "trained": sum(verdict.dropped is None for verdict in event.verdicts),

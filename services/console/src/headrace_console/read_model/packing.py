@@ -1,6 +1,7 @@
 """Compact forms of ids and of lists of row numbers.
 
-A response id takes 26 bytes in place of 58, and an event id 16 in place of 36. Both can be unpacked.
+A response id takes 26 bytes in place of 58, and an event id 16 in place of 36. Both can be unpacked. The id of a turn
+takes 16 bytes in a row that belongs to a session, because the session's key is the rest of it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ from collections.abc import Iterable
 from headrace_schemas.values.ids import RESPONSE_ID, RESPONSE_PREFIX
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+_SESSION_KEY = re.compile(r"[a-z2-7]{16}")
 _KEY_BYTES = 10
+TAIL_BYTES = 16
+"""Bytes of a response id after its session key."""
 _RESPONSE_BYTES = 26
 _OTHER_BYTES_MIN = 27
 _BITS, _MORE = 0x7F, 0x80
+
+
+def _key_bytes(key: str) -> bytes:
+    return base64.b32decode(key.upper())
 
 
 def pack_id(text: str) -> bytes:
     """Return the compact form of an id. Different ids have different forms."""
     response = RESPONSE_ID.fullmatch(text)
     if response is not None:
-        return base64.b32decode(response[1].upper()) + bytes.fromhex(response[2])
+        return _key_bytes(response[1]) + bytes.fromhex(response[2])
     if _UUID.fullmatch(text):
         return uuid.UUID(text).bytes
     return text.encode("utf-8", "surrogatepass").ljust(_OTHER_BYTES_MIN, b"\0")  # ids have no NUL characters
@@ -32,11 +40,34 @@ def pack_id(text: str) -> bytes:
 def unpack_id(packed: bytes) -> str:
     """Return the id that `pack_id` has packed."""
     if len(packed) == _RESPONSE_BYTES:
-        key = base64.b32encode(packed[:_KEY_BYTES]).decode().lower()
-        return f"{RESPONSE_PREFIX}{key}-{packed[_KEY_BYTES:].hex()}"
+        return f"{RESPONSE_PREFIX}{unpack_key(packed[:_KEY_BYTES])}-{packed[_KEY_BYTES:].hex()}"
     if len(packed) < _RESPONSE_BYTES:
         return str(uuid.UUID(bytes=bytes(packed)))
     return packed.rstrip(b"\0").decode("utf-8", "surrogatepass")
+
+
+def pack_key(text: str) -> bytes:
+    """Return the compact form of a session key. A text that is no session key gets a form that no key has."""
+    return _key_bytes(text) if _SESSION_KEY.fullmatch(text) else text.encode("utf-8", "surrogatepass").ljust(11, b"\0")
+
+
+def unpack_key(packed: bytes) -> str:
+    """Return the session key that `pack_key` has packed."""
+    return base64.b32encode(packed).decode().lower()
+
+
+def split_turn(packed: bytes) -> tuple[str | None, bytes]:
+    """Return the session key that is in a packed turn id, None if there is none, and the bytes that a row stores."""
+    if len(packed) == _RESPONSE_BYTES:
+        return unpack_key(packed[:_KEY_BYTES]), packed[_KEY_BYTES:]
+    return None, packed + b"\0" if len(packed) == TAIL_BYTES else packed
+
+
+def join_turn(session_key: str, stored: bytes) -> bytes:
+    """Return the packed turn id that `split_turn` has split."""
+    if len(stored) == TAIL_BYTES:
+        return pack_key(session_key) + stored
+    return stored[:TAIL_BYTES] if len(stored) == TAIL_BYTES + 1 else stored
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, func, select, tuple_
+from sqlalchemy import ColumnElement, RowMapping, Select, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
-from headrace_console.read_model.packing import pack_id
+from headrace_console.read_model.packing import join_turn, pack_id, split_turn
 from headrace_console.read_model.status import split_status
 from headrace_console.users import Scope
 from headrace_runtime.storage.tables import is_one_of
@@ -203,24 +203,36 @@ async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
     return None
 
 
+def turns_query() -> Select[Any]:
+    """Return the query of turns with the keys and the tenants of their sessions."""
+    turns, sessions = tables.turns, tables.sessions
+    query = select(turns, sessions.c.session_key, sessions.c.tenant)
+    return query.join(sessions, sessions.c.id == turns.c.session)
+
+
+def turn_row(mapping: RowMapping) -> Row:
+    """Return a row of `turns_query` with the whole packed id as its name."""
+    return {**mapping, "name": join_turn(mapping["session_key"], mapping["name"])}
+
+
 async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row, Row] | None:
     """Return the session and the turn with this response id, or None if `scope` has none."""
-    table, sessions = tables.turns, tables.sessions
-    for turn in (await tx.execute(select(table).where(table.c.name == pack_id(turn_id)))).mappings().all():
-        key = await tx.scalar(select(sessions.c.session_key).where(sessions.c.id == turn["session"]))
+    key, stored = split_turn(pack_id(turn_id))
+    is_in_place = tables.IS_FOREIGN if key is None else tables.sessions.c.session_key == key
+    for turn in (await tx.execute(turns_query().where(tables.turns.c.name == stored, is_in_place))).mappings().all():
         tenant = (await texts_of(tx, [turn["tenant"]]))[turn["tenant"]]
-        session = await session_of(tx, scope, key) if key is not None and scope.permits(tenant) else None
+        session = await session_of(tx, scope, turn["session_key"]) if scope.permits(tenant) else None
         if session is not None:
-            return session, dict(turn)
+            return session, turn_row(turn)
     return None
 
 
 async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row | None:
     """Return the captured turn of a session with this number, or None."""
     table = tables.turns
-    query = select(table).where(table.c.id == turn, table.c.session == session, table.c.log_offset >= 0)
+    query = turns_query().where(table.c.id == turn, table.c.session == session, table.c.log_offset >= 0)
     row = (await tx.execute(query)).mappings().first()
-    return None if row is None else dict(row)
+    return None if row is None else turn_row(row)
 
 
 def position_of(row: Row) -> tuple[int, int]:
@@ -234,6 +246,13 @@ async def has_turns_after(tx: AsyncConnection, turn: Row, number: int) -> bool:
     later = tuple_(table.c.at_ms, table.c.id) > tuple_(turn["at_ms"], turn["id"])
     query = select(table.c.id).where(table.c.session == turn["session"], table.c.log_offset >= 0, later)
     return len((await tx.execute(query.limit(number))).all()) >= number
+
+
+def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
+    """Return the query of rewards with `columns` of their sessions, which their trajectories name."""
+    rewards, trajectories, sessions = tables.rewards, tables.trajectories, tables.sessions
+    joined = rewards.join(trajectories, trajectories.c.id == rewards.c.trajectory)
+    return select(rewards, *columns).select_from(joined.join(sessions, sessions.c.id == trajectories.c.session))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +272,18 @@ async def session_records(
 ) -> SessionRecords:
     """Return the rows of a session. `before`: time and number of the turn before which the turns end."""
     table = tables.turns
-    query = select(table).where(table.c.session == session, table.c.log_offset >= 0)
+    query = turns_query().where(table.c.session == session, table.c.log_offset >= 0)
     if before is not None:
         query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
     newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
-    turns = [dict(row) for row in (await tx.execute(newest)).mappings()]
+    turns = [turn_row(row) for row in (await tx.execute(newest)).mappings()]
     related = []
-    for kind, order in (
-        (tables.experiences, tables.experiences.c.id.desc()),
-        (tables.rewards, tables.rewards.c.trajectory.desc()),
-        (tables.feedback, tables.feedback.c.log_offset.desc()),
+    for kind, column, order in (
+        (select(tables.experiences), tables.experiences.c.session, tables.experiences.c.id),
+        (rewards_query(), tables.sessions.c.id, tables.rewards.c.trajectory),
+        (select(tables.feedback), tables.feedback.c.session, tables.feedback.c.log_offset),
     ):
-        rows = await tx.execute(select(kind).where(kind.c.session == session).order_by(order).limit(_SESSION_ROWS_MAX))
+        rows = await tx.execute(kind.where(column == session).order_by(order.desc()).limit(_SESSION_ROWS_MAX))
         related.append([dict(row) for row in rows.mappings()])
     experiences, rewards, feedback = related
     numbers: set[int | None] = set()

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row
+from headrace_console.read_model.queries import Row, turn_row, turns_query
 from headrace_console.read_model.queues import Queue, of_queue, valid_verdicts
 from headrace_console.read_model.rows import upsert_all
 from headrace_console.read_model.verdicts import Verdict, comes_again
@@ -88,9 +88,9 @@ async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
     """Return the turn of an item; of one that is known from a verdict about its session, the last turn."""
     table = tables.turns
     is_own = table.c.id == item["turn"] if item["turn"] else table.c.session == item["session"]
-    query = select(table).where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
+    query = turns_query().where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
     row = (await tx.execute(query.limit(1))).mappings().first()
-    return None if row is None else dict(row)
+    return None if row is None else turn_row(row)
 
 
 async def reserve(

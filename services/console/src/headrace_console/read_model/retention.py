@@ -11,7 +11,7 @@ from headrace_console.read_model.rows import Names
 from headrace_runtime.storage.tables import delete_batch
 
 TURNS_MAX = 10_000_000
-"""Captured turns that are stored at most, whatever the retention: about 4 GB in SQLite."""
+"""Captured turns that are stored at most, whatever the retention: about 3 GB in SQLite."""
 REWARD_DAYS = 400
 """Days for which the numbers of rewards by hour are stored."""
 _SESSIONS_AT_ONCE = 20

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import LargeBinary, RowMapping, Table, Text, delete, func, insert, select
+from sqlalchemy import LargeBinary, RowMapping, Select, Table, Text, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -46,7 +46,10 @@ class SessionRow:
 
 @dataclass(slots=True)
 class TurnRow:
-    """Numbers of one turn, or a stub of a turn that only effects have named."""
+    """Numbers of one turn, or a stub of a turn that only effects have named.
+
+    The row in the table has only the end of the name. The rest, and the tenant, are in the row of the session.
+    """
 
     id: int
     name: bytes
@@ -103,7 +106,6 @@ class ExperienceRow:
 
     id: int
     name: bytes
-    event: bytes | None = None
     session: int = 0
     revision: int = -1
     partition: int = 0
@@ -116,6 +118,8 @@ class ExperienceRow:
     history: Sequence[Sequence[Any]] = ()
     """Entries of the column of this name. A change replaces the whole sequence."""
     read_day: int = 0
+    event: bytes | None = None
+    """Packed event id of the newest revision, which is not stored. None if the batch does not need it."""
 
 
 @dataclass(slots=True)
@@ -177,7 +181,7 @@ class RowSet(Generic[R]):
         self._table = table
         self._row: type[R] = row
         self._key = key
-        self._columns = [field.name for field in fields(row)]
+        self._columns = [field.name for field in fields(row) if field.name in table.c]
         self._conversions = {
             name: (read, write)
             for name, (kind, read, write) in _CONVERSIONS.items()
@@ -228,7 +232,7 @@ class RowSet(Generic[R]):
             condition = columns[0].in_([key[0] for key in part])
             if len(columns) > 1:
                 condition = is_one_of(columns[0], columns[1], part)
-            self._note((await tx.execute(select(self._table).where(condition))).mappings())
+            self._note((await tx.execute(self._query().where(condition))).mappings())
 
     async def load_where(
         self, tx: AsyncConnection, column: str, values: Collection[Any], limit: int | None = None
@@ -243,7 +247,7 @@ class RowSet(Generic[R]):
         """
         rows: list[R] = []
         for part in parts(set(values)):
-            query = select(self._table).where(self._table.c[column].in_(part)).limit(limit)
+            query = self._query().where(self._table.c[column].in_(part)).limit(limit)
             rows += self._note((await tx.execute(query)).mappings())
         return rows
 
@@ -251,20 +255,34 @@ class RowSet(Generic[R]):
         """Load the rows with these numbers."""
         await self.load_where(tx, "id", {row_id for row_id in ids if row_id not in self._by_id})
 
+    def _query(self) -> Select[Any]:
+        return select(self._table)
+
     def _note(self, mappings: Iterable[RowMapping]) -> list[R]:
         rows = []
         for mapping in mappings:
             row = self._by_id.get(mapping["id"])
             if row is None:
-                values = {name: mapping[name] for name in self._columns}
-                for name, (read, _) in self._conversions.items():
-                    values[name] = read(values[name])
-                row = self._row(**values)
+                row = self._row(**self._read(mapping))
                 self._by_id[row.id] = row
-                self._by_key[tuple(values[name] for name in self._key)] = row
+                self._by_key[tuple(getattr(row, name) for name in self._key)] = row
                 self._loaded[row.id] = self._values(row)
             rows.append(row)
         return rows
+
+    def _read(self, mapping: RowMapping) -> dict[str, Any]:
+        """Return the values of a loaded row in the form that the batch uses."""
+        values = {name: mapping[name] for name in self._columns}
+        for name, (read, _) in self._conversions.items():
+            values[name] = read(values[name])
+        return values
+
+    def _write(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the values of a row in the form that the table has."""
+        record = dict(zip(self._columns, values, strict=True))
+        for name, (_, write) in self._conversions.items():
+            record[name] = write(record[name])
+        return record
 
     def _values(self, row: R) -> tuple[Any, ...]:
         return tuple(getattr(row, name) for name in self._columns)
@@ -273,11 +291,7 @@ class RowSet(Generic[R]):
         """Write new and changed rows, and delete the removed ones."""
         changed = [values for row in self._by_id.values() if self._loaded.get(row.id) != (values := self._values(row))]
         for part in parts(changed):
-            records = [dict(zip(self._columns, values, strict=True)) for values in part]
-            for name, (_, write) in self._conversions.items():
-                for record in records:
-                    record[name] = write(record[name])
-            await upsert_all(tx, self._table, ("id",), records)
+            await upsert_all(tx, self._table, ("id",), [self._write(values) for values in part])
         for part in parts(self._removed):
             await tx.execute(delete(self._table).where(self._table.c.id.in_(part)))
 

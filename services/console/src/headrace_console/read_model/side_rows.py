@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_console.read_model import review_tables, tables
+from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.queries import latest_lineage
 from headrace_console.read_model.rows import SessionRow, parts, upsert_all
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
 from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of
@@ -31,7 +30,6 @@ _BUCKETS = 10
 class RewardKey(NamedTuple):
     """Key of a row of `rewards`."""
 
-    session: int
     trajectory: int
     turn: int
     choice: int
@@ -99,15 +97,10 @@ class SideRows:
             self.refusals = set(self._known_refusals)
 
     async def _load_rewards(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
-        pairs = set()
-        for event in events:
-            if isinstance(event, Reward):
-                session, trajectory = batch.reward_target(event)
-                pairs.add((session.id, trajectory.id))
-        if pairs:
-            table = tables.rewards
-            rows = await tx.execute(select(table).where(is_one_of(table.c.session, table.c.trajectory, pairs)))
-            for row in rows.mappings():
+        rewarded = {batch.reward_target(event)[1].id for event in events if isinstance(event, Reward)}
+        query = queries.rewards_query(tables.sessions.c.tenant)
+        for part in parts(rewarded):
+            for row in (await tx.execute(query.where(tables.rewards.c.trajectory.in_(part)))).mappings():
                 self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
 
     def is_new_step(self, lineage: int, account: int) -> bool:
@@ -144,7 +137,7 @@ class SideRows:
 
     async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
         """Return the lineage of each model that reported last. Steps of this batch must be stored first."""
-        lineages = {model: await latest_lineage(tx, model) for model in models}
+        lineages = {model: await queries.latest_lineage(tx, model) for model in models}
         return {model: lineage for model, lineage in lineages.items() if lineage is not None}
 
     async def store_steps(self, tx: AsyncConnection) -> None:
@@ -158,10 +151,12 @@ class SideRows:
         Returns:
             For each table whether some rows are left.
         """
+        trajectories = select(tables.trajectories.c.id).where(tables.trajectories.c.session.in_(sessions))
         return [
+            await delete_batch(tx, tables.rewards, tables.rewards.c.trajectory.in_(trajectories), limit=portion)
+        ] + [
             await delete_batch(tx, table, table.c.session.in_(sessions), limit=portion)
             for table in (
-                tables.rewards,
                 tables.feedback,
                 review_tables.verdicts,
                 review_tables.reservations,
@@ -187,7 +182,8 @@ class SideRows:
             await tx.execute(
                 insert(tables.refusals), [{"name": name, "read_day": self._day} for name in sorted(new_refusals)]
             )
-        changed = [self._rewards[key] for key in self._changed_rewards]
+        stored = [column.name for column in tables.rewards.c]
+        changed = [{name: self._rewards[key][name] for name in stored} for key in self._changed_rewards]
         await upsert_all(tx, tables.rewards, RewardKey._fields, changed)
         hours = [key._asdict() | {"rewards": number} for key, number in self._hours.items() if number]
         await upsert_all(tx, tables.hours, HourKey._fields, hours, added="rewards")

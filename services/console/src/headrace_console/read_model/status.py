@@ -25,6 +25,9 @@ from headrace_schemas.rules.turn_status import (
 )
 
 _OUTCOME, _UNDONE, _RESTORED = range(3)
+_OUTCOME_DEFAULTS = (None, None, (), None, ())
+"""Dropped as, reason, left-out turns, advantage and advantages of turns, of an entry that ends before them."""
+_ENTRY_LENGTH_MIN = 4
 _HISTORY_MAX = 256
 _REVISIONS_KEPT = 32
 _TURNS_KEPT = 256
@@ -153,14 +156,20 @@ def history_of(history: str | None) -> list[HistoryEntry]:
     entries = []
     for lineage, save, kind, revision, *rest in sorted(json.loads(history or "[]"), key=lambda entry: entry[:3]):
         if kind == _OUTCOME:
+            rest = _completed(rest)
             name, reason = ("trained", 0) if rest[0] is None else ("dropped", rest[1])
         else:
             name, reason = "restored" if kind == _RESTORED else "queued again" if rest[0] else "undone", 0
-        advantage, turns = rest[3:] if len(rest) > 3 else (None, ())
+        advantage, turns = rest[3:] if kind == _OUTCOME else (None, ())
         by_turn = tuple((index, value, bool(edited)) for index, value, edited in turns)
         left_out = tuple(rest[2]) if kind == _OUTCOME else ()
         entries.append(HistoryEntry(lineage, save, revision, name, reason, advantage, by_turn, left_out))
     return entries
+
+
+def _completed(rest: list[Any]) -> list[Any]:
+    """Return the values of an outcome after its revision, with those that its entry leaves out."""
+    return [*rest, *_OUTCOME_DEFAULTS[len(rest) :]]
 
 
 def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcomes:
@@ -169,7 +178,7 @@ def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcom
     entries = [entry for entry in row.history if entry[0] == lineage]
     for _, _, kind, revision, *rest in sorted(entries, key=lambda entry: (entry[1], entry[2])):
         if kind == _OUTCOME:
-            dropped, reason, left_out, *_ = rest
+            dropped, reason, left_out, *_ = _completed(rest)
             dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
             outcomes.add(revision, RevisionOutcome(dropped, reason, frozenset(left_out)))
         elif kind == _UNDONE:
@@ -194,6 +203,8 @@ def add_outcome(
     if isinstance(item, TrainingOutcome):
         texts = [None if text is None else names.number(text) for text in (item.dropped, item.reason)]
         entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_advantages(item)]
+        while entry[-1] in (None, []) and len(entry) > _ENTRY_LENGTH_MIN:
+            entry.pop()
     elif isinstance(item, Undone):
         entry = [*save, _UNDONE, item.revision, int(item.queued)]
     else:
@@ -232,6 +243,7 @@ def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> 
         entry
         for entry in entries
         if entry[2] != _OUTCOME
+        or len(entry) == _ENTRY_LENGTH_MIN
         or entry[4] is None
         or (entry[0], entry[3]) in reverted
         or entry[3] > newest - _REVISIONS_KEPT

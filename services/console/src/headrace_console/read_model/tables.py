@@ -1,10 +1,13 @@
 """Tables of the read model. Times are milliseconds since 1970.
 
 Rows refer to each other and to texts that repeat (tenants, models, versions, sources, reasons) by number. A turn, a
-trajectory and an experience have packed lists of the numbers of each other instead of tables of pairs.
+trajectory and an experience have packed lists of the numbers of each other instead of tables of pairs. Columns are
+ordered by their width, because PostgreSQL aligns them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -15,13 +18,16 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    PrimaryKeyConstraint,
     SmallInteger,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     text,
 )
 
+from headrace_console.read_model.packing import TAIL_BYTES, pack_key, unpack_key
 from headrace_runtime.storage import tables
 from headrace_runtime.storage.tables import Id
 
@@ -40,29 +46,45 @@ names = Table(
     Column("name", Text, nullable=False, unique=True),
 )
 
+
+class SessionKey(TypeDecorator[str]):
+    """Column of session keys, which takes 10 bytes for each."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Any) -> bytes | None:
+        """Pack the key."""
+        return None if value is None else pack_key(value)
+
+    def process_result_value(self, value: Any, dialect: Any) -> str | None:
+        """Unpack the key."""
+        return None if value is None else unpack_key(bytes(value))
+
+
 sessions = Table(
     "sessions",
     metadata,
     _id(),
-    Column("tenant", Integer, nullable=False),
-    Column("session_key", Text, nullable=False),
-    Column("session_id", Text),
-    Column("model", Integer, nullable=False),
-    Column("version", Integer, nullable=False),  # the one that answered last
     Column("began_ms", BigInteger, nullable=False),  # 0 while no turn is captured
     Column("last_ms", BigInteger, nullable=False),
-    Column("turns", Integer, nullable=False),
     Column("tokens", BigInteger, nullable=False),
+    Column("reward", Float),  # of the experience that changed last
+    Column("tenant", Integer, nullable=False),
+    Column("model", Integer, nullable=False),
+    Column("version", Integer, nullable=False),  # the one that answered last
+    Column("turns", Integer, nullable=False),
     Column("trained", Integer, nullable=False),
     Column("waiting", Integer, nullable=False),
     Column("dropped", Integer, nullable=False),
+    Column("flags", SmallInteger, nullable=False),
     Column("status", SmallInteger, nullable=False),  # index in `STATUSES` of the worst one
-    Column("reward", Float),  # of the experience that changed last
     Column("thumb", SmallInteger),  # 1, 0, -1; null without feedback
-    Column("flags", Integer, nullable=False),
+    Column("read_day", SmallInteger, nullable=False),  # when the console read the last event; days since 1970
+    Column("session_key", SessionKey, nullable=False),
+    Column("session_id", Text),
     Column("task_id", Text),
     Column("title", Text),  # the first characters of the first message
-    Column("read_day", Integer, nullable=False),  # when the console read the last event about it; days since 1970
     UniqueConstraint("session_key", "tenant", name="uq_sessions_key"),
     Index("ix_sessions_read_day", "read_day"),
     Index("ix_sessions_began", "tenant", "began_ms"),
@@ -89,91 +111,90 @@ FLAGS = {
 }
 """Bits of `sessions.flags`. The last four are outcomes of reward sources."""
 
+IS_FOREIGN = text(f"length(name) <> {TAIL_BYTES}")
+"""Condition that the name of a turn is no tail of a response id: another runtime has chosen it."""
+
 turns = Table(
     "turns",
     metadata,
     _id(),
-    Column("tenant", Integer, nullable=False),
-    Column("name", LargeBinary, nullable=False),  # packed id
     Column("session", Id, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),  # -1 while its event was not read
     Column("model", Integer, nullable=False),
     Column("version", Integer, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),
-    Column("partition", Integer, nullable=False),
-    Column("log_offset", BigInteger, nullable=False),  # -1 while its event was not read
     Column("prompt_tokens", Integer, nullable=False),
     Column("sampled_tokens", Integer, nullable=False),
-    Column("eval", Boolean, nullable=False),
-    Column("refused", Boolean, nullable=False),
-    Column("untrained", Integer),
-    Column("no_logprobs", Integer),
+    Column("latency_ms", Integer, nullable=False),
     Column("status", Integer, nullable=False),  # 0: not counted
     Column("finish", Integer),
-    Column("latency_ms", Integer, nullable=False),
+    Column("untrained", Integer),
+    Column("no_logprobs", Integer),
     Column("arm", Integer),
-    Column("choices", SmallInteger, nullable=False, server_default="1"),
+    Column("partition", SmallInteger, nullable=False),
+    Column("choices", SmallInteger, nullable=False),
+    Column("eval", Boolean, nullable=False),
+    Column("refused", Boolean, nullable=False),
+    Column("name", LargeBinary, nullable=False),  # the tail of its response id, or another packed id
     Column("trajectories", LargeBinary, nullable=False),
     Column("experiences", LargeBinary, nullable=False),
-    UniqueConstraint("name", "tenant", name="uq_turns_name"),
-    Index("ix_turns_session", "session", "at_ms"),
+    Index("uq_turns_name", "session", "name", unique=True),
+    Index("ix_turns_foreign", "name", sqlite_where=IS_FOREIGN, postgresql_where=IS_FOREIGN),
 )
 
 trajectories = Table(
     "trajectories",
     metadata,
     _id(),
-    Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
     Column("session", Id, nullable=False),
-    Column("model", Integer, nullable=False),
-    Column("partition", Integer, nullable=False),
     Column("log_offset", BigInteger, nullable=False),
+    Column("model", Integer, nullable=False),
+    Column("untrained", Integer),
+    Column("partition", SmallInteger, nullable=False),
     Column("eval", Boolean, nullable=False),
     Column("ingested", Boolean, nullable=False),
     Column("refused", Boolean, nullable=False),
-    Column("untrained", Integer),
+    Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
     Column("turns", LargeBinary, nullable=False),
     Column("left_out", Text),  # JSON: number of a turn to the number of the reason
     Column("no_logprobs", Text),
-    Index("ix_trajectories_session", "session", "id"),
+    Index("ix_trajectories_session", "session"),
 )
 
 experiences = Table(
     "experiences",
     metadata,
     _id(),
-    Column("name", LargeBinary, nullable=False, unique=True),
-    Column("event", LargeBinary),  # packed event id of the newest revision
     Column("session", Id, nullable=False),  # 0 while only outcomes were read
-    Column("revision", Integer, nullable=False),
-    Column("partition", Integer, nullable=False),
     Column("log_offset", BigInteger, nullable=False),
     Column("reward", Float),
-    Column("no_reward", Integer),
     Column("weight", Float, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("no_reward", Integer),
+    Column("partition", SmallInteger, nullable=False),
+    Column("read_day", SmallInteger, nullable=False),
     Column("refused", Boolean, nullable=False),
+    Column("name", LargeBinary, nullable=False, unique=True),
     Column("turns", LargeBinary, nullable=False),
-    Column("history", Text),  # JSON: outcomes by lineage and save
-    Column("read_day", Integer, nullable=False),
-    Index("ix_experiences_session", "session", "id"),
+    Column("history", Text),  # JSON: outcomes by lineage and save, without nulls and empty lists at their ends
+    Index("ix_experiences_session", "session"),
     Index("ix_experiences_stubs", "read_day", sqlite_where=text("session = 0"), postgresql_where=text("session = 0")),
-    Index("ix_experiences_event", "event"),
 )
 
 rewards = Table(
     "rewards",
     metadata,
-    Column("session", Id, primary_key=True),
-    Column("trajectory", Id, primary_key=True),
-    Column("turn", Id, primary_key=True),  # 0: the whole run
-    Column("choice", Integer, primary_key=True),  # -1: all answers
-    Column("source", Integer, primary_key=True),
-    Column("tenant", Integer, nullable=False),
+    Column("trajectory", Id, nullable=False),
+    Column("turn", Id, nullable=False),  # 0: the whole run
+    Column("at_ms", BigInteger, nullable=False),
+    Column("log_offset", BigInteger, nullable=False),
+    Column("value", Float),
+    Column("source", Integer, nullable=False),
     Column("revision", Integer, nullable=False),
     Column("outcome", Integer, nullable=False),
-    Column("value", Float),
-    Column("at_ms", BigInteger, nullable=False),
-    Column("partition", Integer, nullable=False),
-    Column("log_offset", BigInteger, nullable=False),
+    Column("choice", SmallInteger, nullable=False),  # -1: all answers
+    Column("partition", SmallInteger, nullable=False),
+    PrimaryKeyConstraint("trajectory", "turn", "choice", "source"),
     sqlite_with_rowid=False,
 )
 
