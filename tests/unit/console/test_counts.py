@@ -15,11 +15,15 @@ from sqlalchemy import Connection, select
 
 from headrace_console.read_model import queries, status, tables
 from headrace_console.read_model.batch import Batch, Fact
-from headrace_console.read_model.packing import pack_id, unpack_id
+from headrace_console.read_model.follower import TopicFollower
+from headrace_console.read_model.packing import join_turn, pack_id, pack_key, split_turn, unpack_id, unpack_key
 from headrace_console.read_model.rows import ExperienceRow, Names
 from headrace_console.users import Scope
 from headrace_operations.turn_account import turn_account_of
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.kafka.wire import Record, encode
 from headrace_runtime.settings.sections import Common
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Reward, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.events.checkpoint import Restored
@@ -223,6 +227,61 @@ async def test_names_of_sources_and_versions_are_bounded_and_counts_stay_exact(
     assert versions.count("(other)") > 40
 
 
+async def test_reasons_beyond_the_bound_of_names_share_one_and_counts_stay_exact(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_console.read_model.rows.NAMES_MAX", 10)
+    monkeypatch.setattr("headrace_console.read_model.rows._REASONS_MAX", 10)
+    events = [turn(f"t{number}", untrained=f"reason-{number}") for number in range(60)]
+    await read(database, [*events, trajectory("T", ("t0",), untrained="reason-0")], random.Random(draw_seed()))
+    captured, trained, waiting, dropped = await counted(database)
+    assert (captured, trained, sum(waiting.values()), sum(dropped.values())) == (60, 0, 0, 60)
+    assert dropped["(other)"] > 40
+    async with database.transaction() as tx:
+        assert len((await tx.execute(select(tables.names))).all()) < 25
+    await check_sessions(database)
+
+
+async def test_record_of_a_tenant_beyond_the_bound_of_names_is_skipped_and_others_are_read(
+    database: Database, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in (("NAMES_MAX", 5), ("_REASONS_MAX", 5), ("_IDENTITIES_MAX", 5)):
+        monkeypatch.setattr(f"headrace_console.read_model.rows.{name}", limit)
+    common = Common.model_validate({"data_dir": data_dir})
+    blobs = BlobStore.open(common)
+    reader = TopicFollower(common.bus, database, blobs, SystemClock(), lambda: None, titles=True, retention_days=30)
+    records = []
+    for number, tenant in enumerate([*(f"tenant-{number}" for number in range(20)), "tenant-0"]):
+        key = session_key(tenant, str(number))
+        outgoing = await encode(turn(response_id(key), tenant=tenant, session_key=key), "headrace/test", blobs)
+        headers = tuple(outgoing.headers)
+        records.append(Record(outgoing.topic, 0, number, outgoing.key, outgoing.value, headers))
+    await reader.process(records[:20])
+    first = (await counted(database))[0]
+    assert 0 < first < 15
+    await reader.process(records[20:])
+    assert (await counted(database))[0] == first + 1
+    async with database.transaction() as tx:
+        assert len((await tx.execute(select(tables.names))).all()) <= 16
+        assert (await tx.execute(select(tables.positions.c.next_offset))).scalar_one() == 21
+
+
+async def test_turn_belongs_to_the_session_whose_key_is_in_its_id(database: Database) -> None:
+    key, other = session_key("default", "a"), session_key("default", "b")
+    name, foreign = response_id(key), "6f1d3c1e-9c0e-5d0a-8a55-6865616472ab"
+    run = trajectory("T", (name, foreign), session_key=other, session_id="b")
+    await read(database, [run, turn(foreign, session_key=other)], random.Random(draw_seed()))
+    await read(database, [turn(name, session_key=key)], random.Random(draw_seed()))
+    assert await counted(database) == accounted([run, turn(foreign), turn(name)])
+    async with database.transaction() as tx:
+        for turn_id, owner in ((name, key), (foreign, other)):
+            place = await queries.turn_of(tx, EVERYTHING, turn_id)
+            assert place is not None
+            assert (place[0]["session_key"], unpack_id(place[1]["name"])) == (owner, turn_id)
+        assert await queries.turn_of(tx, EVERYTHING, response_id(key)) is None
+        assert len((await tx.execute(select(tables.turns))).all()) == 2
+
+
 async def check_sessions(database: Database) -> None:
     """Check that the summary of each session equals the sum over its turns."""
     async with database.transaction() as tx:
@@ -290,6 +349,16 @@ async def test_migrations_create_the_schema_of_the_code(database: Database) -> N
 )
 def test_packed_ids_are_unpacked_unchanged(text: str) -> None:
     assert unpack_id(pack_id(text)) == text
+    key, stored = split_turn(pack_id(text))
+    assert (key is None) == (len(stored) != 16)
+    assert join_turn(key or "", stored) == pack_id(text)
+
+
+def test_packed_session_key_is_unpacked_unchanged_and_equals_no_other_text() -> None:
+    key = session_key("default", "s")
+    assert unpack_key(pack_key(key)) == key
+    assert len(pack_key(key)) == 10
+    assert len({pack_key(text) for text in (key, key.upper(), "", "a", key + "a")}) == 5
 
 
 def test_history_of_outcomes_is_bounded_and_keeps_what_statuses_need() -> None:

@@ -69,7 +69,7 @@ class EventEffects:
                 self._add_decision(event)
 
     def _number(self, text: str | None) -> int | None:
-        return None if text is None else self._names.number(text)
+        return None if text is None else self._names.shared_number(text)
 
     def _session(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
         return self._batch.session_of(event)
@@ -85,13 +85,13 @@ class EventEffects:
         names, session = self._names, self._session(event)
         turn = self._turn(event.tenant, event.turn_id, session)
         turn.session = self._batch.home_of(event.turn_id, session).id
-        turn.model, turn.version = names.number(event.model), names.number(event.version, is_bounded=True)
+        turn.model, turn.version = names.number(event.model), names.shared_number(event.version, is_open=True)
         turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
         turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         turn.eval = turn.eval or event.purpose == "eval"
         turn.untrained = turn.untrained or self._number(event.untrained)
         turn.no_logprobs = self._number(no_logprobs_reason(event))
-        turn.finish = names.number(event.choices[0].finish_reason)
+        turn.finish = names.shared_number(event.choices[0].finish_reason)
         turn.choices = len(event.choices)
         turn.latency_ms = max(0, turn.at_ms - epoch_ms(event.started_at))
         arm = event.assignment.arm if event.assignment is not None else None
@@ -133,11 +133,11 @@ class EventEffects:
                 turn.sampled_tokens = facts.tokens.get(turn_id, ("", 0))[1]
         if facts.ingested:
             if event.versions and at_ms >= session.last_ms:
-                session.version = names.number(event.versions[-1], is_bounded=True)
+                session.version = names.shared_number(event.versions[-1], is_open=True)
             self._see_session(session, event, at_ms)
 
     def _reason_numbers(self, reasons: Mapping[str, str], turns: Mapping[str, TurnRow]) -> Mapping[int, int]:
-        return {turns[turn_id].id: self._names.number(text) for turn_id, text in reasons.items()}
+        return {turns[turn_id].id: self._names.shared_number(text) for turn_id, text in reasons.items()}
 
     def _add_experience(self, event: Experience, partition: int, offset: int) -> None:
         experience, session = self._batch.experiences.add(pack_id(event.experience_id)), self._session(event)
@@ -160,11 +160,11 @@ class EventEffects:
         session, trajectory = self._batch.reward_target(event)
         turn = 0 if event.turn_id is None else self._turn(event.tenant, event.turn_id, session).id
         choice = -1 if event.choice is None else event.choice
-        key = RewardKey(trajectory.id, turn, choice, self._names.number(event.source, is_bounded=True))
+        key = RewardKey(trajectory.id, turn, choice, self._names.shared_number(event.source, is_open=True))
         values = {
             "tenant": session.tenant,
             "revision": event.revision,
-            "outcome": self._names.number(event.outcome),
+            "outcome": self._names.shared_number(event.outcome),
             "value": event.value,
             "at_ms": epoch_ms(event.time),
             "partition": partition,
@@ -216,7 +216,7 @@ class EventEffects:
             "account": save[1],
             "model": names.number(event.model),
             "step": event.step,
-            "version": None if event.version is None else names.number(event.version, is_bounded=True),
+            "version": None if event.version is None else names.shared_number(event.version, is_open=True),
             "at_us": (event.time - _EPOCH) // timedelta(microseconds=1),
             "reward": event.metrics.get("reward_mean"),
             "trained": sum(verdict.dropped is None for verdict in event.verdicts),
@@ -226,8 +226,8 @@ class EventEffects:
 
     def _add_letter(self, event: DeadLetter, partition: int, offset: int) -> None:
         names, letter = self._names, self._batch.letters.add(pack_id(event.event_id))
-        letter.subject, letter.service = pack_id(event.source_id), names.number(event.service)
-        letter.topic, letter.reason = names.number(event.source_topic), names.number(event.reason)
+        letter.subject, letter.service = pack_id(event.source_id), names.shared_number(event.service)
+        letter.topic, letter.reason = names.shared_number(event.source_topic), names.shared_number(event.reason)
         letter.error, letter.at_ms = event.error[:_ERROR_LENGTH_MAX], epoch_ms(event.time)
         letter.partition, letter.log_offset = partition, offset
         letter.read_day = self._batch.day

@@ -318,7 +318,15 @@ async def upsert_all(
 
 NAMES_MAX = 100_000
 """Texts that are stored before new sources and versions share one."""
+_REASONS_MAX = 10_000
+"""Further texts before new reasons and other words of events share one."""
+_IDENTITIES_MAX = 10_000
+"""Further texts before a new tenant, model or lineage is refused."""
 OTHER = "(other)"
+
+
+class NamesFull(Exception):
+    """The table of names is full, so that a record cannot be read."""
 
 
 class Names:
@@ -329,18 +337,40 @@ class Names:
         self._texts: dict[int, str] = {}
         self._stored_until = 0
 
-    def number(self, text: str, *, is_bounded: bool = False) -> int:
-        """Return the number of a text, a new one if it has none.
+    def number(self, text: str) -> int:
+        """Return the number of a tenant, a model or a lineage, a new one if it has none.
 
-        `is_bounded`: once there are `NAMES_MAX` texts, new ones share the number of `OTHER`. It is for sources and
-        versions, which events name without a limit. Rows of different tenants, models and states must not be merged.
+        Raises:
+            NamesFull: there are too many texts. Rows of different tenants, models and lineages must not be merged.
         """
         number = self._ids.get(text)
         if number is None:
-            if is_bounded and len(self._texts) >= NAMES_MAX:
-                return self.number(OTHER)
-            number = len(self._texts) + 1
-            self._ids[text], self._texts[number] = number, text
+            most = NAMES_MAX + _REASONS_MAX + _IDENTITIES_MAX
+            if len(self._texts) >= most:
+                raise NamesFull(
+                    f"console: {most} names are stored, so {text[:100]!r} gets no number and its records are skipped; "
+                    "delete the console's database, so that names that are no longer used are dropped"
+                )
+            number = self._add(text)
+        return number
+
+    def shared_number(self, text: str, *, is_open: bool = False, other: str = OTHER) -> int:
+        """Return the number of a text, which it shares with others once there are too many texts.
+
+        Args:
+            text: the text.
+            is_open: whether it is a source or a version, which events name without a limit, so that they do not take
+                the numbers of reasons.
+            other: the text that the others share.
+        """
+        number = self._ids.get(text)
+        if number is None and len(self._texts) >= NAMES_MAX + (0 if is_open else _REASONS_MAX):
+            number, text = self._ids.get(other), other
+        return self._add(text) if number is None else number
+
+    def _add(self, text: str) -> int:
+        number = len(self._texts) + 1
+        self._ids[text], self._texts[number] = number, text
         return number
 
     def text(self, number: int) -> str:

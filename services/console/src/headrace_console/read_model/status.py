@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.rows import ExperienceRow, Names, TrajectoryRow, TurnRow
+from headrace_console.read_model.rows import OTHER, ExperienceRow, Names, TrajectoryRow, TurnRow
 from headrace_schemas import Restored, TrainingOutcome, Undone
 from headrace_schemas.rules.turn_status import (
     LineageOutcomes,
@@ -114,7 +114,8 @@ class Statuses:
             self._outcomes_of(row, lineage).status(turn_id, row.revision, state.no_logprobs, refused=row.refused)
             for row in sorted(experiences, key=lambda row: unpack_id(row.name))
         ]
-        return self._names.number(status_name(turn_statuses(state.facts, in_training)[0]))
+        status, detail = turn_statuses(state.facts, in_training)[0]
+        return self._names.shared_number(status_name((status, detail)), other=status_name((status, OTHER)))
 
     def count_changes(self, state: TurnState, experiences: Sequence[ExperienceRow]) -> Counter[CountKey]:
         """Return the contribution of a turn to the counts."""
@@ -201,7 +202,7 @@ def add_outcome(
     """
     entry: list[Any]
     if isinstance(item, TrainingOutcome):
-        texts = [None if text is None else names.number(text) for text in (item.dropped, item.reason)]
+        texts = [None if text is None else names.shared_number(text) for text in (item.dropped, item.reason)]
         entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_advantages(item)]
         while entry[-1] in (None, []) and len(entry) > _ENTRY_LENGTH_MIN:
             entry.pop()
