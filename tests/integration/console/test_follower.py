@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,30 @@ from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Turn
+from tests.support.account_events import turn
 from tests.support.seeds import draw_seed
 from tests.support.turns import feedback
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_counts import random_history
 
+_READ_S_MAX = 0.1
+"""Less than half of the time for which the bus holds a request of other consumers."""
 
-async def _follow(common: Common, database: Database, stop_after: int | None = None) -> None:
-    """Follow the bus to its end, or, as if killed, until `stop_after` batches were applied."""
+
+async def follow(
+    common: Common, database: Database, announce: Callable[[], object] = lambda: None, stop_after: int | None = None
+) -> None:
+    """Follow the bus to its end, or, as if killed, until `stop_after` batches were applied.
+
+    `announce` is called after each batch.
+    """
     batches = 0
     applied = asyncio.Event()
 
     def changed(_topics: object) -> None:
         nonlocal batches
         batches += 1
+        announce()
         applied.set()
 
     blobs = BlobStore.open(common)
@@ -57,10 +68,10 @@ async def _follow(common: Common, database: Database, stop_after: int | None = N
     try:
         async with asyncio.timeout(60):
             while batches != stop_after:
-                await applied.wait()
-                applied.clear()
                 if stop_after is None and await is_at_end(common, database):
                     return
+                await applied.wait()
+                applied.clear()
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -97,8 +108,8 @@ async def test_counts_of_a_followed_bus_equal_the_account(
     database = Database.open("console", common)
     await migrations.upgrade(database, "headrace_console")
     for batches in stops:
-        await _follow(common, database, stop_after=batches)
-    await _follow(common, database)
+        await follow(common, database, stop_after=batches)
+    await follow(common, database)
     async with database.transaction() as tx:
         counts = await queries.counts(tx, Scope(None))
         rows = (await tx.execute(tables.turns.select().where(tables.turns.c.log_offset >= 0))).all()
@@ -115,6 +126,31 @@ async def test_counts_of_a_followed_bus_equal_the_account(
     finally:
         await reader.close()
         await database.close()
+
+
+async def test_last_record_is_read_again_without_waiting_for_the_next_one(own_bus: str, tmp_path: Path) -> None:
+    common = Common.model_validate({"data_dir": tmp_path, "bus": {"address": own_bus}})
+    await topics.ensure(common.bus)
+    blobs = BlobStore.open(common)
+    producer = EventProducer(common.bus, "headrace/test", blobs)
+    await producer.start()
+    call = turn("a")
+    await producer.send(call)
+    await producer.stop()
+    ends = Offsets(common.bus, None, "test-console-ends")
+    await ends.start()
+    positions = [(partition, 0) for partition, end in (await ends.ends("turns")).items() if end]
+    await ends.stop()
+    reader, durations_s = RecordReader(common.bus, blobs, SystemClock()), []
+    try:
+        for _ in range(8):
+            began_s = time.perf_counter()
+            assert list((await reader.read("turns", positions)).values()) == [call]
+            durations_s.append(time.perf_counter() - began_s)
+            await asyncio.sleep(0.05)  # a rater reads, and meanwhile the consumer would request further records
+    finally:
+        await reader.close()
+    assert min(durations_s[1:]) < _READ_S_MAX, durations_s
 
 
 GROUP = {"service": "collector", "topic": "feedback", "reason": "unknown_target"}

@@ -60,6 +60,8 @@ _RETENTION_INTERVAL_S = 60.0
 _RECONNECT_S = 0.5
 _POLL_MS = 1_000
 _READ_MS = 2_000
+_FETCH_WAIT_MS = 10
+"""Time that the bus holds a request for records after the last one. The next reading waits for this request."""
 
 
 class TopicFollower:
@@ -282,11 +284,14 @@ class RecordReader:
                             with contextlib.suppress(InvalidEvent):
                                 received = await decoder.decode(record_of(message), self._blobs)
                                 events[number, message.offset] = received.event
+            reader.pause(partition)  # otherwise the reader requests the records after the last one all the time
         return events
 
     async def _connected(self) -> AIOKafkaConsumer:
         if self._reader is None:
-            reader = consumer(self._bus, "headrace-console-records", fetch_max_bytes=1_048_576)
+            reader = consumer(
+                self._bus, "headrace-console-records", fetch_max_bytes=1_048_576, fetch_max_wait_ms=_FETCH_WAIT_MS
+            )
             try:
                 await reader.start()
             except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Mapping
 
 import httpx2
@@ -15,6 +17,17 @@ _TIMEOUT_S = 10.0
 def bearer(key: str) -> dict[str, str]:
     """Return the headers that authenticate a request, none without a key."""
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Return the certificates for all clients: loading them blocks the event loop for 25 ms."""
+    return httpx2.create_ssl_context(trust_env=False)
+
+
+def open_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> httpx2.AsyncClient:
+    """Open a client of other services. The caller must close it."""
+    return httpx2.AsyncClient(timeout=timeout_s, trust_env=False, headers=dict(headers or {}), verify=_tls())
 
 
 async def call(
@@ -32,7 +45,7 @@ async def call(
         Refused: the service refuses the request, with its message, or it does not answer (503).
     """
     try:
-        async with httpx2.AsyncClient(timeout=timeout_s, trust_env=False) as client:
+        async with open_client(timeout_s) as client:
             reply = await client.request(method, url, headers=dict(headers), content=content)
     except (httpx2.HTTPError, OSError) as error:
         problem = f"The {service} does not answer at {url.partition('/v1/')[0]} ({type(error).__name__})."

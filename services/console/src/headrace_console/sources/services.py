@@ -14,7 +14,7 @@ import httpx2
 from pydantic import ValidationError
 
 from headrace_console.settings import ConsoleSettings
-from headrace_console.sources.calls import bearer
+from headrace_console.sources.calls import bearer, open_client
 from headrace_runtime.clock import Clock
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.sections import Common, ServiceSettings
@@ -145,7 +145,7 @@ class StackReader:
     async def _read(self) -> StackReport:
         left_out = await asyncio.to_thread(read_left_out, self._common.data_dir)
         names = {name for name in {*self._installed, *self._settings.urls} if name not in left_out} - {"console"}
-        async with httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, headers=self._headers) as client:
+        async with open_client(_TIMEOUT_S, self._headers) as client:
             reports = await asyncio.gather(*(self._read_service(client, name) for name in sorted(names)))
         return StackReport({report.name: report for report in reports}, left_out)
 
