@@ -119,7 +119,7 @@ class StickySettings(Section):
 class GatewaySettings(ServiceSettings):
     """Settings of the gateway."""
 
-    COMMON: ClassVar = ("host", "port", "keys", "model_aliases")
+    COMMON: ClassVar = ("port", "keys", "model_aliases")
 
     port: Port = INFO.port
     trinity_port: Port = 0

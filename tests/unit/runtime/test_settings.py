@@ -23,8 +23,8 @@ from headrace_registry.settings import RegistrySettings
 from headrace_runtime import check
 from headrace_runtime.errors import SettingError
 from headrace_runtime.main import secrets_of
-from headrace_runtime.settings.sections import Common, Section, ServiceSettings, _plain_types, is_loopback, load
-from headrace_runtime.settings.table import parse_toml
+from headrace_runtime.settings.sections import Common, Section, ServiceSettings, is_loopback, load
+from headrace_runtime.settings.table import parse_toml, plain_types
 from headrace_runtime.storage.files import data_folder
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
@@ -204,6 +204,27 @@ def test_setting_one_value_of_a_section_leaves_its_others(
     assert (settings.deep.inner.size_max, settings.deep.inner.kind, settings.deep.name) == (6, "z", "x")
 
 
+def test_a_shared_value_holds_where_a_section_sets_none(tmp_path: Path) -> None:
+    text = 'host = "::1"\nlease_s = 4\n[judge]\nlease_s = 5\n[gateway]\nport = 1\n[console]\nhost = "localhost"\n'
+    path = config(tmp_path, text)
+    needed = {"HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://x/v1", "HEADRACE_JUDGE__ENDPOINT__MODEL": "m"}
+    common, judge = load("judge", JudgeSettings, path, needed)
+    assert (judge.host, judge.lease_s, judge.retry_s) == ("::1", 5, 60)
+    assert load("scorer", ScorerSettings, path, {"HEADRACE_RETRY_S": "7"})[1].lease_s == 4
+    assert load("registry", RegistrySettings, path, {"HEADRACE_RETRY_S": "7"})[1].retry_s == 7
+    assert [common.section_of(name, ServiceSettings).host for name in ("gateway", "console")] == ["::1", "localhost"]
+    environ = {"HEADRACE_INFERENCE__WAITING_MAX": "3", "HEADRACE_INFERENCE__VLLM__WAITING_MAX": "9"}
+    _, inference = load("inference", InferenceSettings, None, environ)
+    engines = inference.model_dump()
+    assert (engines["torch"]["waiting_max"], engines["vllm"]["waiting_max"]) == (3, 9)
+    assert engines["torch"]["sequences_max"] == 64
+
+
+def test_a_shared_address_beyond_loopback_needs_a_key_too(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"gateway\.host = '0\.0\.0\.0': listens beyond this machine without a key"):
+        loaded(config(tmp_path, 'host = "0.0.0.0"\n'))
+
+
 def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +274,7 @@ MODELS: dict[str, type[ServiceSettings]] = {
 def names(model: type[BaseModel], prefix: str = "") -> list[tuple[str, set[Any]]]:
     setting_names = []
     for name, field in model.model_fields.items():
-        kinds = _plain_types(field.annotation)
+        kinds = plain_types(field.annotation)
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         setting_names.append((prefix + name, kinds))
         for section in inner if field.annotation in inner else ():

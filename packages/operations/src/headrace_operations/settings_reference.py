@@ -27,6 +27,7 @@ _HEADER = """# Headrace settings. Everything is optional: what is commented out 
 #
 # `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so
 # does `headrace up --set gateway.port=8100`. An unknown name stops the start.
+# `host`, `lease_s` and `retry_s` hold for all services; the section of a service may set another value.
 # In each table the first settings are those that users set, then follows what tunes, then what limits.
 # This file is the output of `headrace config reference`.
 """
@@ -147,7 +148,7 @@ def _section(settings: Sequence[SettingDoc], tier: str | None, values: Mapping[s
     """Render the tables of one section; in each table the tiers follow each other."""
     tables: dict[str, list[SettingDoc]] = {}
     for setting in settings:
-        if tier in (None, setting.tier) or setting.name in (values or {}):
+        if (tier in (None, setting.tier) and not setting.shared) or setting.name in (values or {}):
             tables.setdefault(setting.name.rpartition(".")[0], []).append(setting)
     lines: list[str] = []
     for table, inside in tables.items():

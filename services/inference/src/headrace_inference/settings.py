@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class TorchSettings(Section):
     """The `torch` engine: transformers models on a CPU or a GPU."""
 
-    COMMON: ClassVar = ("device", "dtype")
+    COMMON: ClassVar = ("device",)
+    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max")
 
     device: str = "auto"
     """`auto` (a GPU when there is one), or a torch device such as `cpu` or `cuda:1`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV. `auto` is bfloat16 where the trainer keeps frozen weights in bfloat16 (LoRA); otherwise
-    float32 on a CPU, and the checkpoint's own on a GPU."""
+    dtype: Dtype = "auto"
+    """Type of weights and KV: see `inference.dtype`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per operator; 0 uses one on machines with up to four cores, else half the cores."""
     trace: bool = True
@@ -64,7 +65,10 @@ TORCH = EngineKind(_torch, TorchSettings)
 
 
 class InferenceSettings(ServiceSettings):
-    """Settings of one replica."""
+    """Settings of one replica. The section of an engine may set `dtype`, `sequences_max`, `waiting_max` and
+    `context_tokens_max` to other values."""
+
+    COMMON: ClassVar = ("dtype",)
 
     port: Port = INFO.port
     """Port of the OpenAI-compatible HTTP interface."""
@@ -74,6 +78,16 @@ class InferenceSettings(ServiceSettings):
     """URL at which gateways reach this replica; empty derives it from host and port."""
     engine: Annotated[str, NameIn(ENGINES)] = "torch"
     """Engine that computes the tokens. Its own settings are in the section of its name."""
+    dtype: Dtype = "auto"
+    """Type of weights and KV. `auto` is bfloat16 where the trainer keeps frozen weights in bfloat16 (LoRA, engine
+    `torch`); otherwise float32 on a CPU, and the checkpoint's own on a GPU."""
+    sequences_max: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sequences of one version that decode together; of one full version and its adapters in vLLM. The engine `torch`
+    takes at most 1024."""
+    waiting_max: Annotated[int, Field(ge=0)] = 256
+    """Sequences that may wait, of all versions; further requests get the error `overloaded`."""
+    context_tokens_max: Positive = 32_768
+    """Largest length of prompt plus completion, unless the model's own limit is lower."""
     heartbeat_s: Seconds = 2.0
     """Time between two heartbeats. A change is announced immediately."""
     ttl_s: Seconds = 10.0

@@ -142,6 +142,7 @@ class JudgeSettings(ServiceSettings):
     """The section `[judge]`."""
 
     COMMON: ClassVar = ("rubrics", "sample_rate")
+    SHARED: ClassVar = ("host", "lease_s", "retry_s")
 
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""

@@ -95,6 +95,8 @@ class GateSettings(Section):
 class RegistrySettings(ServiceSettings):
     """Settings of the registry."""
 
+    SHARED: ClassVar = ("host", "lease_s", "retry_s")
+
     port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""
     gate: GateSettings = GateSettings()

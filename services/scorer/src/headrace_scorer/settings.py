@@ -43,6 +43,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
     """
 
     COMMON: ClassVar = ("functions", "weights", "required", "expected", "reward_wait_s")
+    SHARED: ClassVar = ("host", "lease_s")
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""

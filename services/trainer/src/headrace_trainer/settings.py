@@ -205,6 +205,7 @@ class TrainerSettings(ServiceSettings):
     """All of `[trainer]`."""
 
     COMMON: ClassVar = ("base", "model", "algorithm", "batch_experiences", "steps_per_version")
+    SHARED: ClassVar = ("host", "lease_s", "retry_s")
 
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""

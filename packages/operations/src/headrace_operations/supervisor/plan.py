@@ -140,7 +140,7 @@ def make(
     plans = []
     for name, info in chosen.items():
         port = ports.reserve(f"{name}.port", overrides, info.port)
-        host = str(overrides.get(f"{name}.host") or "127.0.0.1")
+        host = str(overrides.get(f"{name}.host") or overrides.get("host") or "127.0.0.1")
         plans.append(ServicePlan(name, info, host, port, interpreters.get(name, sys.executable)))
     for gateway in (plan for plan in plans if plan.info.is_gateway):
         for setting in filter(None, (info.gateway_setting for info in chosen.values())):

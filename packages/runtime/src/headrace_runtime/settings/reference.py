@@ -26,6 +26,8 @@ class SettingDoc(BaseModel):
     required: bool = False
     description: str = ""
     tier: Tier = "tuning"
+    shared: bool = False
+    """Whether the enclosing table has the setting, too. A settings file is rendered without it."""
 
 
 def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | None = None) -> Iterator[SettingDoc]:
@@ -42,7 +44,7 @@ def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | Non
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation, value if isinstance(value, BaseModel) else None))
         else:
-            yield _doc(prefix + name, field, value, tier_of(model, name))
+            yield _doc(prefix + name, field, value, tier_of(model, name), name in getattr(model, "SHARED", ()))
     for name, section, default in inner:
         yield from describe(section, f"{prefix}{name}.", default)
 
@@ -58,7 +60,7 @@ def _default(field: FieldInfo) -> object:
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _doc(name: str, field: FieldInfo, value: object, tier: Tier) -> SettingDoc:
+def _doc(name: str, field: FieldInfo, value: object, tier: Tier, shared: bool) -> SettingDoc:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
     value_schema = adapter.json_schema()
@@ -70,6 +72,7 @@ def _doc(name: str, field: FieldInfo, value: object, tier: Tier) -> SettingDoc:
         required=field.is_required(),
         description=" ".join((field.description or "").split()),
         tier=tier,
+        shared=shared,
     )
 
 

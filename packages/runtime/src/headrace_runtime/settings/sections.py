@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -57,6 +57,10 @@ class Section(BaseModel):
     TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
     """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
 
+    SHARED: ClassVar[tuple[str, ...]] = ()
+    """Names of the settings that the enclosing table has, too. Its value applies where this section sets none, and the
+    reference lists the setting there."""
+
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
         """Return the inner sections of installed packages by name. All their settings must have defaults."""
@@ -77,9 +81,18 @@ class Section(BaseModel):
         if not isinstance(table, Mapping):
             return table
         fields = cls.model_fields
-        return {
-            name: _merged(fields[name].default, value) if name in fields else value for name, value in table.items()
-        }
+        own = dict(table)
+        for name, field in fields.items():
+            value = table.get(name, {})
+            if isinstance(value, Mapping) and (shared := _shared(field.annotation, table)):
+                own[name] = {**shared, **value}
+        return {name: _merged(fields[name].default, value) if name in fields else value for name, value in own.items()}
+
+
+def _shared(section: object, enclosing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the enclosing table that apply to a section without values of its own."""
+    names = section.SHARED if isinstance(section, type) and issubclass(section, Section) else ()
+    return {name: enclosing[name] for name in names if name in enclosing}
 
 
 def _merged(default: object, value: Any) -> Any:
@@ -212,7 +225,10 @@ class SecuritySettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class RefusalBounds:
-    """Values of the section `dead_letters` of the settings."""
+    """Refused records of a tenant beyond which its further refused records are held.
+
+    They are held after `run_max` in a row, or if more than `share_max` of its last `window` records were refused.
+    """
 
     run_max: int = 100
     share_max: float = 0.5
@@ -220,30 +236,39 @@ class RefusalBounds:
 
 
 class DeadLetterSettings(Section):
-    """Limits of a tenant's dead letters. Beyond them its refused records are held until a restart or `POST /resume`."""
+    """Limit of a tenant's dead letters. Beyond it, or when more than half of its last 500 records were refused, its
+    refused records are held until a restart or `POST /resume`."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     run_max: Annotated[int, Field(ge=0)] = 100
-    """Consecutive refused records of one tenant after which its further refused records are held; 0 for no limit."""
-    share_max: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of refused records among a tenant's last `window` records above which they are held; 1 for no limit."""
-    window: Annotated[int, Field(ge=10, le=100_000)] = 500
-    """Number of records of which the share is computed, once there are so many."""
+    """Consecutive refused records of one tenant after which its further refused records are held; 0 for no limit. They
+    are also held when more than half of its last 500 records were refused."""
 
     @property
     def bounds(self) -> RefusalBounds:
         """The limits as a plain value."""
-        return RefusalBounds(self.run_max, self.share_max, self.window)
+        return RefusalBounds(self.run_max)
 
 
 class Common(Section):
-    """Settings that all services share."""
+    """Settings that all services share.
 
-    COMMON: ClassVar = ("data_dir",)
+    A service's own section may set `host`, `lease_s` and `retry_s` to another value.
+    """
+
+    COMMON: ClassVar = ("data_dir", "host")
 
     data_dir: Path = Path(".headrace")
     """Folder of all data on this machine: databases, blobs, logs, the gateway's spool. Only its owner can read it."""
+    host: str = "127.0.0.1"
+    """Address on which the services listen for HTTP. The section of a service may set another one."""
+    lease_s: Annotated[float, Field(ge=1)] | None = None
+    """Seconds after the death of a process until another one of its service takes over its work. None: 10 for registry
+    and trainer, 15 for the scorer, 30 for the judge. The section of a service may set another value."""
+    retry_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that judge, registry and trainer retry while bus, database or blob store is unavailable, before the
+    process ends and is restarted. The section of a service may set another value."""
     disk_free_bytes_min: Annotated[int, Field(ge=4096)] | None = None
     """Bytes that must stay free on the disk of `data_dir`. With less, services are not ready, the embedded broker and
     services with SQLite accept no records, the trainer pauses before a save that would leave less, and replicas do not
@@ -266,13 +291,15 @@ class Common(Section):
         Raises:
             SettingError: a value is invalid.
         """
-        table = self._table.get(service)
-        fields = {name: value for name, value in table.items() if name in model.model_fields} if table else {}
+        table = _shared(model, self._table) | (self._table.get(service) or {})
+        fields = {name: value for name, value in table.items() if name in model.model_fields}
         return _validate(model, fields, f"{service}.")
 
 
 class ServiceSettings(Section):
     """Settings in the section of every service."""
+
+    SHARED: ClassVar = ("host",)
 
     host: str = "127.0.0.1"
     """Address on which the service listens for HTTP."""
@@ -305,7 +332,9 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
             raise SettingError(name, value, f"unknown{_hint(name, all_names)}")
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
     common._table = table
-    settings = _validate(complete(model), table.get(service, {}), f"{service}.")
+    section = table.get(service, {})
+    section = {**_shared(model, table), **section} if isinstance(section, Mapping) else section
+    settings = _validate(complete(model), section, f"{service}.")
     _check_bind(service, settings, common)
     return common, settings
 
@@ -327,7 +356,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _validate(model: type[M], table: object, prefix: str) -> M:
-    _check_numbers(model, table, prefix)
+    settings_table.check_numbers(model, table, prefix)
     try:
         return model.model_validate(table)
     except ValidationError as error:
@@ -341,29 +370,6 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         if first["type"] == "extra_forbidden":
             remedy = f"unknown{_hint(path[-1], _names_at(model, path[:-1]))}"
         raise SettingError(prefix + ".".join(path), first["input"], remedy) from None
-
-
-def _check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
-    """Raise `SettingError` for true or false in place of a number, which pydantic would convert to 1 or 0."""
-    for name, value in table.items() if isinstance(table, Mapping) else ():
-        field = model.model_fields.get(name)
-        kinds = _plain_types(field.annotation) if field else set()
-        if kinds & {int, float} and bool not in kinds:
-            for item in value if isinstance(value, list) else (value,):
-                if isinstance(item, bool):
-                    raise SettingError(prefix + name, value, "must be a number, not true or false")
-        for section in kinds:
-            if isinstance(section, type) and issubclass(section, BaseModel):
-                for item in value if isinstance(value, list) else (value,):
-                    _check_numbers(section, item, f"{prefix}{name}.")
-
-
-def _plain_types(annotation: object) -> set[Any]:
-    """Return the types in an annotation: for `tuple[int, ...] | None` they include int."""
-    inner = [part for part in get_args(annotation) if part is not Ellipsis]
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in inner}
-    return set().union(*map(_plain_types, inner)) if inner else {annotation}
 
 
 def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:

@@ -10,7 +10,9 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas.values.errors import is_secret
@@ -96,6 +98,29 @@ def _check_value(name: str, value: object) -> None:
         raise SettingError(name, "(a long number)", f"must be between -{_INTEGER_MAX} and {_INTEGER_MAX}")
     elif isinstance(value, str) and not is_storable(value):
         raise SettingError(name, value, "must not contain NUL or lone surrogates; remove these characters")
+
+
+def check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
+    """Raise `SettingError` for true or false in place of a number, which pydantic would convert to 1 or 0."""
+    for name, value in table.items() if isinstance(table, Mapping) else ():
+        field = model.model_fields.get(name)
+        kinds = plain_types(field.annotation) if field else set()
+        if kinds & {int, float} and bool not in kinds:
+            for item in value if isinstance(value, list) else (value,):
+                if isinstance(item, bool):
+                    raise SettingError(prefix + name, value, "must be a number, not true or false")
+        for section in kinds:
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                for item in value if isinstance(value, list) else (value,):
+                    check_numbers(section, item, f"{prefix}{name}.")
+
+
+def plain_types(annotation: object) -> set[Any]:
+    """Return the types in an annotation: for `tuple[int, ...] | None` they include int."""
+    inner = [part for part in get_args(annotation) if part is not Ellipsis]
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in inner}
+    return set().union(*map(plain_types, inner)) if inner else {annotation}
 
 
 def _file(path: Path) -> dict[str, Any]:

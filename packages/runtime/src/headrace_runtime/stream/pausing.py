@@ -65,7 +65,7 @@ class RefusalLimit:
         if bounds.run_max and self._run > bounds.run_max:
             return f"{bounds.run_max} records in a row were refused (dead_letters.run_max)"
         if window == bounds.window and sum(self._recent) > bounds.share_max * window:
-            return f"more than {bounds.share_max:.0%} of {window} records were refused (dead_letters.share_max)"
+            return f"more than {bounds.share_max:.0%} of {window} records were refused"
         return None
 
     def reset(self) -> None:

@@ -21,6 +21,7 @@ class VllmSettings(Section):
     """The `vllm` engine: one engine core of vLLM for each full version and its adapters."""
 
     COMMON: ClassVar = ()
+    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max")
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
