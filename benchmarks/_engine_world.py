@@ -25,7 +25,6 @@ from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
@@ -94,7 +93,7 @@ class EngineWorld(ABC, Generic[T]):
             ExactPrompts(1_000_000, parsers),
             parsers,
             WorkerThreads(1, 1 << 30),
-            GrammarCompiler(parsers, GrammarSettings()),
+            GrammarCompiler(parsers),
         )
         self._tokenizers: dict[str, ChatTokenizer] = {}
 

@@ -22,7 +22,6 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN
 from headrace_inference.engine import NOBODY, Sampling, Share, Start
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import parse
 from headrace_runtime.errors import Refused
@@ -60,7 +59,7 @@ class AgentReplica(FakeReplica):
             ExactPrompts(4_000_000, parsers),
             parsers,
             WorkerThreads(1, 1 << 30),
-            GrammarCompiler(parsers, GrammarSettings()),
+            GrammarCompiler(parsers),
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -24,7 +24,6 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Engine, Guide, Sampling, Start, Tokens
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_runtime.grammars.guides import allows
 from headrace_schemas import Experience, Grammar, TokenGrammar, Tool, Turn, Usage
 from headrace_schemas import Sampling as RecordedSampling
@@ -95,7 +94,7 @@ class Replica:
     tokenizer: ChatTokenizer
     manifest: Manifest
     base: Path
-    grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Parsers(HERMES), GrammarSettings()))
+    grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Parsers(HERMES)))
     masks_of: Callable[[TokenGrammar, Sequence[int]], list[NDArray[np.int32]]] | None = None
     """Masks of the engine itself, if it samples beside the guide."""
 

@@ -43,6 +43,8 @@ UNDELIVERED_WAIT_S = 10.0
 """How long a response is still generated, to be captured as undelivered, after its client has gone."""
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_SHADOW_LOAD_MAX = 0.5
+"""Part of a replica's places in use from which on calls with purpose `shadow` are refused: users go first."""
 _ROUTING_POLL_S = 0.05
 PING_S = 10.0
 """Silence of a stream after which something is sent, so that no proxy closes the connection."""
@@ -94,7 +96,7 @@ class Chat:
         async with self.admission.enter(scope, receive, "chat") as admitted:
             call, shape = await self.understand(scope, admitted)
             if call.identity.shadow_of is not None:
-                self.relay.beside_users(call, self.settings.shadow_load_max)
+                self.relay.beside_users(call, _SHADOW_LOAD_MAX)
             call = replace(call, repeats=self.repeated.begin(call))
             mode = "stream" if call.request.stream else "plain"
             choices, tokens = call.request.choices, tokens_asked(call)

@@ -176,7 +176,7 @@ def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
         ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
     """
     rules = context.rules
-    check_values(body, rules.json_values_max, "gateway.json_values_max sets the bound")
+    check_values(body, rules.json_values_max, "send a smaller request")
     return checked_chat(with_tools(parse(ChatRequest, body, context=context)), context)
 
 

@@ -19,10 +19,12 @@ Label = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """Settings that decide which requests are accepted."""
+    """Bounds and settings that decide which requests are accepted."""
 
-    choices_max: int
-    json_values_max: int
+    choices_max: int = 16
+    """Largest accepted `n` of a request."""
+    json_values_max: int = 32_768
+    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
     strict: bool = False
     """Refuse each field that would be ignored."""
     media: Literal["refuse", "placeholder"] = "refuse"
@@ -137,10 +139,6 @@ class GatewaySettings(ServiceSettings):
     """Limits of each key."""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Where keys belong to several tenants, the part of `limits_total` that one of them alone may use."""
-    json_values_max: Annotated[int, Field(ge=1024)] = 32_768
-    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
-    choices_max: Annotated[int, Field(ge=1, le=128)] = 16
-    """Largest accepted `n` of a request."""
     model_aliases: dict[str, str] = Field(default={})
     """Names that clients use, with the names of your models, e.g. `"gpt-4o" = "email-agent"` or `"old" =
     "email-agent:previous"`. The name `"*"` stands for all that are not known."""
@@ -162,9 +160,6 @@ class GatewaySettings(ServiceSettings):
     """Kinds of calls that your agent makes beside its task, each with a text that the first or the last message of such
     a call contains, e.g. `title = "Write a title for this conversation"`. Side calls are captured and do not get the
     reward of the run (`collector.side_calls`)."""
-    shadow_load_max: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Part of a replica's places in use from which on calls with purpose `shadow` are refused with 429: users go
-    first."""
     capture: CaptureSettings = CaptureSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     sticky: StickySettings = StickySettings()
@@ -179,4 +174,4 @@ class GatewaySettings(ServiceSettings):
     @property
     def request_rules(self) -> RequestRules:
         """The settings that decide which requests are accepted."""
-        return RequestRules(self.choices_max, self.json_values_max, strict=self.strict, media=self.media)
+        return RequestRules(strict=self.strict, media=self.media)

@@ -22,7 +22,6 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.importing.native import load_model
 from headrace_runtime.errors import Refused
 from headrace_runtime.storage import versions
@@ -157,7 +156,7 @@ FORM = AnswerForm({"type": "array", "items": {"enum": ["on", "off"]}, "minItems"
 async def compiled(ground: Ground, *resumed: Sequence[int]) -> tuple[CompiledGrammar, ChatTokenizer]:
     of = ground.versions.first
     tokenizer = ChatTokenizer(of.folder, of.manifest)
-    grammars = GrammarCompiler(Parsers(HERMES), GrammarSettings())
+    grammars = GrammarCompiler(Parsers(HERMES))
     try:
         vocabulary = ground.engine.vocabulary(of.version)
         return await grammars.compile(FORM, tokenizer, vocabulary, resumed or ((),), opened=False), tokenizer

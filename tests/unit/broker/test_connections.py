@@ -85,8 +85,9 @@ async def test_nonsense_ends_its_connection_alone(live: Live, sent: bytes) -> No
     assert _nothing_held(live)
 
 
-async def test_more_connections_than_allowed_are_turned_away(run: Run) -> None:
-    async with run(connections_max=2) as live:
+async def test_more_connections_than_allowed_are_turned_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.CONNECTIONS_MAX", 2)
+    async with run() as live:
         async with live.client() as first, live.client(), live.client() as third:
             await _closed(third)
             await first.ask(MetadataRequest((), False), MetadataResponse)

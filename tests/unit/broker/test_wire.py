@@ -276,7 +276,8 @@ async def test_a_live_broker_survives_anything(run: Run, monkeypatch: pytest.Mon
     seed = draw_seed()
     frames = Frames(seed)
     monkeypatch.setattr("headrace_broker.coordinator.GROUPS_MAX", 50)
-    async with run(partitions_max=50) as live:
+    monkeypatch.setattr("headrace_broker.app.PARTITIONS_MAX", 50)
+    async with run() as live:
         topic = await live.create("steady")
         async with live.client() as steady:
             for number in range(ROUNDS // 20):

@@ -16,7 +16,6 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.storage import versions
@@ -78,7 +77,7 @@ def tokenizer(models: Models) -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    compiler = GrammarCompiler(Parsers(HERMES, THINK))
     yield compiler
     compiler.close()
 

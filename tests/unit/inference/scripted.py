@@ -22,7 +22,6 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import NOBODY, Engine, Finish, Sampling, Share, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.process.worker_threads import WorkerThreads
@@ -191,7 +190,7 @@ def client(
     """A client of the HTTP interface, without a socket."""
     worker_threads = WorkerThreads(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
-    grammars = GrammarCompiler(parsers, GrammarSettings())
+    grammars = GrammarCompiler(parsers)
     completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, worker_threads, grammars, limits)
     common = Common.model_validate({"security": security})
     api = Api(

@@ -24,7 +24,6 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Start
 from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm, form_of, grammar_of
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
@@ -254,7 +253,7 @@ def tag(tokenizer: ChatTokenizer, text: str) -> int:
 async def test_reasoning_comes_before_what_is_held(
     tokenizer: ChatTokenizer, opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    grammars = GrammarCompiler(Parsers(HERMES, THINK))
     monkeypatch.setattr(type(tokenizer), "template", "{{ '<think>' }}")
     grammar = await compile_form(grammars, tokenizer, json_form(), opened=opened)
     begin = [] if opened else [tag(tokenizer, "<think>")]

@@ -31,7 +31,6 @@ from headrace_inference.errors import Overloaded
 from headrace_inference.grammar import compiler
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import form_of
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.grammar.turns import Turns
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
@@ -145,7 +144,7 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(compiler, "WAITING_MAX", 1)
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    grammars = GrammarCompiler(Parsers(HERMES, THINK))
     go_on = threading.Event()
     compiled = grammars._guide
 
@@ -173,7 +172,7 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
 async def test_equal_grammars_of_a_tenant_share_one_compilation(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    grammars = GrammarCompiler(Parsers(HERMES, THINK))
     trials: list[str] = []
     monkeypatch.setattr(grammars, "_try", lambda grammar: trials.append(grammar.text))
     requests = [asyncio.create_task(compile_form(grammars, tokenizer, json_form())) for _ in range(100)]
@@ -195,7 +194,7 @@ async def test_a_schema_that_takes_too_long_holds_no_thread(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 3.0)
-    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    grammars = GrammarCompiler(Parsers(HERMES, THINK))
     slow = asyncio.create_task(compile_form(grammars, tokenizer, json_form({"allOf": SLOW_FACTORS}), tenant="greedy"))
     await asyncio.sleep(0.05)
     other_calls = [

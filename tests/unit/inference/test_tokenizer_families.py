@@ -28,7 +28,6 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.writing.program import _manifest
@@ -129,7 +128,7 @@ async def test_forms_streams_and_echoes_hold(served: Served) -> None:
 def test_a_tokenizer_holds_forms_or_the_check_names_the_cause(family: Family, tmp_path: Path) -> None:
     folder = family.build(tmp_path)
     tokenizer = ChatTokenizer(folder, _manifest(folder))
-    compiler = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    compiler = GrammarCompiler(Parsers(HERMES, THINK))
     trouble = compiler.check(tokenizer, tokenizer.last_id + 1)
     compiler.close()
     assert bool(trouble) != family.holds, trouble

@@ -18,6 +18,7 @@ from headrace_registry.control.model_controller import ModelController
 from headrace_registry.control.rollout_reports import ReportWriter
 from headrace_registry.control.traffic import TurnHandler
 from headrace_registry.gate.gate import GateFailed
+from headrace_registry.rollouts.settings import EVENTS_PER_UNIT_MAX
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.shadow.sampling import PromptSampler
@@ -178,7 +179,7 @@ class Rig:
             task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         sampler = PromptSampler(self.lease, self.settings.rollout)
-        turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max, sampler)
+        turns = TurnHandler(self.lease, EVENTS_PER_UNIT_MAX, sampler)
         handlers: dict[str, Handler] = {
             Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
             **traffic_handlers(turns, self.lease, self.settings),

@@ -116,7 +116,7 @@ def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesReques
     Raises:
         ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
     """
-    check_values(body, context.rules.json_values_max, "gateway.json_values_max sets the bound")
+    check_values(body, context.rules.json_values_max, "send a smaller request")
     request = parse(MessagesRequest, body, context=context)
     sampling: Json = {
         "max_tokens": request.max_tokens,
@@ -132,7 +132,7 @@ def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesReques
 def parse_count(body: bytes, context: RequestContext) -> ChatRequest:
     """Return the chat request of a body of `POST /v1/messages/count_tokens`; its prompt is to be counted. Raises
     `ApiError`."""
-    check_values(body, context.rules.json_values_max, "gateway.json_values_max sets the bound")
+    check_values(body, context.rules.json_values_max, "send a smaller request")
     request = parse(CountRequest, body, context=context)
     without_form = request.model_copy(update={"output_config": None})
     if request.tool_choice is not None and request.tool_choice.type != "none":

@@ -169,7 +169,7 @@ class Conversations:
 
         def read() -> tuple[M, _Added]:
             body = admitted.body or b"{}"
-            check_values(body, self.rules.json_values_max, "gateway.json_values_max sets the bound")
+            check_values(body, self.rules.json_values_max, "send a smaller request")
             context = RequestContext(self.rules, bytes_max, view)
             parsed = parse(model, body, context=context)
             items: tuple[Item, ...] = getattr(parsed, "items", None) or ()

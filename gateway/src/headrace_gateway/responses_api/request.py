@@ -179,7 +179,7 @@ def parse_input_tokens(body: bytes, context: RequestContext) -> ChatRequest:
 
 
 def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
-    check_values(body, context.rules.json_values_max, "gateway.json_values_max sets the bound")
+    check_values(body, context.rules.json_values_max, "send a smaller request")
     request = parse(ResponsesRequest, body, context=context)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value, context)

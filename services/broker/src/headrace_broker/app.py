@@ -34,6 +34,8 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import disk
 
+PARTITIONS_MAX = 4_000
+"""Maximum number of partitions of all topics together."""
 _FETCHES_BYTES_MAX = 128 * 1024 * 1024
 """Memory for all Fetch responses in progress. Further ones wait."""
 _READER_THREADS = 2
@@ -113,7 +115,7 @@ def assemble(
     """Build the parts of the broker from the state in the file. The writer takes over the connection `db`."""
     stats, catalog = Stats(repaired=store.repaired, lost_batches=len(store.lost)), TopicCatalog()
     log_, offsets = Log(db), CommittedOffsets(db)
-    topics, transactions = TopicStore(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
+    topics, transactions = TopicStore(db, log_, PARTITIONS_MAX), Transactions(db, log_, offsets)
     writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())

@@ -56,7 +56,7 @@ class BrokerCollector(Collector):
             ("commit_failures", "Failed commits", stats.commit_failures),
             ("malformed", "Connections closed because of malformed data", stats.malformed),
             ("handler_failures", "Connections closed because of a bug", stats.handler_failures),
-            ("connections_refused", "Connections beyond connections_max", stats.connections_refused),
+            ("connections_refused", "Connections beyond the 512 that are allowed", stats.connections_refused),
             ("produced_bytes", "Bytes of produced record batches", stats.produced_bytes),
             ("fetched_bytes", "Bytes of fetched record batches", stats.fetched_bytes),
             ("rebalances", "Group generations with assignments", stats.rebalances),

@@ -19,6 +19,8 @@ from headrace_broker.errors import Malformed
 from headrace_broker.login import Login
 from headrace_runtime.process.logs import get_logger
 
+CONNECTIONS_MAX = 512
+"""Maximum number of connected clients. Further connections are refused."""
 CONNECTION_REQUESTS_MAX = 32
 """Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
 CONNECTION_IDLE_S = 600.0
@@ -190,9 +192,11 @@ class Server:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stats = self._broker.stats
-        if len(self._connections) >= self._broker.settings.connections_max:
+        if len(self._connections) >= CONNECTIONS_MAX:
             stats.connections_refused += 1
-            log.warning("connection_refused", reason="broker.connections_max is reached", open=len(self._connections))
+            log.warning(
+                "connection_refused", reason=f"{CONNECTIONS_MAX} clients are connected", open=len(self._connections)
+            )
             writer.transport.abort()
             return
         task = asyncio.create_task(Connection(self._broker, self._memory, reader, writer).run())

@@ -29,13 +29,8 @@ class BrokerSettings(ServiceSettings):
     file_bytes_max: Annotated[int, Field(ge=0)] = 0
     """Size of the file at which further records are refused; 0 for no limit except the disk."""
 
-    connections_max: Count = 512
-    """Maximum number of connected clients. Further connections are refused."""
     transfer_timeout_s: Seconds = 30.0
     """Time limit in seconds for receiving one request, and for sending one response."""
-
-    partitions_max: Count = 4_000
-    """Maximum number of partitions of all topics together."""
 
     maintenance_interval_s: Seconds = 30.0
     """Time between two rounds of retention and compaction."""

@@ -129,7 +129,7 @@ class TopicStore:
     def _check_limit(self, partitions: int) -> None:
         total, newest = self._db.execute("SELECT count(*), coalesce(max(id), 0) FROM partitions").fetchone()
         if total + partitions > self._partitions_max or newest + partitions > PARTITION_ID_MAX:
-            limit = f"broker.partitions_max = {self._partitions_max}"
+            limit = f"{self._partitions_max} partitions"
             raise Rejected(Code.POLICY_VIOLATION, f"{partitions} more partitions than {total} exceed {limit}")
 
 

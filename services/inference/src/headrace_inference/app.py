@@ -47,6 +47,12 @@ _PROMPT_BYTES_MAX = 1_048_576
 holds."""
 _TEMPLATE_TIMEOUT_S = 10.0
 """Seconds that the chat template may take for the messages of one request."""
+_BODY_BYTES_MAX = 16_777_216
+"""Largest request body."""
+_CHOICES_MAX = 16
+"""Largest `n` of a request."""
+_RETRY_S = 2.0
+"""Pause before a version is fetched again after the blob store was unavailable."""
 _JSON_VALUES_MAX = 32_768
 """Largest number of values in the JSON of a request body, counted by commas and brackets outside of strings. It
 determines the cost of parsing."""
@@ -85,7 +91,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         change = asyncio.Event()
         parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
         parsers.check()
-        grammars = GrammarCompiler(parsers, settings.grammar)
+        grammars = GrammarCompiler(parsers)
         stack.callback(grammars.close)
         cache = VersionCache(blobs, _cache_folder(common, settings), common.disk_free_bytes_min)
         forms = _supported_forms(engine, parsers)
@@ -150,12 +156,12 @@ def _api(
     prompts = ExactPrompts(_PROMPT_MEMORY_TOKENS_MAX, parsers)
     rendering = RenderLimits(_PROMPT_BYTES_MAX, _TEMPLATE_TIMEOUT_S)
     completions = Completions(engine, prompts, parsers, worker_threads, grammars, rendering)
-    limits = RequestBounds(settings.body_bytes_max, settings.choices_max, _JSON_VALUES_MAX)
+    limits = RequestBounds(_BODY_BYTES_MAX, _CHOICES_MAX, _JSON_VALUES_MAX)
     return Api(common, fleet, completions, limits, worker_threads)
 
 
 def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
-    return FleetLimits(settings.versions_max, settings.drain_s, settings.retry_s)
+    return FleetLimits(settings.versions_max, settings.drain_s, _RETRY_S)
 
 
 def _supported_forms(engine: Engine, parsers: Parsers) -> tuple[str, ...]:

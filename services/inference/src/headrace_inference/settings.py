@@ -8,7 +8,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from headrace_inference.engines import ENGINES, EngineKind
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.service import INFO
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
@@ -98,17 +97,10 @@ class InferenceSettings(ServiceSettings):
     drain_s: Seconds = 5.0
     """Seconds for which a version that routing dropped still answers. All gateways must learn of the change in this
     time. In this time the version also takes over streams of replicas that die."""
-    retry_s: Seconds = 2.0
-    """Pause before a version is fetched again after the blob store was unavailable."""
-    body_bytes_max: Positive = 16_777_216
-    """Largest request body."""
-    choices_max: Annotated[int, Field(ge=1, le=128)] = 16
-    """Largest `n` of a request."""
     tool_parser: Annotated[str, NameIn(TOOL_PARSERS)] = "hermes"
     """Parser of tool calls: `hermes` reads `<tool_call>{json}</tool_call>`, and `vllm:NAME` is a parser of vLLM."""
     reasoning_parser: Annotated[str, NameIn(REASONING_PARSERS)] = "think"
     """Parser of reasoning: `think` reads `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
-    grammar: GrammarSettings = GrammarSettings()
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:

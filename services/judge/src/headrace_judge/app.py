@@ -21,7 +21,7 @@ from headrace_judge.rubric import load_all
 from headrace_judge.settings import EndpointSettings, JudgeSettings
 from headrace_judge.tables import STREAM
 from headrace_judge.trajectory_handler import TrajectoryHandler
-from headrace_judge.worker import JudgeWorker, drop
+from headrace_judge.worker import BACKOFF_S, JudgeWorker, drop
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http.sources import Sources
 from headrace_runtime.settings.sections import Common
@@ -71,7 +71,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
 
     async def work(processor: Processor) -> None:
         endpoint = Endpoint(settings.endpoint, key)
-        breakers = TenantBreakers(processor.clock, settings.retry.backoff_s)
+        breakers = TenantBreakers(processor.clock, BACKOFF_S)
         model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breakers)
         try:
             await JudgeWorker(

@@ -92,10 +92,8 @@ class RetrySettings(Section):
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     attempts_max: Count = 20
-    """Number of attempts for a trajectory or pair before its outcome is `failed`. With the other defaults they take
-    about 75 minutes, so an endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
-    backoff_s: Positive = 1.0
-    """Wait after the first failure. It grows fourfold with each failure, up to five minutes."""
+    """Number of attempts for a trajectory or pair before its outcome is `failed`. They take about 75
+    minutes by default, so an endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
     timeouts_max: Count = 2
     """Number of calls that may time out before the outcome is `timed_out`. Each may have been billed."""
 

@@ -23,7 +23,7 @@ from headrace_judge.model_judge import BudgetSpent, ModelJudge
 from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
-from headrace_judge.settings import JudgeSettings, RetrySettings
+from headrace_judge.settings import JudgeSettings
 from headrace_judge.tables import transact
 from headrace_runtime.http.sources import RETRIED, Sources
 from headrace_runtime.kafka.dead_letters import dead_letter
@@ -38,6 +38,8 @@ from headrace_schemas import Event, Reward
 log = get_logger(__name__)
 _POLL_S = 0.25
 _TENANTS_MAX = 32
+BACKOFF_S = 1.0
+"""Wait after the first failure. It grows fourfold with each failure, up to five minutes."""
 _BACKOFF_MAX_S = 300.0
 """Longest wait that the judge chooses itself: an endpoint that is back is used within five minutes."""
 _GROWTH = 4.0
@@ -169,7 +171,7 @@ class JudgeWorker:
             return Judgement(outcome="failed", reason=f"{reason}; given up after {limit} tries")
         log.warning("judging_postponed", reason=reason, attempt=job.attempts + 1)
         self._sources.note(f"judge:{task.rubric}", RETRIED, reason)
-        return timedelta(seconds=backoff_s(self._settings.retry, job.attempts, wait_s))
+        return timedelta(seconds=backoff_s(job.attempts, wait_s))
 
     async def _judge(self, task: Task, tenant: str) -> Judgement:
         rubric = self._rubrics.get(task.rubric)
@@ -231,7 +233,7 @@ async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequen
     return [dead_letter("judge", record, "judging_failed", reason)]
 
 
-def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
+def backoff_s(attempts: int, wait_s: float | None) -> float:
     """Return the time to wait after `attempts` earlier attempts, at least the time that the endpoint requested."""
-    delay_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), _BACKOFF_MAX_S)
+    delay_s = min(BACKOFF_S * _GROWTH ** min(attempts, 16), _BACKOFF_MAX_S)
     return max(delay_s, wait_s or 0.0)

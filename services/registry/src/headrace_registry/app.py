@@ -13,6 +13,7 @@ from headrace_registry.pages.catalog_api import CatalogApi
 from headrace_registry.pages.changes import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_registry.pages.rollout_api import RolloutApi
+from headrace_registry.rollouts.settings import EVENTS_PER_UNIT_MAX
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.gateway_client import GatewayAnswers
 from headrace_registry.shadow.sampling import PromptSampler
@@ -79,7 +80,7 @@ class _Registry:
         self._routings = TopicTable(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
         sampler = PromptSampler(self._lease, settings.rollout)
-        turns = TurnHandler(self._lease, settings.rollout.events_per_unit_max, sampler)
+        turns = TurnHandler(self._lease, EVENTS_PER_UNIT_MAX, sampler)
         self._processor = Processor(
             service="registry",
             handlers={
@@ -198,7 +199,7 @@ class _Registry:
 
 def traffic_handlers(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
     """Return the handlers of the topics that are read while a rollout is under way."""
-    session_events = SessionEventHandler(lease, settings.rollout.events_per_unit_max)
+    session_events = SessionEventHandler(lease, EVENTS_PER_UNIT_MAX)
     return {
         Turn.topic: turns,
         Reward.topic: session_events,

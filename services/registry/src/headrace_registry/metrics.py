@@ -11,7 +11,7 @@ LEADER = Gauge("headrace_registry_leader", "1 while this process decides, 0 whil
 WAITING = Gauge("headrace_registry_waiting_versions", "Registered versions that wait for their turn", ["model"])
 UNITS_FULL = Counter(
     "headrace_registry_rollout_events_left_out_total",
-    "Events of units of a rollout that were not kept: the unit is closed, or has events_per_unit_max",
+    "Events of units of a rollout that were not kept: the unit is closed, or has 1,024 events",
 )
 UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
 Level: TypeAlias = Gauge

@@ -26,6 +26,10 @@ from headrace_scorer.schema import agreement, agreement_pairs
 from headrace_scorer.settings import DriftSettings
 
 log = get_logger(__name__)
+_REFERENCE_RUNS = 200
+"""Number of first runs, scored by both, that determine the usual disagreement."""
+_FALSE_ALARM_RATE = 0.01
+"""Largest probability that a judge which does not drift ever raises an alarm."""
 _LISTED_MAX = 256
 _WEEK_MS = 7 * 86_400_000
 
@@ -65,7 +69,7 @@ class JudgeMonitor:
         ]
 
     async def _count(self, tx: AsyncConnection, now: datetime, tenant: str, pair: _Pair) -> None:
-        reference, error = self._settings.reference, self._settings.false_alarm_rate
+        reference, error = _REFERENCE_RUNS, _FALSE_ALARM_RATE
         key = {"tenant": tenant, "source": pair.source, "judged_by": pair.judged_by}
         where = [agreement.c[name] == value for name, value in key.items()]
         row = (await tx.execute(select(agreement).where(*where).with_for_update())).mappings().one_or_none()
@@ -123,8 +127,8 @@ async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str,
                 "pairs": state.pairs,
                 "disagreement": state.recent,
                 "usual_at_most": state.bound,
-                "evidence": state.evidence(settings.reference),
-                "alarm_at": alarm_at(settings.false_alarm_rate),
+                "evidence": state.evidence(_REFERENCE_RUNS),
+                "alarm_at": alarm_at(_FALSE_ALARM_RATE),
                 "drifted_at": None if row.drifted_ms is None else from_epoch_ms(row.drifted_ms).isoformat(),
             }
         )

@@ -47,8 +47,6 @@ class OptimizerSettings(Section):
     """AdamW's first momentum."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """AdamW's second momentum; lower than in supervised training because rewards drift."""
-    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Muon's momentum."""
     weight_decay: NotNegative = 0.0
     """Decoupled decay of weights; 0 keeps a zero gradient a zero change."""
     gradient_norm_max: Positive = 1.0
@@ -140,8 +138,6 @@ class TeacherSettings(Section):
     """The advantage of a token to which the teacher gives one more nat of logprob."""
     timeout_s: Positive = 60.0
     """How long the endpoint may take for one sequence."""
-    attempts: Annotated[int, Field(ge=1, le=100)] = 5
-    """Attempts at a sequence before the process ends, to be started again."""
 
 
 class HealthSettings(Section):
@@ -190,8 +186,6 @@ class MemorySettings(Section):
     examples: Count = 64
     """Largest number of examples of one experience: its branch, its edits, and its sides of preferences. With more it
     is dropped."""
-    versions: Annotated[int, Field(ge=16)] = 512
-    """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
     restore_points_bytes: Count | None = None

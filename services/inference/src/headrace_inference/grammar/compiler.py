@@ -19,7 +19,6 @@ from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.grammar.forms import AnswerForm, check_schemas, grammar_of
-from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.grammar.turns import Turns
 from headrace_inference.grammar.vocabulary import read_vocabulary
 from headrace_runtime.errors import Refused
@@ -32,6 +31,8 @@ from headrace_schemas.http.answer_form import RESPONSE_FORMAT
 
 _DEPTH_MAX = 48
 """Deepest nesting of a JSON Schema. References (`$ref`) are not followed."""
+BYTES_MAX = 65_536
+"""Largest grammar of a request as text: its JSON Schema, or those of the tools that it may call."""
 COMPILE_TIMEOUT_S = 5.0
 """Seconds that the compilation of a new grammar may take: first on trial, in a process that is killed when it takes
 longer, then in the replica."""
@@ -110,9 +111,8 @@ class _Compilation:
 class GrammarCompiler:
     """Compiler and cache of grammars, shared by all requests of a replica. The owner must close it."""
 
-    def __init__(self, parsers: Parsers, settings: GrammarSettings) -> None:
+    def __init__(self, parsers: Parsers) -> None:
         self._parsers = parsers
-        self._settings = settings
         self._text_pool = ThreadPoolExecutor(1, "grammar-text")
         self._pool = ThreadPoolExecutor(_THREADS, "grammar")
         self._turns: Turns[str] = Turns(_THREADS, WAITING_MAX)
@@ -148,7 +148,7 @@ class GrammarCompiler:
             tenant: owner of the request. Owners take turns to compile.
 
         Raises:
-            Refused: the form cannot be compiled, or is beyond the bounds of `GrammarSettings`.
+            Refused: the form cannot be compiled, or is beyond the bounds of this module.
             Overloaded: too many grammars of the tenant wait.
         """
         loop = asyncio.get_running_loop()
@@ -224,8 +224,8 @@ class GrammarCompiler:
         text, trial_text = (
             grammar_of(form, self._parsers, tokens, thinks=thinks, opened=opened) for tokens in (special, _no_tokens)
         )
-        if len(text.encode()) > self._settings.bytes_max:
-            limit = f"{self._settings.bytes_max} bytes (inference.grammar.bytes_max)"
+        if len(text.encode()) > BYTES_MAX:
+            limit = f"{BYTES_MAX} bytes"
             raise Refused(400, "schema_too_large", f"{field}: its grammar is larger than {limit}", field)
         return _Grammar(text, trial_text, tokenizer, vocabulary, library, field)
 

@@ -160,7 +160,7 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
         problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
         raise _refusal(problem["type"], ".".join(map(str, problem["loc"])), problem["msg"]) from None
     if request.choices > choices_max:
-        raise Refused(400, "invalid_value", f"n: must be at most {choices_max} (inference.choices_max)", "n")
+        raise Refused(400, "invalid_value", f"n: must be at most {choices_max}", "n")
     try:
         check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
     except ValueError as error:

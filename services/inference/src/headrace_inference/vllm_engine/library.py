@@ -97,7 +97,7 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
         "max_num_seqs": settings.sequences_max,
         "scheduling_policy": "priority",
         "max_num_batched_tokens": max(settings.batch_tokens_max, settings.sequences_max),
-        "enable_prefix_caching": settings.prefix_cache,
+        "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": KEPT_MAX,
         "disable_log_stats": True,

@@ -29,8 +29,6 @@ class VllmSettings(Section):
     """Whether to record CUDA graphs when a version is loaded: faster decoding, slower loading. No effect on a CPU."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that share one version."""
-    prefix_cache: bool = True
-    """Whether to reuse the KV of a prompt for longer prompts of the same version and tenant."""
     batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
     """Tokens computed in one step. A longer prompt is split so that other sequences keep decoding. On a CPU no prompt
     is split, and a step may be as long as the context."""

@@ -15,6 +15,10 @@ from headrace_schemas.values.base import Model, Share
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+EVENTS_PER_UNIT_MAX = 1024
+"""Turns, rewards and feedback that are stored for one unit until it is closed; later ones do not count."""
+_RERUN_TOKENS_MAX = 32_768
+"""Tokens of all model calls for one prompt and one version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +59,14 @@ class ShadowSettings(Section):
     """Number of prompts that are taken from the traffic per minute."""
     tokens_max: Annotated[int, Field(ge=1)] = 2_000_000
     """Tokens of prompts and answers that the shadow of one rollout may take; then no further prompt is taken."""
-    prompt_tokens_max: Annotated[int, Field(ge=1)] = 8192
-    """Tokens of a prompt beyond which it is left out."""
-    rerun_tokens_max: Annotated[int, Field(ge=1)] = 32_768
-    """Tokens of all model calls for one prompt and one version."""
     steps_max: Annotated[int, Field(ge=1, le=256)] = 8
     """Number of model calls for one prompt and one version."""
     concurrency: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of prompts that are answered at a time."""
-    attempts: Annotated[int, Field(ge=1)] = 3
-    """Number of attempts to answer a prompt before it is left out."""
 
     @property
     def bounds(self) -> RerunBounds:
-        return RerunBounds(self.steps_max, self.rerun_tokens_max)
+        return RerunBounds(self.steps_max, _RERUN_TOKENS_MAX)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -115,9 +113,6 @@ class RolloutSettings(RolloutPlan):
     check_after_updates: Annotated[int, Field(ge=1)] = 1
     """Number of versions that must be published before the newest of them is tried; the others are skipped. A version
     that an operator requests is tried at once."""
-    events_per_unit_max: Annotated[int, Field(ge=16)] = 1024
-    """Number of turns, rewards and feedback that are stored for one unit until it is closed; later ones do not
-    count."""
     read_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between reads of the topics while a rollout is under way."""
     shadow: ShadowSettings = ShadowSettings()

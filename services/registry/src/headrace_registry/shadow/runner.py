@@ -40,6 +40,8 @@ from headrace_schemas.values.text import storable
 log = get_logger(__name__)
 _REASON_MAX = 200
 _TURNS_MAX = 256
+_ATTEMPTS = 3
+"""Attempts to answer a prompt before it is left out."""
 
 
 class ShadowAnswers(Protocol):
@@ -136,7 +138,7 @@ class ShadowRunner:
             reason = str(error) if isinstance(error, RerunFailed) else reason_of(error)
             log.warning("shadow_failed", rollout=prompt.rollout_id, place=prompt.number, error=reason)
             SHADOW_PROMPTS.labels(rollout.model, "failed").inc()
-            if attempt >= self._settings.shadow.attempts:
+            if attempt >= _ATTEMPTS:
                 await self._leave_out(prompt, storable(reason)[:_REASON_MAX])
 
     async def _play(self, rollout: RolloutRecord, prompt: PromptRecord, attempt: int, turns: list[Turn]) -> None:

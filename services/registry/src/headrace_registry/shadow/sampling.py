@@ -6,7 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.metrics import SHADOW_PROMPTS
 from headrace_registry.rollouts.plan import RolloutPlan
-from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.rollouts.settings import EVENTS_PER_UNIT_MAX, RolloutSettings
 from headrace_registry.shadow import prompts
 from headrace_registry.shadow.prompts import ShadowPhase
 from headrace_registry.shadow.rerun import is_opening
@@ -15,6 +15,8 @@ from headrace_registry.storage.leader import LeaderLease
 from headrace_schemas import Turn
 
 _MINUTE_MS = 60_000
+_PROMPT_TOKENS_MAX = 8192
+"""Tokens of a prompt beyond which it is left out."""
 
 
 class PromptSampler:
@@ -36,7 +38,7 @@ class PromptSampler:
                     await self._add(tx, phase, turn)
         for member in await unit_store.memberships(tx, turn.session_key, turn.tenant):
             if prompts.is_shadow(member):
-                await unit_store.add_event(tx, member, turn, self._settings.events_per_unit_max)
+                await unit_store.add_event(tx, member, turn, EVENTS_PER_UNIT_MAX)
 
     def _may_be_sampled(self, turn: Turn) -> bool:
         """Return whether the turn opens a user's session of a tenant that has agreed, outside of any comparison."""
@@ -48,7 +50,7 @@ class PromptSampler:
             and turn.tenant in shadow.keys
             and (turn.assignment is None or turn.assignment.arm == "rest")
             and len(turn.choices) == 1
-            and turn.usage.prompt_tokens <= shadow.prompt_tokens_max
+            and turn.usage.prompt_tokens <= _PROMPT_TOKENS_MAX
             and is_opening(turn)
         )
 

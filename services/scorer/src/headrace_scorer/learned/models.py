@@ -52,12 +52,14 @@ class LikelyThumb:
 
 @dataclass(frozen=True, slots=True)
 class FitRequirements:
-    """Conditions under which a reward model scores runs. They come from `LearnedSettings`."""
+    """Conditions under which a reward model scores runs. `LearnedSettings` has those that users set."""
 
     thumbs_min: int = 30
     width_max: float = 0.6
     confidence: float = 0.9
+    """Confidence level of the interval of a run's value."""
     rater_share_max: float = 0.1
+    """Largest share of all thumbs that one named rater may have; five thumbs always count."""
     controlled: tuple[str, ...] = CONTROLLED
     """Patterns of features that are learned, so that no other feature is credited for them, but do not pay."""
 

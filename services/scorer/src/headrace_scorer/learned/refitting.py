@@ -19,7 +19,7 @@ from headrace_schemas import Event
 from headrace_scorer import metrics
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import FittedModel
-from headrace_scorer.learned.settings import UNRATED_RUNS_MAX
+from headrace_scorer.learned.settings import THUMBS_MAX, UNRATED_RUNS_MAX
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.learned.store import TrainingData
 
@@ -43,13 +43,12 @@ async def run(learned: LearnedSource, processor: Processor) -> None:
 
 async def refit(learned: LearnedSource, processor: Processor) -> None:
     """Refit the reward models that have enough new thumbs. If a model has changed, mark its runs for rescoring."""
-    settings = learned.settings
     async with processor.database.transaction() as tx:
         tenants = await store.tenants_to_refit(tx, learned.name, REFIT_SHARE)
     for tenant in tenants:
         try:
             async with processor.database.transaction() as tx:
-                data = await store.training_data(tx, tenant, learned.name, settings.thumbs_max, UNRATED_RUNS_MAX)
+                data = await store.training_data(tx, tenant, learned.name, THUMBS_MAX, UNRATED_RUNS_MAX)
             fitted = await asyncio.to_thread(_fit, learned, data)
             await _store_model(learned, processor, data, fitted)
         except Exception as error:  # the earlier model stays in use, and the next tenant is fitted

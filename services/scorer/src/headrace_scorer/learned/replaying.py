@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from headrace_schemas import Trajectory
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.learned.models import Features, FittedModel, Thumb, ThumbedRun
-from headrace_scorer.learned.settings import UNRATED_RUNS_MAX
+from headrace_scorer.learned.settings import THUMBS_MAX, UNRATED_RUNS_MAX
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.reward_policy import SourceReward
 
@@ -40,8 +40,7 @@ class LearnedReplay:
 
     def add_run(self, trajectory: Trajectory, features: Features, rater_values: Mapping[str, float]) -> None:
         """Add a run with the value of each rater; without any it is an unrated run."""
-        settings = self.source.settings
-        empty = _Tenant(deque(maxlen=settings.thumbs_max), deque(maxlen=UNRATED_RUNS_MAX))
+        empty = _Tenant(deque(maxlen=THUMBS_MAX), deque(maxlen=UNRATED_RUNS_MAX))
         runs = self._tenants.setdefault(trajectory.tenant, empty)
         if rater_values:
             thumbs = tuple(Thumb(rater, value) for rater, value in sorted(rater_values.items()))

@@ -12,6 +12,8 @@ from headrace_scorer.learned.models import CONTROLLED, REWARD_MODELS, FitRequire
 
 PREFIX = "learned:"
 Share = Annotated[float, Field(gt=0, le=1)]
+THUMBS_MAX = 4000
+"""Runs with thumbs that it learns from. The newest count."""
 UNRATED_RUNS_MAX = 1000
 """Newest runs without thumbs that the model compares the rated ones with. They bound the time of a fit."""
 
@@ -33,15 +35,9 @@ class LearnedSettings(Section):
     thumbs_min: Annotated[int, Field(ge=10)] = 30
     """Thumbs that it needs before it scores runs."""
     width_max: Share = 0.6
-    """Largest width of the interval of a run's value. Above it the model abstains."""
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
-    """Confidence level of that interval."""
-    rater_share_max: Share = 0.1
-    """Largest share of all thumbs that one named rater may have; five thumbs always count."""
+    """Largest width of the 90 % interval of a run's value. Above it the model abstains."""
     refit_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds between checks of whether there are enough new thumbs to fit the model again."""
-    thumbs_max: Annotated[int, Field(ge=100, le=20_000)] = 4000
-    """Runs with thumbs that it learns from. The newest count."""
 
     @property
     def source(self) -> str:
@@ -51,4 +47,4 @@ class LearnedSettings(Section):
     @property
     def requirements(self) -> FitRequirements:
         """Conditions under which the model scores runs."""
-        return FitRequirements(self.thumbs_min, self.width_max, self.confidence, self.rater_share_max, self.controlled)
+        return FitRequirements(self.thumbs_min, self.width_max, controlled=self.controlled)

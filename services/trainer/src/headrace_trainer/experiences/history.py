@@ -29,6 +29,10 @@ class PublishedVersion(Model):
     `first_step`."""
 
 
+VERSIONS_MAX = 512
+"""Published versions whose experiences are recognised."""
+
+
 @dataclass(frozen=True)
 class History:
     """Immutable tree of versions. `head` is the version that the weights in training descend from. The weights also

@@ -21,7 +21,7 @@ from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.values.blobs import BlobRef, File, Manifest
 from headrace_trainer.batches import summary
-from headrace_trainer.experiences.history import History, PublishedVersion
+from headrace_trainer.experiences.history import VERSIONS_MAX, History, PublishedVersion
 from headrace_trainer.experiences.reports import SaveReport
 from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
@@ -137,7 +137,7 @@ class Save:
         return None if same else (manifest, ref), manifest.files
 
     def _history_with(self, version: str, manifest: BlobRef) -> History:
-        history, settings = self.snapshot.history, self.resources.settings
+        history = self.snapshot.history
         published = PublishedVersion(
             version=version,
             parent=history.head,
@@ -146,9 +146,7 @@ class Save:
             first_step=history.head_step + 1,
             last_step=self.snapshot.steps,
         )
-        return history.with_version(
-            published, {self.resources.first.version, *self.snapshot.promoted}, settings.memory.versions
-        )
+        return history.with_version(published, {self.resources.first.version, *self.snapshot.promoted}, VERSIONS_MAX)
 
     def _build_saved(self, history: History, present: Tensors, published: tuple[Manifest, BlobRef] | None) -> Saved:
         settings, snapshot, previous = self.resources.settings, self.snapshot, self.previous

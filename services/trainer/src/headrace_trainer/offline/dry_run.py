@@ -33,7 +33,7 @@ from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import PreparedBatch, prepare, prepare_isolated
 from headrace_trainer.experiences.admission import limits_of
-from headrace_trainer.experiences.history import History, PublishedVersion
+from headrace_trainer.experiences.history import VERSIONS_MAX, History, PublishedVersion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.lineage.store import replayed_versions
@@ -181,7 +181,7 @@ class DryRun:
         state, settings, history = self._state, self._settings, self._state.history
         version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
         keep = {history.versions[0].version}
-        state.history, self._weights_changed = history.with_version(version, keep, settings.memory.versions), False
+        state.history, self._weights_changed = history.with_version(version, keep, VERSIONS_MAX), False
         state.forget(_START)
         if len(self._branches) > 2 * len(state.window):
             self._branches = {name: self._branches[name] for name in state.window if name in self._branches}

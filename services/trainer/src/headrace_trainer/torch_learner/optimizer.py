@@ -14,6 +14,7 @@ from headrace_trainer.torch_learner import shards
 from headrace_trainer.torch_learner.adam import Adam
 from headrace_trainer.torch_learner.stored_tensors import SelectedTensors
 
+_MUON_MOMENTUM = 0.95
 _UPDATES = "updates"
 
 
@@ -195,6 +196,6 @@ def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.op
         matrices,
         lr=settings.rate,
         weight_decay=settings.weight_decay,
-        momentum=settings.muon_momentum,
+        momentum=_MUON_MOMENTUM,
         adjust_lr_fn="match_rms_adamw",  # one learning rate then suits both parts (arXiv:2502.16982)
     )

@@ -27,6 +27,8 @@ from headrace_trainer.settings import LoraSettings, TeacherSettings, TrainerSett
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 
+_ATTEMPTS = 5
+"""Attempts at a sequence before the process ends, to be started again."""
 _PAUSE_S = 1.0
 
 
@@ -132,14 +134,14 @@ class TeacherEndpoint:
         settings = self._settings
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {settings.key.get_secret_value()}"}
         url, data = f"{settings.model.rstrip('/')}/v1/completions", json.dumps(body).encode()
-        for attempt in range(1, settings.attempts + 1):
+        for attempt in range(1, _ATTEMPTS + 1):
             request = urllib.request.Request(url, data, headers)  # noqa: S310 (a setting, http or https)
             try:
                 with _DIRECT.open(request, timeout=settings.timeout_s) as answer:
                     return json.load(answer)
             except (OSError, ValueError, RecursionError) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-                if refused or attempt == settings.attempts:
+                if refused or attempt == _ATTEMPTS:
                     raise LearnerLost(f"{self._setting} cannot be reached: {error}") from None
                 time.sleep(_PAUSE_S * attempt)
         raise AssertionError("attempts is at least 1")
