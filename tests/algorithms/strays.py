@@ -25,7 +25,7 @@ from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings, CriticSettings
 from headrace_trainer.batches.prepare import prepare
-from headrace_trainer.experiences.admission import AdmissionLimits
+from headrace_trainer.experiences.admission import CORRECTION_MIN, AdmissionLimits
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
@@ -96,8 +96,8 @@ def train(runs: Sequence[Run], batch: int = BATCH, **settings: Any) -> Trained:
     """Train a stream in batches, as a lineage does."""
     chosen = Settings.model_validate({**settings, "kind": settings.get("kind", "reinforce++")})
     critic = _StandInCritic() if chosen.kind == "ppo" else None
-    terms = CorrectionRules(chosen.limit, chosen.correction_min, credit=_credit(chosen))
-    limits = AdmissionLimits(320, 99, 2, 1e6, chosen.limit, chosen.correction_min, correction_rules=terms,
+    terms = CorrectionRules(chosen.limit, CORRECTION_MIN, credit=_credit(chosen))
+    limits = AdmissionLimits(320, 99, 2, 1e6, chosen.limit, CORRECTION_MIN, correction_rules=terms,
                              ranges=chosen.range_limits)  # fmt: skip
     trained = Trained(state=LineageState(chain(0), limits, MemorySettings()))
     state = trained.state

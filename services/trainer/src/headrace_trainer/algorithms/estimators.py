@@ -39,6 +39,12 @@ class AdvantageInputs:
         return [task or run for task, run in zip(self.tasks_B, self.runs_B, strict=True)]
 
 
+HISTORY_MIN = 1.0
+"""Runs of a task (decayed, including others of the batch) from which on it has a baseline; before that its runs have no
+advantage."""
+TASKS_MIN = 16
+"""Number of tasks above which tasks count as not repeating if most of them were seen once: then a task without other
+runs is compared with all tasks."""
 Compute = Callable[[AdvantageInputs, Baselines, Decay, "AdvantageSettings"], tuple[Advantages, Baselines]]
 """Pure, and equal on every machine (P9). It returns advantages in the batch's order, and the baselines with the batch
 in them."""
@@ -99,8 +105,8 @@ def reinforce_pp(
         batch.tasks_B,
         past,
         decay,
-        history_min=settings.history_min,
-        tasks_min=settings.tasks_min,
+        history_min=HISTORY_MIN,
+        tasks_min=TASKS_MIN,
         scale_min=scale_min(settings),
     )
 

@@ -31,19 +31,11 @@ class AdvantageSettings(Section):
     """Weight that a run's reward keeps in its task's baseline after one more run of the task."""
     model_decay: Share = 0.99
     """The same for the baseline and the scale that all tasks share."""
-    history_min: Positive = 1.0
-    """Runs of a task (decayed, including others of the batch) from which on it has a baseline; before that its runs
-    have no advantage."""
-    tasks_min: Count = 16
-    """Number of tasks above which tasks count as not repeating if most of them were seen once: then a task without
-    other runs is compared with all tasks."""
     scale: Literal["std", "none"] = "std"
     """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
     scale_min: NotNegative = 0.01
     """Lower bound on the standard deviation, in the unit of rewards: differences below it are a judge's noise and get
     no full advantage."""
-    reward_max: Positive = 1e6
-    """Rewards beyond plus or minus this are dropped as `invalid`, because their unit must be wrong."""
     stray_factor: Annotated[float, Field(ge=0)] = 6.0
     """A value of a source is a stray in another unit if its distance from the median of the source's last 128 values is
     more than this many times their usual largest distance. It counts as the largest (or least) usual value, and
@@ -56,8 +48,6 @@ class AdvantageSettings(Section):
     limit: Positive = 10.0
     """Bound on advantages: they are clipped to plus and minus this, so that a surprise after long monotony is
     bounded."""
-    correction_min: NotNegative = 1e-3
-    """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
 
     @property
     def estimator(self) -> Estimator:

@@ -42,6 +42,10 @@ from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
 
+REWARD_MAX = 1e6
+"""Rewards beyond plus or minus this are dropped as `invalid`, because their unit must be wrong."""
+CORRECTION_MIN = 1e-3
+"""A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
 _DETAIL_LENGTH_MAX = 200
 
 
@@ -129,7 +133,7 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
     worth, credit = kind.worth, kind.credit
     correction_rules = CorrectionRules(
         advantage.limit,
-        advantage.correction_min,
+        CORRECTION_MIN,
         None if worth is None else lambda reward: worth(reward, advantage),
         None if credit is None else lambda value, turns, base, scale: credit(value, turns, base, scale, advantage),
         settings.needs.critic,
@@ -139,9 +143,9 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         vocabulary=vocabulary,
         sequence_tokens=min(settings.memory.sequence_tokens or settings.memory.queue_tokens, context),
         max_staleness=settings.max_staleness,
-        reward_max=advantage.reward_max,
+        reward_max=REWARD_MAX,
         advantage_max=advantage.limit,
-        correction_min=advantage.correction_min,
+        correction_min=CORRECTION_MIN,
         signals=signals,
         logprobs=settings.needs.logprobs and not signals.written,
         correction_rules=correction_rules,
