@@ -299,7 +299,7 @@ class Common(Section):
 class ServiceSettings(Section):
     """Settings in the section of every service."""
 
-    SHARED: ClassVar = ("host",)
+    SHARED: ClassVar[tuple[str, ...]] = ("host",)
 
     host: str = "127.0.0.1"
     """Address on which the service listens for HTTP."""
