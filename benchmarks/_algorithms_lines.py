@@ -129,7 +129,7 @@ def algorithms(registry: Mapping[str, Algorithm] | None = None) -> list[Arm]:
     if lost or stale:
         raise LookupError(
             f"algorithms without a stage: {', '.join(lost) or 'none'}; stages without an algorithm: "
-            f"{', '.join(stale) or 'none'}; update STAGES in benchmarks/_algorithms_arms.py"
+            f"{', '.join(stale) or 'none'}; update STAGES in benchmarks/_algorithms_lines.py"
         )
     return [_arm(name, stage) for name, stage in STAGES.items()]
 

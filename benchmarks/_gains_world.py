@@ -1,6 +1,6 @@
 """The e-mail agent's training traffic with users that give feedback, and the collector's and scorer's results.
 
-HTTP, bus and databases are left out, as in `_learning_world`. Sessions are played on the real engine with the users of
+HTTP, bus and databases are left out, as in `_learning_run`. Sessions are played on the real engine with the users of
 the demo. The gateway's code turns their feedback into events, the collector's code makes trajectories, and the scorer
 of a replay scores them.
 """
@@ -75,7 +75,7 @@ class Visitor(CapturingClient):
 
 
 class Traffic(World):
-    """The world of `_learning_world` with users that give feedback."""
+    """The world of `_learning_run` with users that give feedback."""
 
     def hold_back(self, kind: str) -> None:
         """Exclude questions of this kind from the traffic."""

@@ -1,8 +1,8 @@
 """Shadow evaluation before a canary, with simulated versions of known quality: `python -m benchmarks.shadow`.
 
 The program writes `reports/bench-shadow.json`, with exit status 1 if a line does not hold. The lines, of 100 pairs of
-tiny language models (`_shadow_worlds`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals of
-the difference in users' ratings, ten for each pair, 93 % contain the truth, and 90 % have the right sign. 95 of 100
+tiny language models (`_shadow_canaries`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals
+of the difference in users' ratings, ten for each pair, 93 % contain the truth, and 90 % have the right sign. 95 of 100
 planted unrelated pairs are refused. Canaries after a shadow take 40 % fewer of the candidate's sessions than without.
 With and without a shadow, at most 5 % of equal candidates are rolled back and at most 5 % of candidates that are 10
 points worse are promoted. The benchmark takes a few minutes of one core, with numpy and no model.

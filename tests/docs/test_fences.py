@@ -1,4 +1,4 @@
-"""Every code fence of every page runs, parses, or is listed in `not_run.py` with a reason.
+"""Every code fence of every page runs, parses, or is listed in `NOT_RUN` with a reason.
 
 Fences that call a running Headrace run in `test_running.py`.
 

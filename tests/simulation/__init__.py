@@ -1,10 +1,10 @@
 """Simulation of all stream services in one process, on a virtual clock, under faults.
 
-`simulate(seed)` (`run.py`) plays one `Cluster` (`cluster.py`). Agents work through two gateways; collectors, scorers,
-the trainer, the registry and replicas work as in production. The seed decides which faults happen: deaths (also before
-and after a commit, and during a save), rebalances, duplicates, delays, a slow trainer, an unreachable bus or blob
-store, commits that fail or whose answer is lost, and records that are no events. Then the faults stop. Every service
-has to come to rest (`rest.py`), and every promise is checked (`promises/`).
+`simulate(seed)` (`program.py`) plays one `Cluster` (`cluster.py`). Agents work through two gateways; collectors,
+scorers, the trainer, the registry and replicas work as in production. The seed decides which faults happen: deaths
+(before and after a commit, and during a save), rebalances, duplicates, delays, a slow trainer, an unreachable bus or
+blob store, commits that fail or whose answer is lost, and records that are no events. Then the faults stop. Every
+service has to come to rest (`rest.py`), and every promise is checked (`promises/`).
 
 The services' code is the real one, from their `app.run` down. `substitutes.py` lists the replaced names: the event
 loop's clock and threads (`loop.py`), Kafka's clients (`kafka.py`: `bus.py`, `clients.py` and `faust_app.py`, held by
