@@ -1,5 +1,7 @@
 """A replica whose model plays any tool loop: two calls, then an answer that repeats the word of the question.
 
+If the system prompt asks for it (`SPOKEN`), there is a sentence before each call.
+
 Its HTTP interface, chat template, tokenizer, parsers and grammars are those of `headrace_inference`. Only the model is
 scripted, and its answers must be ones that the grammar of their request allows.
 """
@@ -38,6 +40,7 @@ _TOOLS = ("search", "mail-search", "Read", "exec_command", "shell", "read", "rea
 """Tools that the model calls, the first one that is on offer."""
 _ANSWER: ContextVar[str] = ContextVar("answer")
 """Text of the answer to the request that is being served."""
+SPOKEN = "Say what you do."
 VOCABULARY = 320
 """Number of token ids of the model."""
 Json = dict[str, Any]
@@ -64,8 +67,9 @@ class AgentReplica(FakeReplica):
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        answer = answer_to(json.loads(raw), "note.txt")
-        _ANSWER.set(answer if isinstance(answer, str) else _call_text(answer))
+        body = json.loads(raw)
+        answer = answer_to(body, "note.txt")
+        _ANSWER.set(answer if isinstance(answer, str) else _call_text(answer, body))
         try:
             chat = parse(raw, choices_max=4, values_max=1_000_000)
             completion = await self._completions.begin(chat, VERSION, self._tokenizer, len(raw))
@@ -113,8 +117,9 @@ class AgentEngine(ScriptedEngine):
         return super().generate(prompt, sampling, version, starts, stream=stream, share=share)
 
 
-def _call_text(call: Called) -> str:
-    return f"{OPEN}{json.dumps({'name': call.name, 'arguments': call.arguments}, ensure_ascii=False)}{CLOSE}"
+def _call_text(call: Called, body: Json) -> str:
+    text = "I look." if SPOKEN in _text(body["messages"][0]) else ""
+    return f"{text}{OPEN}{json.dumps({'name': call.name, 'arguments': call.arguments}, ensure_ascii=False)}{CLOSE}"
 
 
 def answer_to(body: Json, file: str) -> str | Called:

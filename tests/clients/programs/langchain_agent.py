@@ -1,5 +1,10 @@
-"""LangChain's agent on LangGraph with ChatOpenAI or ChatAnthropic: streamed, or with `typed` for a typed answer."""
+"""LangChain's agent on LangGraph with ChatOpenAI or ChatAnthropic, streamed.
 
+With `typed` it gives a typed answer; `plain` is a tool loop on the model alone.
+"""
+
+import functools
+import operator
 import sys
 from typing import Any
 
@@ -33,6 +38,13 @@ inputs: Any = {"messages": [{"role": "user", "content": sys.argv[2]}]}
 if "typed" in sys.argv:
     typed_agent: Any = create_agent(model, [search], system_prompt="You search.", response_format=Answer)
     print(typed_agent.invoke(inputs)["structured_response"].answer)
+    sys.exit()
+if "plain" in sys.argv:
+    history: list[Any] = [("system", "You search."), ("user", sys.argv[2])]
+    bound = model.bind_tools([search])
+    while (answer := functools.reduce(operator.add, bound.stream(history))).tool_calls:
+        history += [answer, *map(search.invoke, answer.tool_calls)]
+    print(answer.content)
     sys.exit()
 agent: Any = create_agent(model, [search], system_prompt="You search.")
 text: Any = ""

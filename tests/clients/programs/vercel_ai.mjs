@@ -19,5 +19,5 @@ if (provider === "object") {
   console.log((await generateObject({ model, schema, prompt: question })).object.answer);
   process.exit();
 }
-const result = streamText({ model, system: "You search.", prompt: question, tools: { search }, stopWhen: stepCountIs(5) });
+const result = streamText({ model, system: "You search. Say what you do.", prompt: question, tools: { search }, stopWhen: stepCountIs(5) });
 console.log(await result.text);
