@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace_runtime.settings.sections import complete
-from headrace_trainer.algorithms.divergences import DIVERGENCES
+from headrace_trainer.algorithms.loss import DIVERGENCES
 from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from headrace_schemas import Experience
 from headrace_trainer.algorithms.baselines import Decay
+from headrace_trainer.algorithms.needs import Signals
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
-from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.batches.prepare import PreparedBatch, prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
-from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.pairing import form_parties
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.templates import EditWriter
+from headrace_trainer.experiences.waiting import form_parties
 from headrace_trainer.settings import MemorySettings
 from tests.unit.trainer.test_history import chain, name
 from tests.unit.trainer.world import START, WORDS, edit, side, turn, with_signals

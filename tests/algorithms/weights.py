@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.learner import GRADIENT_FACTOR
-from headrace_trainer.lineage.step_result import apply_result
+from headrace_trainer.lineage.culprits import apply_result
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings, TrainerSettings
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer

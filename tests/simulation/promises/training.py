@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
 from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
-from headrace_trainer.offline.dry_run import DryRun
+from headrace_trainer.replay import DryRun
 from tests.simulation.learner import pending_lessons
 from tests.simulation.rest import lessons, saved_lineage, saved_optimizer
 from tests.simulation.services import MAX_STALENESS, TRAINER

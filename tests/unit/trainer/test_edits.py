@@ -19,9 +19,9 @@ from headrace_schemas.events.chat import FunctionCall, Message, ToolCall
 from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.algorithms.settings import AdvantageSettings
-from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.examples import examples
 from headrace_trainer.experiences.replies import ReplyReader
+from headrace_trainer.experiences.templates import EditWriter
 from tests.support.hindsight_world import OPENING, QUESTION, conversation, encoder, user_message
 from tests.unit.trainer.world import experience
 

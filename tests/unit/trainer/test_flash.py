@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
-from headrace_trainer.torch_learner.model import attention, attention_results, blocks, flash, tiles
+from headrace_trainer.torch_learner.model import attention, blocks, flash, recomputing, tiles
 from headrace_trainer.torch_learner.model.flash import KernelResult, Part
 from tests.unit.trainer.test_forward import open_policy, rows
 
@@ -168,7 +168,7 @@ def test_recomputed_layers_ask_the_kernel_once() -> None:
     plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert len(oracle.calls) == 2
     oracle.calls.clear()
-    answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=attention_results.contexts)
+    answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=recomputing.contexts)
     again = torch.autograd.grad(answer.sum(), leaves)
     assert len(oracle.calls) == 2
     torch.testing.assert_close(again, plain)

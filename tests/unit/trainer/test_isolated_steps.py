@@ -20,7 +20,7 @@ from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.summary import VALUES_MAX, summarize_steps
 from headrace_trainer.learner import LearnerLost, NotFinite, StepResult
 from headrace_trainer.lineage import culprits
-from headrace_trainer.offline.dry_run import DryRun
+from headrace_trainer.replay import DryRun
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner import step as steps

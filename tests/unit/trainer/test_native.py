@@ -20,7 +20,7 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
-from headrace_trainer.torch_learner import native, native_plan
+from headrace_trainer.torch_learner import native
 from headrace_trainer.torch_learner.model import attention, policy
 from headrace_trainer.torch_learner.model.blocks import Block
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -235,29 +235,29 @@ class Config:
 
 def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     of_base = settings(Path("x"))
-    plain = native_plan.plan(Config(), of_base)
+    plain = native.plan(Config(), of_base)
     assert [row.length for row in plain.rows] == [24, 57, 200]
     assert all(7 not in row.token_ids_T for row in plain.rows), "no token that means something to the model"
     long = Config(sliding_window=4096, rope_parameters={"full": {"original_max_position_embeddings": 2048}})
-    plan = native_plan.plan(long, of_base)
+    plan = native.plan(long, of_base)
     assert [row.length for row in plan.rows] == [24, 57, 200, 2081, 4129]
     assert plan.unseen == ()
     beyond = plan.places["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
     assert sum(row.loss_mask_T.sum() for row in plan.rows) == sum(mask.sum() for mask in plan.places.values())
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
-    assert native_plan.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
+    assert native.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
-    assert native_plan.plan(Config(sliding_window=8192), budget).unseen == ("tokens beyond sliding_window = 8192",)
+    assert native.plan(Config(sliding_window=8192), budget).unseen == ("tokens beyond sliding_window = 8192",)
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
     """Some code counts positions along the row: short sequences then show no difference, but a wide row does."""
     config = Config(max_position_embeddings=256, floor_scale=1000)
-    lengths = [row.length for row in native_plan.plan(config, settings(Path("x"))).rows]
+    lengths = [row.length for row in native.plan(config, settings(Path("x"))).rows]
     assert sum(lengths) > 1000
     assert max(lengths) == 256
-    padded = native_plan.plan(config, settings(Path("x"), compute={"packing": "padded"}))
+    padded = native.plan(config, settings(Path("x"), compute={"packing": "padded"}))
     assert sum(row.length for row in padded.rows) < 300
 
 

@@ -23,9 +23,9 @@ from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner import tensors
+from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.rounding import round_stochastically
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.whole import Frozen
 from tests.unit.trainer.conftest import Make

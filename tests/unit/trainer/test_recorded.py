@@ -18,7 +18,7 @@ from headrace_schemas import Experience, Read, TrainingMetrics
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs.replay import BATCH_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.learner import NotFinite, StepResult
-from headrace_trainer.offline.dry_run import DryRun
+from headrace_trainer.replay import DryRun
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner.step import train

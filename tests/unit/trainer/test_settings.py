@@ -30,10 +30,10 @@ from headrace_schemas.programs.replay import ShortRun
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.check import check
 from headrace_trainer.lineage.versions import weight_digests
-from headrace_trainer.offline.short_run import ShortTraining
-from headrace_trainer.ray_learner import network
+from headrace_trainer.ray_learner import cluster
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.short_training import ShortTraining
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import experience
@@ -137,9 +137,9 @@ def test_a_setting_error_crosses_processes_with_its_name_and_its_sentence() -> N
 
 
 def test_the_network_of_an_address_is_found() -> None:
-    assert network.interface_of("127.0.0.1") == "lo"
-    assert network.interface_of("203.0.113.7") is None
-    assert network.interface_of("::1") is None
+    assert cluster.interface_of("127.0.0.1") == "lo"
+    assert cluster.interface_of("203.0.113.7") is None
+    assert cluster.interface_of("::1") is None
 
 
 @pytest.fixture(scope="module")

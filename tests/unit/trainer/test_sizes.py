@@ -142,9 +142,9 @@ def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Pat
 
 def _growth(work: Callable[[], None]) -> int:
     """Return by how many bytes the memory of this process is larger during `work`."""
-    from headrace_trainer.torch_learner.model import cpu
+    from headrace_trainer.torch_learner.model import devices
 
-    cpu.give_back()
+    devices.give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
     before = _resident_bytes("VmRSS")
     work()

@@ -17,10 +17,10 @@ from headrace_runtime.errors import CorruptBlob
 from headrace_schemas import Experience
 from headrace_schemas.values.arrays import pack_float32
 from headrace_trainer.algorithms.baselines import Baselines
-from headrace_trainer.algorithms.signals import Signals
+from headrace_trainer.algorithms.needs import Signals
 from headrace_trainer.experiences.examples import BRANCH, Example
+from headrace_trainer.experiences.reports import TrainedExperience
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.trained_experience import TrainedExperience
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.lineage.store import LineageStore

@@ -24,20 +24,19 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Checkpoint, Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import left_out_of, marks_of
-from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.admission import learned_signals
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
+from headrace_trainer.lineage import control
 from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.health import TrainingStopped
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import check_start, open_lineage
-from headrace_trainer.lineage.saving import Save
+from headrace_trainer.lineage.saving import DiskRoom, Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
 from headrace_trainer.report import Reporter, report_decision
-from headrace_trainer.room import DiskRoom
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Sink, Source
 
@@ -321,9 +320,9 @@ class Trainer:
     async def _remove_excluded(self, version: str, state: LineageState) -> None:
         """Drop waiting answers of an excluded version, and queue corrections for those that were trained."""
         state.sweep()
-        revisions = exclusion.find_excluded_contributions(state, version)
+        revisions = control.find_excluded_contributions(state, version)
         experiences = await self._read_again(state.bus_positions(revisions))
-        remaining = exclusion.take_back(state, revisions, experiences, self._clock.now())
+        remaining = control.take_back(state, revisions, experiences, self._clock.now())
         log.info("excluded", version=version, taken_back=len(revisions) - remaining, left=remaining)
 
     async def _requeue_undone(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:

@@ -1,4 +1,5 @@
-"""The loss of each sampled token. One entry per token of the loss (`_N`); formulas and sources in docs/algorithms.md.
+"""The loss of each sampled token, and estimates of its divergence from the base. One entry per token of the loss
+(`_N`); formulas and sources in docs/algorithms.md.
 
 Three policies take part: the engine that sampled (`behaviour`, its own logprobs), the weights at the start of the step
 (`start`), and the present weights (`current`; equal to `start` in the first update of a step). With `proximal="step"`
@@ -14,10 +15,14 @@ al. 2017, arXiv:1707.06347.
 `Experience.weight` must not be part of the loss. Every sampled token of a run lies in exactly one branch, so a sum
 over tokens counts a run once however it was split; weighting the branches would make a run count less the
 more often it was split. The weight is for statistics over runs: baselines, group means, mean rewards.
+
+With d = log pi_base - log pi: k1 is -d, k2 is d^2 / 2, k3 is e^d - 1 - d (Schulman 2020), `low_var_kl` is k3 within
+plus and minus 10, `abs` is |d|, and `corrected_k3` is k3 times the ratio of pi to the engine that sampled, at most 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +33,9 @@ from headrace_trainer.algorithms.settings import LossSettings
 
 LOG_RATIO_MAX = 20.0
 """Bound on log ratios before `exp`, so that one extreme token cannot make an infinity."""
+_LOW_VAR_MAX, _RATIO_MAX = 10.0, 2.0
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function of the logprobs of the present weights, of the base and of the engine."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +135,18 @@ def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
 
 def _ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
     return (numerator_N - denominator_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+
+
+def _corrected(current_N: Tensor, reference_N: Tensor, behaviour_N: Tensor) -> Tensor:
+    ratio_N = (current_N - behaviour_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp().clamp(max=_RATIO_MAX)
+    return ratio_N * k3(current_N, reference_N)
+
+
+DIVERGENCES: Mapping[str, Divergence] = {
+    "k1": lambda current_N, reference_N, _: current_N - reference_N,
+    "k2": lambda current_N, reference_N, _: 0.5 * (current_N - reference_N) ** 2,
+    "k3": lambda current_N, reference_N, _: k3(current_N, reference_N),
+    "low_var_kl": lambda current_N, reference_N, _: k3(current_N, reference_N).clamp(-_LOW_VAR_MAX, _LOW_VAR_MAX),
+    "abs": lambda current_N, reference_N, _: (current_N - reference_N).abs(),
+    "corrected_k3": _corrected,
+}

@@ -11,9 +11,8 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.needs import Needs, Signals
 from headrace_trainer.algorithms.reward_ranges import RangeLimits
-from headrace_trainer.algorithms.signals import Signals
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

@@ -8,9 +8,15 @@ from datetime import UTC, datetime, timedelta
 from headrace_runtime.kafka.wire import Record
 from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
-from headrace_trainer.experiences.pairing import form_parties
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.waiting import BatchRules, Selection, WaitingExperience, select, take_ready
+from headrace_trainer.experiences.waiting import (
+    BatchRules,
+    Selection,
+    WaitingExperience,
+    form_parties,
+    select,
+    take_ready,
+)
 from headrace_trainer.settings import TrainerSettings
 
 _BASELINE_TASKS = 4096

@@ -30,15 +30,15 @@ from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason, LearnedSignals
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
+from headrace_trainer.algorithms.needs import REWARDS, Signals
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
-from headrace_trainer.algorithms.signals import REWARDS, Signals
 from headrace_trainer.backends import BACKENDS
-from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.examples import Example, WriteAnswer, examples, tokens_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, pending_updates
 from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.restrictions import SetBuilder
+from headrace_trainer.experiences.templates import EditWriter
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
 

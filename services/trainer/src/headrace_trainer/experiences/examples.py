@@ -15,7 +15,7 @@ from hashlib import sha256
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import Message
 from headrace_schemas.events.experience import Edit
-from headrace_trainer.algorithms.signals import Signals
+from headrace_trainer.algorithms.needs import Signals
 
 WriteAnswer = Callable[[Message], tuple[int, ...] | None]
 """Returns the tokens of an answer with its end token, or None where the model cannot produce it."""

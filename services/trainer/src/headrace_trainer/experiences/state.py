@@ -29,8 +29,14 @@ from headrace_trainer.experiences.admission import (
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import PendingUpdate
-from headrace_trainer.experiences.reports import Offsets, SaveReport, Unreported, training_outcome
-from headrace_trainer.experiences.trained_experience import TrainedExperience, by_experience
+from headrace_trainer.experiences.reports import (
+    Offsets,
+    SaveReport,
+    TrainedExperience,
+    Unreported,
+    by_experience,
+    training_outcome,
+)
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS

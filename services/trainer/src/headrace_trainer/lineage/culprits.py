@@ -1,4 +1,5 @@
-"""Finds the experiences because of which a step fails, by trial steps on parts of the batch.
+"""Evaluates a step: combines its plan with its result, and finds the experiences because of which it fails, by trial
+steps on parts of the batch.
 
 Each trial step is reverted. After the search the learner is as it was before, random numbers included: the step on the
 remaining experiences is then the same as if the others had never been in the batch (P9).
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import TRIES, is_fatal
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.batches.prepare import PreparedBatch
+from headrace_trainer.experiences.reports import TrainedExperience
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import Abandoned, Copy, Learner, LearnerLost, NotFinite, StepRefused, StepResult
 from headrace_trainer.lineage.store import LineageStore
@@ -161,3 +163,40 @@ def _harmless() -> Batch:
     tokens, mask = np.zeros(3, np.int32), np.array([False, True, True])
     behaviour, unit_weights = np.where(mask, -1.0, 0.0).astype(np.float32), np.ones(3, np.float32)
     return Batch((Row("", 0, tokens, mask, behaviour, unit_weights, np.float32(0.5), np.zeros(3, np.bool_)),))
+
+
+def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bool = False) -> list[TrainedExperience]:
+    """Return what the weights hold of each row after the step.
+
+    A row that the loss left out counts as trained, but the weights hold nothing of it, so a correction adds all of its
+    advantage. Where a critic computed the advantage from the reward, that advantage is recorded, and the rest of the
+    reward is its baseline.
+
+    Args:
+        prepared: The plan of the step.
+        result: The result of the step.
+        has_teacher: Whether a teacher computed the advantages of the tokens of all new rows.
+    """
+    records = []
+    for planned, row in zip(prepared.trained, prepared.batch.rows, strict=True):
+        name = row.name
+        by_teacher = (has_teacher and not row.correction) or row.hindsight is not None
+        record = replace(
+            planned,
+            factor=prepared.batch.factor(row) * result.slopes.get(name, 1.0),
+            loss_advantage=None if by_teacher else float(row.advantage),
+        )
+        if name in result.advantages and not row.correction:
+            advantage = result.advantages[name]
+            record = replace(
+                record,
+                advantage=advantage,
+                loss_advantage=advantage,
+                baseline=float(row.advantage) - advantage,
+                scale=1.0,
+                reappraised=True,
+            )
+        if name in result.left_out:
+            record = replace(record, advantage=0.0, loss_advantage=0.0, turns=tuple(0.0 for _ in record.turns))
+        records.append(record)
+    return records

@@ -27,10 +27,9 @@ from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
-from headrace_trainer.lineage.culprits import StepFailed, open_trials, try_step
+from headrace_trainer.lineage.culprits import StepFailed, apply_result, open_trials, try_step
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.saving import LineageResources, LineageSnapshot, Save
-from headrace_trainer.lineage.step_result import apply_result
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings

@@ -1,4 +1,5 @@
-"""One save of a lineage, from the snapshot of its state until it is durable.
+"""One save of a lineage, from the snapshot of its state until it is durable, and the wait for free space on the disk
+before it.
 
 `Lineage.begin_save` takes the snapshot, and steps may go on; `Save.write` makes it durable, in any thread;
 `Lineage.end_save` applies it. There is one save at a time. A crash before the end of `write` leaves the previous save:
@@ -10,12 +11,15 @@ version counts for their staleness as if it were durable, so the duration of a s
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from headrace_runtime.clock import Clock
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import versions as files
 from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_schemas import Checkpoint, TrainingMetrics
@@ -34,6 +38,9 @@ from headrace_trainer.settings import TrainerSettings
 
 _POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 3
 """The bound on restore points without a setting: 1 GiB, or three times their size."""
+log = get_logger(__name__)
+_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks of a full disk."""
 
 
 @dataclass(frozen=True)
@@ -216,3 +223,27 @@ def default_points_bytes(point: int) -> int:
 def sum_bytes(points: Iterable[Tensors]) -> int:
     """Return the bytes that `points` take besides versions. A blob that several points share counts once."""
     return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())
+
+
+class DiskRoom:
+    """Free space on the disk of the blob store. A store that is no folder always has enough."""
+
+    def __init__(self, blobs: BlobStore, clock: Clock, free_bytes_min: int | None) -> None:
+        self._blobs = blobs
+        self._clock = clock
+        self._free_bytes_min = free_bytes_min
+        self.trouble: str | None = None
+        """The reason why `wait` waits, or None while it does not."""
+
+    async def wait(self, next_bytes: int) -> None:
+        """Return once `next_bytes` fit and the required minimum stays free."""
+        while (
+            reason := await asyncio.to_thread(self._blobs.space_problem, next_bytes, self._free_bytes_min)
+        ) is not None:
+            if self.trouble is None:
+                log.error("training_pauses", error=reason)
+            self.trouble = f"training is paused: {reason}"
+            await self._clock.sleep(_CHECK_INTERVAL_S)
+        if self.trouble is not None:
+            log.info("training_goes_on")
+        self.trouble = None

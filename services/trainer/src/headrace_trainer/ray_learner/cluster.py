@@ -1,4 +1,5 @@
-"""The Ray cluster that ranks run on: an existing one, or a private one on this machine.
+"""The Ray cluster that ranks run on, an existing one or a private one on this machine, and the network interface of its
+address.
 
 A process can be connected to one cluster at most, so learners of one process share the connection, and the last one to
 leave closes it. A private cluster uses the loopback interface, is not announced, and ends with this process, even if
@@ -7,10 +8,13 @@ that is killed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -29,6 +33,8 @@ _OBJECT_STORE_BYTES = 400_000_000
 log = get_logger(__name__)
 _LOOPBACK = "127.0.0.1"
 _LOCK = threading.Lock()
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 15
 
 
 class Cluster:
@@ -151,3 +157,22 @@ def _end_users(folder: Path) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:  # another user's process, or one that has ended
             continue
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address, or None where there is none, or the address is of
+    another kind."""
+    try:
+        packed_address = socket.inet_aton(address)
+    except OSError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has no address
+                continue
+            if answer[20:24] == packed_address:
+                return name
+    return None

@@ -74,7 +74,7 @@ class Rank:
         used."""
         import torch.distributed as dist
 
-        from headrace_trainer.ray_learner.network import interface_of
+        from headrace_trainer.ray_learner.cluster import interface_of
 
         if (name := interface_of(own_address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -18,7 +18,7 @@ from headrace_runtime.settings.sections import complete
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Abilities, StepResult
-from headrace_trainer.ray_learner import parts, sharded
+from headrace_trainer.ray_learner import sharded, version_parts
 from headrace_trainer.ray_learner.pieces import Piece
 from headrace_trainer.ray_learner.rank_team import RankTeam
 from headrace_trainer.ray_learner.version_parts import version_of
@@ -61,7 +61,7 @@ class RankLearner:
         self._first = number == 0
         self._peers = peers
         self._sharded = sharded
-        self._number, self._ranges = -1, list[parts.FileRange]()
+        self._number, self._ranges = -1, list[version_parts.FileRange]()
         """The number of the stored copy, and this rank's ranges of its files."""
 
     @classmethod
@@ -105,8 +105,10 @@ class RankLearner:
         self._ranges, sizes = [], {}
         state = self._inner.optimizer.references() | tensors.random_state(policy)
         for file, file_tensors in ((WEIGHTS, policy.parameters), (OPTIMIZER, state)):
-            own_parts = {name: parts.own_part(tensor, first=self._first) for name, tensor in file_tensors.items()}
-            sizes[file], ranges = parts.ranges(file, file_tensors, own_parts, about, first=self._first)
+            own_parts = {
+                name: version_parts.own_part(tensor, first=self._first) for name, tensor in file_tensors.items()
+            }
+            sizes[file], ranges = version_parts.compute_ranges(file, file_tensors, own_parts, about, first=self._first)
             self._ranges += ranges
         fingerprint = None
         if base is not None:
@@ -119,7 +121,7 @@ class RankLearner:
 
     def write_copy(self, number: int, folder: Path) -> list[Piece]:
         """Write this rank's ranges into the files in `folder`, while steps go on."""
-        return parts.write(folder, self._ranges_of(number))
+        return version_parts.write(folder, self._ranges_of(number))
 
     def pieces(self, number: int) -> list[Piece]:
         """Return the pieces of this rank's ranges, for a caller that fetches them by `piece`."""
@@ -137,7 +139,7 @@ class RankLearner:
         if number == self._number:
             self._ranges, self._number = [], -1
 
-    def _ranges_of(self, number: int) -> Sequence[parts.FileRange]:
+    def _ranges_of(self, number: int) -> Sequence[version_parts.FileRange]:
         if number != self._number:
             raise LookupError(f"copy {number} was requested, but copy {self._number} is stored")
         return self._ranges

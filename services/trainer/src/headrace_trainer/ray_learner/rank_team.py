@@ -44,7 +44,7 @@ _BUCKET_WEIGHTS = 1 << 25
 
 
 class RankTeam:
-    """A `headrace_trainer.torch_learner.team.Team` of the default process group."""
+    """A `headrace_trainer.torch_learner.step.Team` of the default process group."""
 
     def __init__(self, rank: int, ranks: int, *, sharded: bool) -> None:
         """`sharded`: whether every pass needs all ranks, because each holds a shard of the weights."""

@@ -1,15 +1,20 @@
-"""The ranges of a version's files that a rank writes. Together the ranks write the files of a single process.
+"""The ranges of the files of a copy and of a version that a rank writes. Together the ranks write the same files as a
+single process.
 
 The first rank finds out which tensor is in which file, under which name, by calling the library with tensors without
 values.
+
+A sharded tensor is divided by rows, so a rank's part of it is one range of the file. Tensors that every rank holds as
+a whole are written by the first rank.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +22,105 @@ from torch import Tensor
 
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.learner import VERSION
-from headrace_trainer.ray_learner import parts
-from headrace_trainer.ray_learner.parts import FileRange, OwnPart
+from headrace_trainer.ray_learner.pieces import PIECE_BYTES, Piece
 from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.learner import TorchLearner
+from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import round_stochastically
+from headrace_trainer.torch_learner.shards import is_sharded
+from headrace_trainer.torch_learner.stored_tensors import layout
 from headrace_trainer.torch_learner.version_files import WritePlan
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """This rank's part of a tensor."""
+
+    values: Tensor
+    """A reference to the values, on the tensor's device."""
+    start: int
+    """Index of the first value in the whole tensor."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes of a file that this rank holds."""
+
+    file: str
+    start: int
+    content: memoryview
+
+    def pieces(self) -> Iterator[tuple[Piece, memoryview]]:
+        for at in range(0, len(self.content), PIECE_BYTES):
+            content = self.content[at : at + PIECE_BYTES]
+            yield Piece.of(self.file, self.start + at, content), content
+
+
+def own_part(tensor: Tensor, *, first: bool) -> OwnPart | None:
+    """Return this rank's part of a tensor. `first`: whether this is the first rank, which writes unsharded tensors.
+
+    All ranks must call it at once, because a tensor that is not divided by rows is gathered in each.
+    """
+    if not is_sharded(tensor):
+        return OwnPart(tensor.detach(), 0) if first else None
+    from torch.distributed.tensor import Shard  # imported here, because it takes seconds
+
+    dtensor: Any = tensor.detach()
+    if tuple(dtensor.placements) != (Shard(0),):
+        full: Tensor = dtensor.full_tensor()
+        return OwnPart(full, 0) if first else None
+    local: Tensor = dtensor.to_local()
+    rows, ranks = dtensor.shape[0], dtensor.device_mesh.size()
+    each = -(-rows // ranks)
+    start = min(dtensor.device_mesh.get_rank() * each, rows)
+    assert len(local) == min(each, rows - start), "FSDP2 divides by rows, as torch.chunk does"
+    return OwnPart(local, start * (dtensor.numel() // rows if rows else 0))
+
+
+def compute_ranges(
+    file: str,
+    tensors: Mapping[str, Tensor],
+    own_parts: Mapping[str, OwnPart | None],
+    about: Mapping[str, str],
+    *,
+    first: bool,
+) -> tuple[int, list[FileRange]]:
+    """Return the file's size, and copies of this rank's ranges in host memory.
+
+    Args:
+        file: The path of the file.
+        tensors: All tensors of the file, for their shapes and types.
+        own_parts: This rank's part of each tensor.
+        about: The file's metadata.
+        first: Whether this is the first rank, which writes the header.
+    """
+    plan = layout(tensors, about)
+    file_ranges = [FileRange(file, 0, memoryview(plan.header))] if first else []
+    for name in tensors:
+        part = own_parts[name]
+        if part is not None and part.values.numel():
+            start = plan.starts[name] + part.start * tensors[name].element_size()
+            file_ranges.append(FileRange(file, start, content_of(part.values)))
+    return plan.size, file_ranges
+
+
+def content_of(values: Tensor) -> memoryview:
+    """Return the bytes of the values, copied to host memory."""
+    copied = values.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+    array: Any = copied.numpy()
+    return memoryview(array)
+
+
+def write(folder: Path, mine: Sequence[FileRange]) -> list[Piece]:
+    """Write ranges into existing files of their final size. Return the written pieces."""
+    pieces = []
+    for file_range in mine:
+        with (folder / file_range.file).open("rb+") as file:
+            for piece, content in file_range.pieces():
+                file.seek(piece.start)
+                file.write(content)
+                pieces.append(piece)
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -63,7 +160,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
     if inner.policy.lora:
         return _adapter(inner.policy, base, first=first)
     policy, dtype = inner.policy, inner.served_as
-    own_parts = {name: parts.own_part(parameter, first=first) for name, parameter in policy.parameters.items()}
+    own_parts = {name: own_part(parameter, first=first) for name, parameter in policy.parameters.items()}
     rounded = {name: _round_part(part, dtype, name) for name, part in own_parts.items() if part is not None}
     fingerprint = policy.fingerprint({name: part.values for name, part in rounded.items()})
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
@@ -85,15 +182,15 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
         own_tensors = {
             name: rounded.get(entry.name)
             if entry.name is not None
-            else parts.own_part(plan.files[file][name], first=first)
+            else own_part(plan.files[file][name], first=first)
             if plan is not None
             else None
             for name, entry in entries.items()
         }
         name = f"{VERSION}/{file}"
         tensors = {name: entry.bare for name, entry in entries.items()}
-        sizes[name], ranges = parts.ranges(name, tensors, own_tensors, version_files.ABOUT, first=first)
-        file_ranges += ranges
+        sizes[name], other_ranges = compute_ranges(name, tensors, own_tensors, version_files.ABOUT, first=first)
+        file_ranges += other_ranges
     texts = _texts(plan.texts) if plan is not None else ()
     return VersionPart(fingerprint, (*file_ranges, *texts), sizes | {text.file: len(text.content) for text in texts})
 

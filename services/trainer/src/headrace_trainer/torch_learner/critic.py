@@ -1,4 +1,5 @@
-"""A critic: the expected reward at each sampled token, and advantages from it (GAE).
+"""Appraisers, which compute advantages of tokens, and the critic: the expected reward at each sampled token, and
+advantages from it (GAE).
 
 The value of a token is a linear map of the policy's last hidden state before it. No gradient of it reaches the policy,
 and its optimizer is its own. Formulas are in `headrace_trainer.algorithms.catalog.ppo`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -129,3 +131,29 @@ class Critic:
             tokens = np.flatnonzero(rows == index)
             reward_shares[tokens] = shares(len(tokens), self._settings.gamma, self._settings.lam)
         return replace(pack, advantage_N=pack.advantage_N * torch.from_numpy(reward_shares).to(pack.advantage_N))
+
+
+class Appraiser(Protocol):
+    """Computes advantages once per step, before the weights move. Its state is saved with the optimizer's."""
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Measurements of the last step."""
+
+    def appraise(
+        self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
+    ) -> tuple[list[Pack], list[Pack]]:
+        """Return the passes with `advantage_N` set, and otherwise unchanged.
+
+        An appraiser may add passes of its own, whose rows have no name and no weight. Raises `Abandoned` soon after
+        `stop` is set.
+        """
+
+    def learn(self) -> Mapping[str, float]:
+        """Train the appraiser after a step was taken. Return the advantages for `StepResult.advantages`."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of the state on the CPU."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state; an empty one resets the appraiser."""

@@ -1,9 +1,10 @@
-"""The back end `torch`: a `Learner` whose weights and optimizer are in this process, on one device."""
+"""The back end `torch`: a `Learner` whose weights and optimizer are in this process, on one device, and its copies."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import (
     OPTIMIZER,
+    VERSION,
     WEIGHTS,
     Abandoned,
     Abilities,
@@ -27,9 +29,7 @@ from headrace_trainer.learner import (
 )
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
-from headrace_trainer.torch_learner.appraisal import Appraiser
-from headrace_trainer.torch_learner.copies import TorchCopy
-from headrace_trainer.torch_learner.critic import Critic
+from headrace_trainer.torch_learner.critic import Appraiser, Critic
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -37,11 +37,75 @@ from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored_tensors import StoredTensors
-from headrace_trainer.whole import Frozen
+from headrace_trainer.whole import Frozen, WholeCopy
 
 log = get_logger(__name__)
 _MEMORY_REMEDY = "free memory on the device, or lower trainer.compute.pack_tokens"
 _NATIVE_REMEDY = "raise trainer.native.tokens"
+
+
+class TorchCopy:
+    """A copy of weights and optimizer; see `headrace_trainer.learner.Copy`.
+
+    Until `detach`, `write` reads the learner's own tensors, one at a time. The learner calls `detach` before it changes
+    them. Afterwards the copy has the bytes of its files in memory, as much as a save has.
+    """
+
+    def __init__(
+        self,
+        write_state: Callable[[Path], None],
+        freeze: Callable[[], Frozen],
+        write_version: Callable[[Path], None] | None,
+        fingerprint: Fingerprint | None,
+    ) -> None:
+        """Create a copy of the present state.
+
+        Args:
+            write_state: Writes weights and optimizer into a folder.
+            freeze: Returns the same files as bytes.
+            write_version: Writes the version's files into a folder. None where no version was requested.
+            fingerprint: The fingerprint of the version.
+        """
+        self.fingerprint = fingerprint
+        self._write_state = write_state
+        self._freeze = freeze
+        self._write_version = write_version
+        self._lock = threading.Lock()
+        self._detached: WholeCopy | None = None
+        self._dropped = False
+
+    def write(self, folder: Path) -> None:
+        with self._lock:
+            if self._detached is not None:
+                self._detached.write(folder)
+                return
+            self._write_state(folder)
+            if self._write_version is not None:
+                (folder / VERSION).mkdir()
+                self._write_version(folder / VERSION)
+
+    def detach(self) -> None:
+        """Copy the state into memory, unless the copy was dropped. Calling it again has no effect."""
+        with self._lock:
+            if self._detached is not None or self._dropped:
+                return
+            if self._write_version is None:
+                self._detached = WholeCopy(self._freeze())
+                return
+            version = tempfile.TemporaryDirectory(prefix="headrace-version-")
+            try:
+                self._write_version(Path(version.name))
+                self._detached = WholeCopy(self._freeze(), self.fingerprint, version)
+            except BaseException:
+                version.cleanup()
+                raise
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            if self._detached is not None:
+                self._detached.drop()
+                self._detached = None
 
 
 class TorchLearner:

@@ -1,4 +1,5 @@
-"""One step on a batch: forward and backward pass by pass, then one update of the weights (or several).
+"""One step on a batch: forward and backward pass by pass, possibly divided among processes, then one update of the
+weights (or several).
 
 The loss is a sum over tokens, each with the weight of its row. Each pass adds its part of that sum, so dividing the
 batch into passes changes only the rounding. Rows that are trained for the first time share the batch's weight
@@ -13,26 +14,73 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace_runtime.process import liveness
-from headrace_trainer.algorithms.divergences import DIVERGENCES
-from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
+from headrace_trainer.algorithms.loss import DIVERGENCES, TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
-from headrace_trainer.batches.batch import Batch, passes
+from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
-from headrace_trainer.torch_learner.appraisal import Appraiser
+from headrace_trainer.torch_learner.critic import Appraiser
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.shards import gather
-from headrace_trainer.torch_learner.team import ALONE, IDLE, Team
+
+IDLE = Row(
+    "",
+    0,
+    np.zeros(2, np.int32),
+    np.array([False, True]),
+    np.zeros(2, np.float32),
+    np.ones(2, np.float32),
+    np.float32(0),
+    np.zeros(2, np.bool_),
+)
+"""A row without name and weight. A process without rows of its own computes it when the others compute a pass."""
+
+
+class Team(Protocol):
+    """Processes that share a step. Every member calls the same methods in the same order, with the same batch."""
+
+    def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
+        """Return the number of tokens of one pass over rows of these `lengths`, so that every member has work."""
+
+    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        """Return the passes of this member, as row numbers, out of all `packs`. An empty one is a pass over `IDLE`."""
+
+    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replace each gradient by the sum of all members' gradients."""
+
+    def together(self, measures: Measures) -> Measures:
+        """Return the observations of all members, the same for each."""
+
+
+class Alone:
+    """A `Team` of one process."""
+
+    def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
+        return pack_tokens
+
+    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        return packs
+
+    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Do nothing, because there are no other members."""
+
+    def together(self, measures: Measures) -> Measures:
+        return measures
+
+
+ALONE = Alone()
 
 
 def train(

@@ -15,8 +15,8 @@ from transformers import modeling_utils
 from headrace_runtime.storage.versions import is_weights, model_files
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.torch_learner import tensors
+from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import round_stochastically
 
 ABOUT = {"format": "pt"}
 """The metadata that transformers writes into a file of weights."""

@@ -1,4 +1,5 @@
-"""The folder that Trinity and the trainer share: models, checkpoints with optimizer, jobs, and the pending batch.
+"""The folder that Trinity and the trainer share: models, checkpoints with optimizer, jobs, the pending batch, and
+weights files as bytes.
 
     base/               the model that the lineage began with
     models/<digest>/    a whole model: weights, and the base's other files
@@ -20,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace_runtime.errors import SettingError
 from headrace_runtime.storage import versions
 from headrace_schemas.values.base import Model, Sha256
 from headrace_trainer.trinity_learner.configuration import TrinityJob
 
 _DRAFT = ".draft-"
 _WEIGHTS_CHUNK = 1 << 24
+_WORD = b"headrace trinity weights of lineage "
 
 
 class Pending(Model):
@@ -207,3 +210,23 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def pack_weights(lineage: str, weights: Sequence[Path]) -> bytes:
+    """Return the files as bytes. Equal files give equal bytes."""
+    ordered = sorted(weights, key=lambda path: path.name)
+    names = json.dumps([[path.name, path.stat().st_size] for path in ordered])
+    return b"".join([_WORD, lineage.encode(), b"\n", names.encode(), b"\n", *(path.read_bytes() for path in ordered)])
+
+
+def unpack_weights(data: bytes, folder: Path) -> None:
+    """Write the files into `folder`. Raise `SettingError` when `data` has another format."""
+    if not data.startswith(_WORD):
+        raise SettingError("trainer.backend", "trinity", "the lineage was saved by another back end; keep that one")
+    first = data.index(b"\n") + 1
+    start = data.index(b"\n", first) + 1
+    for name, size in json.loads(data[first:start]):
+        if Path(name).name != name:
+            raise SettingError("trainer.backend", "trinity", f"the saved lineage names a file {name!r}")
+        (folder / name).write_bytes(data[start : start + size])
+        start += size

@@ -35,11 +35,10 @@ from headrace_trainer.trinity_learner.configuration import (
     size_of,
     vocabulary_of,
 )
-from headrace_trainer.trinity_learner.disk import Disk, Pending
+from headrace_trainer.trinity_learner.disk import Disk, Pending, pack_weights, unpack_weights
 from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from headrace_trainer.trinity_learner.settings import TrinitySettings
-from headrace_trainer.trinity_learner.weights_bytes import pack_weights, unpack_weights
 from headrace_trainer.whole import Frozen, WholeLearner
 
 JOBS_MAX = 3

@@ -44,9 +44,8 @@ from pydantic import Field, model_validator
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.gap import GapEstimate
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.needs import Needs, Signals
 from headrace_trainer.algorithms.presets import Algorithm
-from headrace_trainer.algorithms.signals import Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings

@@ -8,7 +8,7 @@ tokens follow the sequence, where its own tokens do not attend to them.
 Keys that several heads share are read without copies, and a sliding window is two numbers. Whether a mask is plain
 causality or such a window is not derived from a name: transformers' own mask is evaluated for the queries where
 windows, chunks and plain causality differ. Where layers are recomputed, attention is stored in the first pass
-(`attention_results`)."""
+(`recomputing`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from headrace_trainer.torch_learner.model import attention_results
+from headrace_trainer.torch_learner.model import recomputing
 
 LONG, STEP = 1024, 512
 _WIDTH_MAX, _WIDTH_STEP = 256, 8
@@ -323,7 +323,7 @@ class _AttentionPlan:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _AttentionPlan) -> Tensor:
-        answer, more = attention_results.compute_once(partial(how.forward, query, key, value))
+        answer, more = recomputing.compute_once(partial(how.forward, query, key, value))
         ctx.save_for_backward(query, key, value, answer, *(tensor for beside in more for tensor in beside))
         ctx.how, ctx.counts = how, [len(beside) for beside in more]
         return answer

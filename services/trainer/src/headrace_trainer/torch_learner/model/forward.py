@@ -60,7 +60,7 @@ class Pack:
 
     @property
     def idle(self) -> bool:
-        """Whether no row has a name, so that the pass has no weight (`headrace_trainer.torch_learner.team`)."""
+        """Whether no row has a name, so that the pass has no weight (`headrace_trainer.torch_learner.step`)."""
         return not any(self.names)
 
 

@@ -27,8 +27,8 @@ from headrace_runtime.process import liveness
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head_tail import NO_TAIL, Tail, find_tail, planted_logits
+from headrace_trainer.torch_learner.model.masters import add_product
 from headrace_trainer.torch_learner.model.pack_sets import PackSets
-from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk's logits in float32. About three times as much is in memory at once."""

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.compiled import fused
+from headrace_trainer.torch_learner.model.masters import add_product
 from headrace_trainer.torch_learner.model.pack_sets import PackSets
-from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 384 << 20
 """Size of one chunk's logits. With smaller chunks the gradient of the weight would be read and written more often."""

@@ -33,12 +33,11 @@ from headrace_trainer.torch_learner.model import (
     adapters,
     attention,
     configuration,
-    cpu,
+    devices,
     forward,
     masters,
     norms,
     recomputing,
-    rope,
     sequence_bound,
 )
 from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, first_line
@@ -78,7 +77,7 @@ class Policy:
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
         if device.type == "cpu":
-            cpu.prepare()
+            devices.prepare()
         compute = resolve_types(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)
@@ -336,7 +335,7 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
             raise SettingError("trainer.base", str(path), f"is not a safetensors file: {error}") from None
     implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
     model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
-    rope.steady(model)
+    attention.steady(model)
     if not compute.compile:  # a compiler fuses norms with the operations around them
         norms.fuse(model)
     return model

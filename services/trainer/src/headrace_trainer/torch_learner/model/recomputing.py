@@ -1,4 +1,4 @@
-"""Recomputes the activations of layers in the backward pass, except their attention.
+"""Recomputes the activations of layers in the backward pass, except their attention, whose results are stored.
 
 The cost of attention grows with the square of a sequence, but the size of its result does not.
 """
@@ -6,14 +6,15 @@ The cost of attention grows with the square of a sequence, but the size of its r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-from headrace_trainer.torch_learner.model import attention_results
 
 _KEPT = [
     getattr(torch.ops.aten, name).default
@@ -24,6 +25,7 @@ _KEPT = [
         "_scaled_dot_product_cudnn_attention",
     )
 ]
+T = TypeVar("T")
 
 
 def enable(model: Any, device: torch.device, dtype: str) -> None:
@@ -34,21 +36,21 @@ def enable(model: Any, device: torch.device, dtype: str) -> None:
     """
     _without_dropout(model)
     flashes = device.type == "cuda" and dtype == "bfloat16"
-    how = {"use_reentrant": False, "context_fn": attention_results.contexts if flashes else _combined_contexts}
+    how = {"use_reentrant": False, "context_fn": contexts if flashes else _combined_contexts}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def _combined_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Return the contexts of a layer's first and second pass, in which both kinds of attention are stored."""
-    attention_contexts, torch_contexts = attention_results.contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
-    return _inside(attention_contexts[0], torch_contexts[0]), _inside(attention_contexts[1], torch_contexts[1])
+    attention_contexts, torch_contexts = contexts(), create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+    return _inside_all(attention_contexts[0], torch_contexts[0]), _inside_all(attention_contexts[1], torch_contexts[1])
 
 
 @contextlib.contextmanager
-def _inside(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def _inside_all(*managers: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+        for manager in managers:
+            stack.enter_context(manager)
         yield
 
 
@@ -60,3 +62,42 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Attention results of a layer that will be recomputed, in order."""
+
+    values: deque[Any]
+    again: bool
+
+
+_results: ContextVar[_Results | None] = ContextVar("stored attention results", default=None)
+
+
+def compute_once(compute: Callable[[], T]) -> T:
+    """Return the result of `compute`; in a layer's second pass, the stored result of the first."""
+    results = _results.get()
+    if results is None:
+        return compute()
+    if results.again:
+        stored: T = results.values.popleft()
+        return stored
+    result = compute()
+    results.values.append(result)
+    return result
+
+
+def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return the contexts of a layer's first and second pass, for torch's checkpointing."""
+    values: deque[Any] = deque()
+    return _inside(_Results(values, again=False)), _inside(_Results(values, again=True))
+
+
+@contextlib.contextmanager
+def _inside(results: _Results) -> Iterator[None]:
+    token = _results.set(results)
+    try:
+        yield
+    finally:
+        _results.reset(token)

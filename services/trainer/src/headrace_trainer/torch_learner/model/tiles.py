@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace_trainer.torch_learner.model import attention_results, blocks
+from headrace_trainer.torch_learner.model import blocks, recomputing
 from headrace_trainer.torch_learner.model.blocks import Block
 
 TILE = 1 << 20
@@ -134,7 +134,7 @@ _buffers = _Buffers()
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], scale: float) -> Tensor:
-        answer, norm = attention_results.compute_once(partial(_forward, query, key, value, cut, scale))
+        answer, norm = recomputing.compute_once(partial(_forward, query, key, value, cut, scale))
         ctx.save_for_backward(query, key, value, norm)
         ctx.cut, ctx.scale = cut, scale
         return answer
