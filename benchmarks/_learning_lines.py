@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace_operations import guard
+from headrace_operations.charts import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Row
-from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_statistics.clustered_means import Mean, Score, difference, mean
 
 

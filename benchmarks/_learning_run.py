@@ -34,7 +34,7 @@ from email_agent import mailbox, rewards, typed
 from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import AGENT, Mailtools
 from example_parts.react import Agent, Episode
-from headrace_collector.trajectories import build_trajectory
+from headrace_collector.closing import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_registry.gate.evaluation import run_trial
 from headrace_registry.gate.trial import Trial
@@ -42,7 +42,7 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
-from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.programs.models import Tasks
 from headrace_schemas.values.base import utcnow
 from headrace_scorer.answer_remarks import Corrections
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward

@@ -27,8 +27,7 @@ from benchmarks._rollout_trials import NEVER, Crossings
 from benchmarks._rollout_worlds import Floats, World
 from headrace_registry.rollouts.adaptive_split import probabilities_of_best, share_parts
 from headrace_registry.rollouts.evidence import Evidence
-from headrace_registry.rollouts.maturity import Unit, UnitReading
-from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Unit, UnitReading
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 SUCCESS = 0.7

@@ -24,7 +24,7 @@ from benchmarks._live_stack import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import status_line
-from headrace_operations.rollouts import chart
+from headrace_operations import charts
 from headrace_operations.supervisor import Supervisor
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.blobs import BlobStore
@@ -252,7 +252,7 @@ def _ended(state: VersionState, expected_state: str) -> tuple[bool, str]:
 
 def _print_progress(rollout: RolloutState, remark: str) -> None:
     print_now(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
-    print_now("\n".join(chart.draw_lines(rollout, METRIC)))
+    print_now("\n".join(charts.draw_lines(rollout, METRIC)))
 
 
 def main() -> int:

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_operations import drawing
+from headrace_operations import charts
 from headrace_registry.rollouts.evidence import Evidence
-from headrace_registry.rollouts.maturity import Unit, UnitReading
-from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.rollouts.plan import RolloutPlan, Unit, UnitReading
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -160,19 +159,19 @@ def draw_canary(plan: RolloutPlan, seed: int, path: Path) -> Path:
 
 
 def _draw(points: list[tuple[int, dict[str, float]]], harmed: int, plan: RolloutPlan, path: Path) -> Path:
-    plt = drawing.pyplot()
+    plt = charts.pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), dpi=150)
     at = [number for number, _ in points]
     lower, upper = ([100 * numbers[end] for _, numbers in points] for end in ("lower", "upper"))
-    axes.fill_between(at, lower, upper, color=drawing.LINE, alpha=0.15, label="95 % confidence sequence")
-    axes.plot(at, [100 * numbers["difference"] for _, numbers in points], color=drawing.LINE, label="seen so far")
-    axes.axhline(0, color=drawing.INK, linewidth=0.8)
-    axes.axhline(-100 * WORLD.worse, color=drawing.FAINT, linestyle="--", label="truth")
+    axes.fill_between(at, lower, upper, color=charts.LINE, alpha=0.15, label="95 % confidence sequence")
+    axes.plot(at, [100 * numbers["difference"] for _, numbers in points], color=charts.LINE, label="seen so far")
+    axes.axhline(0, color=charts.INK, linewidth=0.8)
+    axes.axhline(-100 * WORLD.worse, color=charts.FAINT, linestyle="--", label="truth")
     if harmed:
-        axes.axvline(harmed, color=drawing.WRONG, label=f"rolled back, after {harmed} mature sessions")
+        axes.axvline(harmed, color=charts.WRONG, label=f"rolled back, after {harmed} mature sessions")
     margin = next(guardrail.margin for guardrail in plan.guardrails if guardrail.metric == "reward")
     axes.set(ylim=(-6 * 100 * margin, 4 * 100 * margin), xlabel="mature sessions, both arms",
              ylabel="reward, candidate less control (points)")  # fmt: skip
     axes.legend(frameon=False, loc="upper right")
-    drawing.save(figure, path)
+    charts.save(figure, path)
     return path

@@ -3,7 +3,7 @@
 All features depend on whether the run is good, so that the probability that a run is good, given its features, is a
 product. It is the truth with which a reward model's values and intervals are compared.
 
-Stable and drifting judges, as input of the drift alarm in `headrace_scorer.agreement_test`.
+Stable and drifting judges, as input of the drift alarm in `headrace_scorer.judge_monitor`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace_scorer.agreement_test import Agreement
+from headrace_scorer.judge_monitor import Agreement
 from headrace_scorer.learned.models import Thumb, ThumbedRun
 from headrace_scorer.learned.thumbs import FittedThumbs
 

@@ -29,10 +29,8 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Range
 from headrace_cli.progress import ProgressDisplay
 from headrace_operations.replay import copying, runner
-from headrace_operations.replay.journal import Journal
-from headrace_operations.replay.partition_merge import open_merge
-from headrace_operations.replay.report import Report
-from headrace_operations.replay.request import Request, make
+from headrace_operations.replay.partition_merge import Journal, open_merge
+from headrace_operations.replay.request import Report, Request, make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.kafka import topics
 from headrace_runtime.settings.sections import BusSettings

@@ -44,7 +44,7 @@ from benchmarks._gains_jobs import play
 from benchmarks._run_processes import auroc
 from benchmarks._thumbs_world import KnownRun, People, runs, thumbed, without_width_limit
 from headrace_cli.progress import ProgressDisplay
-from headrace_scorer import agreement_test
+from headrace_scorer import judge_monitor
 from headrace_scorer.learned import columns, crowd
 from headrace_scorer.learned.models import FitRequirements, Thumb, ThumbedRun
 from headrace_scorer.learned.thumbs import FittedThumbs, fit
@@ -179,7 +179,7 @@ def of_judges(seed: int, streams: int) -> Numbers:
     turned = _thumbs_world.delays(seed, streams, 600, FOUND_WITHIN, 0.8)
     lost = _thumbs_world.delays(seed, streams // 4, 600, 2 * FOUND_WITHIN, 0.5)
     late = [delay for delay in turned if delay is not None and delay > 0]
-    with mock.patch.object(agreement_test, "upper_bound", lambda mean, _count, _error: mean):
+    with mock.patch.object(judge_monitor, "upper_bound", lambda mean, _count, _error: mean):
         careless = _thumbs_world.false_alarms(seed, streams // 4, 1500)
     return {
         "false_alarms": _thumbs_world.false_alarms(seed, streams, 1500),

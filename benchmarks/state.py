@@ -34,9 +34,8 @@ from headrace_schemas import Message
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer
 from headrace_scorer.functions.loading import RewardFunction
-from headrace_scorer.functions.outcomes import Outcome
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest, Outcome
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring

@@ -11,7 +11,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from headrace_schemas.programs.gate import Play
+from headrace_schemas.programs.models import Play
 from trinity_bench.configuration import Job, as_yaml, configuration, plays_timeout_s
 from trinity_bench.processes import environment, start, stop
 from trinity_bench.results import BenchFailed, last_error, scores

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace_schemas.programs.gate import Play
+from headrace_schemas.programs.models import Play
 from trinity_bench.settings import Settings
 
 _TAIL_BYTES = 20_000

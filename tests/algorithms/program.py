@@ -20,9 +20,9 @@ import torch
 import transformers
 
 from headrace_trainer.algorithms.presets import ALGORITHMS
-from headrace_trainer.batches import batch, prepare, rows
-from headrace_trainer.experiences import examples, pairing, pending_updates
-from headrace_trainer.lineage import step_result
+from headrace_trainer.batches import batch, prepare
+from headrace_trainer.experiences import examples, pending_updates, waiting
+from headrace_trainer.lineage import culprits
 from headrace_trainer.torch_learner import critic
 from headrace_trainer.torch_learner.model import forward
 from tests.algorithms import advantages, losses, strays, stream, weights
@@ -86,13 +86,13 @@ def _swapped() -> contextlib.AbstractContextManager[Any]:
 
 
 def _unmasked() -> contextlib.AbstractContextManager[Any]:
-    sound = rows._answer_row
+    sound = prepare._answer_row
 
     def answer(row: Any, *rest: Any) -> Any:
         answer_row = sound(row, *rest)
         return replace(answer_row, loss_mask_T=np.arange(answer_row.length) > 0)
 
-    return mock.patch.object(rows, "_answer_row", answer)
+    return mock.patch.object(prepare, "_answer_row", answer)
 
 
 def _nameless() -> contextlib.AbstractContextManager[Any]:
@@ -105,7 +105,7 @@ def _nameless() -> contextlib.AbstractContextManager[Any]:
 
 
 def _slopeless() -> contextlib.AbstractContextManager[Any]:
-    sound = step_result.apply_result
+    sound = culprits.apply_result
 
     def apply_result(prepared: Any, result: Any) -> Any:
         return sound(prepared, replace(result, slopes={}))
@@ -130,7 +130,7 @@ def _first_of_all() -> contextlib.AbstractContextManager[Any]:
         return {(name, answer.part): "one" for name, answer in answers}
 
     return _both(
-        mock.patch.object(pairing, "match_answers", match_answers),
+        mock.patch.object(waiting, "match_answers", match_answers),
         mock.patch.object(prepare, "match_answers", match_answers),
     )
 

@@ -7,11 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_collector.continuations import TurnContent
+from headrace_collector.closing import build_trajectory
+from headrace_collector.digests import TurnContent
 from headrace_collector.facts import turn_facts
-from headrace_collector.retries import superseded_turns
-from headrace_collector.runs import partition_runs
-from headrace_collector.trajectories import build_trajectory
+from headrace_collector.runs import partition_runs, superseded_turns
 from headrace_schemas import Trajectory, Turn
 from headrace_schemas.values.base import utcnow
 from headrace_trainer.experiences.restrictions import SetBuilder

@@ -21,11 +21,11 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, Event, Experience, TrainingMetrics
 from headrace_schemas.programs.replay import ClosedLine, FeedbackLine
 from headrace_schemas.values.blobs import BlobRef
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.rescoring import Rescoring
+from headrace_scorer.functions.process import FunctionPool
+from headrace_scorer.replay import Rescoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.experiences.admission import learned_signals
-from headrace_trainer.offline.dry_run import DryRun
+from headrace_trainer.replay import DryRun
 from headrace_trainer.settings import TrainerSettings
 from tests.feedback.comparing import WEIGHTS, Oracle, differences, weight
 from tests.feedback.world import (

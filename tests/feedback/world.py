@@ -26,7 +26,7 @@ from headrace_schemas.events.trajectory import NoLogprobs
 from headrace_schemas.rules.training import no_logprobs_reason
 from headrace_schemas.values import ids
 from headrace_scorer import schema, upkeep
-from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring

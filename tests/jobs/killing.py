@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_operations.jobs.journal import JobJournal
+from headrace_operations.jobs.job import JobJournal
 from headrace_runtime.registries import Registry
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from headrace.rewards.natural_signals import _alike
-from headrace_schemas.values.sources import _expression
+from headrace_schemas.values.ids import _expression
 from headrace_schemas.values.text import closest
 
 FUNCTIONS = frozenset({"compile", "match", "fullmatch", "search", "findall", "finditer", "split", "sub", "subn"})
@@ -296,7 +296,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
-    ("schemas/src/headrace_schemas/values/sources.py", "_compiled"): tuple(
+    ("schemas/src/headrace_schemas/values/ids.py", "_compiled"): tuple(
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
 }

@@ -61,7 +61,7 @@ def _normalised(source: str) -> Iterator[tuple[int, str]]:
 
 
 LINES_MAX = 400
-MEDIAN_MAX = 130
+MEDIAN_MIN, MEDIAN_MAX = 120, 200
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path / "pyproject.toml").exists())
 
 
@@ -83,8 +83,9 @@ def test_no_file_is_longer_than_it_should_be() -> None:
     assert long == [], "split them: one idea per file"
 
 
-def test_the_median_file_fits_two_screens() -> None:
-    assert statistics.median(lines(path) for path in SOURCES if path.name != "__init__.py") <= MEDIAN_MAX
+def test_the_median_file_holds_one_idea_on_a_few_screens() -> None:
+    median = statistics.median(lines(path) for path in SOURCES if path.name != "__init__.py")
+    assert MEDIAN_MIN <= median <= MEDIAN_MAX
 
 
 def test_every_module_and_public_class_says_what_it_is() -> None:

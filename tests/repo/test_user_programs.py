@@ -22,8 +22,8 @@ from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.process.programs import INHERITED, program_environment
 from headrace_schemas import FunctionCall
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from tests.support.processes import wait_until

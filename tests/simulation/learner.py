@@ -22,9 +22,17 @@ from headrace_schemas.values.blobs import Fingerprint, Manifest
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Learner, NotFinite, StepResult
+from headrace_trainer.learner import (
+    GRADIENT_FACTOR,
+    Abandoned,
+    Abilities,
+    Frozen,
+    Learner,
+    NotFinite,
+    StepResult,
+    WholeLearner,
+)
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.whole import Frozen, WholeLearner
 
 VOCABULARY = 4096
 CONTEXT = 4096

@@ -14,7 +14,7 @@ import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
 from headrace_collector.settings import CollectorSettings
-from headrace_gateway.log_ends import LogEnds
+from headrace_gateway.feedback import LogEnds
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool

@@ -26,12 +26,11 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.settings.sections import BusSettings, Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Trajectory
-from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.programs.models import Tasks
 from headrace_schemas.values.blobs import BlobRef
 from headrace_scorer.functions.loading import RewardFunction
-from headrace_scorer.functions.outcomes import Outcome, outcome_of
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest, Outcome, outcome_of
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from tests.simulation import clients, kafka, learner
 from tests.simulation.database import open_database

@@ -17,7 +17,7 @@ import jsonschema
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_collector.trajectories import build_trajectory
+from headrace_collector.closing import build_trajectory
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES

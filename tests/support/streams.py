@@ -30,7 +30,7 @@ from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimit
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.values.sources import giver_of
+from headrace_schemas.values.ids import giver_of
 from tests.support.remembered import make_tables
 from tests.support.turns import START
 

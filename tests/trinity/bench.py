@@ -15,7 +15,7 @@ from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, Turn
-from headrace_schemas.programs.gate import Play
+from headrace_schemas.programs.models import Play
 from headrace_schemas.values.base import utcnow
 from tests.attack.stacks import MODEL, Serving, serving
 from tests.support import tiny_model

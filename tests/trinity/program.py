@@ -17,9 +17,8 @@ import numpy as np
 from headrace_runtime.settings.sections import complete
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
-from headrace_trainer.trinity_learner.rows import rows_of
+from headrace_trainer.trinity_learner.rows import Buffer, rows_of
 from tests.support import tiny_model
 from tests.system.line import Line, at_most
 from tests.system.program import Program, Run

@@ -1,4 +1,6 @@
-"""Identification of callers: API keys by digest, with the tenant and the scopes that they give."""
+"""Identification of callers: API keys by digest, with the tenant and the scopes that they give, and a check of the
+keys before a start.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from pydantic import ValidationError
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings, Scope
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings.sections import Section, is_loopback
+from headrace_runtime.settings.sections import Common, Section, is_loopback
+from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.settings.table import parse_toml
 from headrace_schemas.values.ids import decode_name
 
@@ -154,3 +157,10 @@ def _caller(key: KeySettings, default_limits: LimitSettings) -> Caller:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+async def check(common: Common, settings: GatewaySettings) -> list[str]:
+    """Raises `SettingError`."""
+    common.section_of("scorer", SourceValues)
+    read_keys(settings)
+    return []

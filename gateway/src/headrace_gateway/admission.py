@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope
 
-from headrace_gateway import prefixes
+from headrace_gateway import requests
 from headrace_gateway.access import Caller, KeyRing
 from headrace_gateway.limits import RequestLimits
 from headrace_gateway.publisher import Publisher
@@ -18,7 +18,7 @@ from headrace_gateway.requests import headers_of, read_body
 from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.http.protocol import BODY_TIMEOUT_S
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_schemas import Event
 from headrace_schemas.values.ids import decode_name
 
@@ -47,12 +47,12 @@ class Admission:
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
         """Return the caller of the request. Raises `ApiError` 401 or 403."""
-        caller = self.keys.identify(scope.get(prefixes.KEY), headers)
+        caller = self.keys.identify(scope.get(requests.KEY), headers)
         caller.need(need)
         if caller.session_id is not None:
             header = headers.get(b"x-session-id")
             caller.check_session(None if header is None else decode_name(header), "X-Session-Id")
-            caller.check_session(scope.get(prefixes.SESSION), "the session in the path")
+            caller.check_session(scope.get(requests.SESSION), "the session in the path")
         return caller
 
     @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ class Admission:
         """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
         headers = headers_of(scope)
         caller = self.caller(scope, headers, need)
-        with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
+        with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit(caller.tenant)
             body = await self._body(headers, receive, self.limits.body_bytes_max(caller))
             async with contextlib.nullcontext() if need == "chat" else self._turn(caller.tenant):

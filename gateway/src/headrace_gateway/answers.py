@@ -12,15 +12,14 @@ from typing import Protocol
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from headrace_gateway import sse
+from headrace_gateway import client_connection
 from headrace_gateway.chat_call import ChatCall
-from headrace_gateway.chat_request import ChatRequest
+from headrace_gateway.chat_request import FUNCTION_CALL, ChatRequest, old_fields
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
-from headrace_gateway.legacy_functions import FUNCTION_CALL, old_fields
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import IGNORED_HEADER, header_value
 
-_DONE = sse.encode(sse.DONE)
+_DONE = client_connection.encode(client_connection.DONE)
 
 
 class StreamedAnswer(Protocol):
@@ -101,7 +100,7 @@ class Chunks:
         self._usage = options is not None and options.include_usage
         self._head: bytes | None = None
         self.headers = answer_headers(call)
-        self.ping = sse.COMMENT
+        self.ping = client_connection.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Return the bytes of zero, one or two events. The first chunk sets the `version` of the stream."""
@@ -131,11 +130,11 @@ class Chunks:
         return _DONE
 
     def broken(self, error: ApiError) -> bytes:
-        return sse.encode(error.body)
+        return client_connection.encode(error.body)
 
     @staticmethod
     def _event(head: bytes, more: dict[str, object]) -> bytes:
-        return sse.encode(head + b"," + to_json(more)[1:])
+        return client_connection.encode(head + b"," + to_json(more)[1:])
 
 
 def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:

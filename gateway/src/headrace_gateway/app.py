@@ -16,11 +16,10 @@ from headrace_gateway.access import KeyRing, read_keys
 from headrace_gateway.admission import Admission
 from headrace_gateway.captured_log import recall_turns
 from headrace_gateway.captured_turns import CapturedTurns
-from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.engine import Engines
+from headrace_gateway.feedback import LogEnds
 from headrace_gateway.http import Parts, application
-from headrace_gateway.limits import RequestLimits
-from headrace_gateway.log_ends import LogEnds
+from headrace_gateway.limits import RequestLimits, within_descriptors
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.replica_set import ReplicaSet

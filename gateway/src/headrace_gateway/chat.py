@@ -20,23 +20,21 @@ from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswe
 from headrace_gateway.capture import capture
 from headrace_gateway.captured_turns import CapturedTurns, message_digests
 from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
+from headrace_gateway.chat_messages import MessageMemory
 from headrace_gateway.chat_request import ChatRequest, parse_chat
-from headrace_gateway.client_calls import side_call, sub_agent
 from headrace_gateway.client_connection import ClientConnection
-from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify
-from headrace_gateway.known_messages import MessageMemory
+from headrace_gateway.identity import PURPOSE_HEADER, RequestMetadata, identify, side_call, sub_agent
 from headrace_gateway.limits import Work
 from headrace_gateway.model_catalog import ModelCatalog, Target
-from headrace_gateway.recent_turns import RecentTurns
+from headrace_gateway.recent_turns import RecentTurns, RepeatedRequests
 from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded
 from headrace_gateway.relay import Relay
-from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.request_context import RequestContext, metric_label
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
 from headrace_runtime.clock import Clock
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_schemas.values import ids
 
 UNDELIVERED_WAIT_S = 10.0

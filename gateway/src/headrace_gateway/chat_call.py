@@ -48,7 +48,7 @@ class ChatCall:
     cache_salt: str = ""
     """vLLM's name for the salt that separates the prefix caches of tenants."""
     side_call: str | None = None
-    """The kind of a call beside the client's task (`headrace_gateway.client_calls`)."""
+    """The kind of a call beside the client's task (`headrace_gateway.identity`)."""
     sub_agent: SubAgent | None = None
     response: ResponseRecord | None = None
     """The place of the call among responses that its client may refer to."""

@@ -1,16 +1,24 @@
-"""Messages as clients send them: OpenAI's format, and the fields that SDKs add when they echo an answer."""
+"""Messages as clients send them: OpenAI's format, the fields that SDKs add when they echo an answer, and a memory of
+the messages of recent requests.
+
+A client sends its whole conversation with each call. Only messages of a plain form are remembered, whose reading
+depends on nothing but themselves.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, WrapValidator, model_validator
+from pydantic_core import to_json
 
 from headrace_gateway.hints import MESSAGE_HINTS
 from headrace_gateway.request_context import context_of
+from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.plain_values import none_if_empty
@@ -20,6 +28,11 @@ MEDIA_PARTS = (
     "container_upload",
 )  # fmt: skip
 """Types of parts that hold no text. A tuple: the `type` that a caller sends need not be hashable."""
+_BYTES_MAX = 33_554_432
+_MESSAGE_LENGTH_MAX = 65_536
+_OBJECT_BYTES = 1536
+"""Estimated bytes of a message in addition to its text, which is kept as read, as an event and as JSON."""
+_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
@@ -162,3 +175,50 @@ ReadMessage = Annotated[ChatMessage, WrapValidator(_read)]
 def message_json(message: Message) -> bytes:
     """Return a message as it is written into an event."""
     return message.model_dump_json(exclude_none=True).encode()
+
+
+class MessageMemory:
+    """The messages of all tenants. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._messages: TenantMemory[bytes, ChatMessage] = TenantMemory(_BYTES_MAX)
+        self._lock = threading.Lock()
+
+    def view(self, tenant: str) -> KnownMessages:
+        """Return the messages of one tenant."""
+        return KnownMessages(self, tenant)
+
+    def get(self, tenant: str, key: bytes) -> ChatMessage | None:
+        """Return a message, or None."""
+        with self._lock:
+            return self._messages.get(tenant, key)
+
+    def set(self, tenant: str, key: bytes, message: ChatMessage, size_bytes: int) -> None:
+        """Remember a message, and forget others that there is no room for."""
+        with self._lock:
+            self._messages.set(tenant, key, message, size_bytes)
+
+
+class KnownMessages:
+    """The messages that one tenant sent."""
+
+    def __init__(self, memory: MessageMemory, tenant: str) -> None:
+        self._memory = memory
+        self._tenant = tenant
+
+    def read(self, value: Any, validate: Callable[[Any], ChatMessage]) -> ChatMessage:
+        """Return the message that `validate` makes of `value`, from the memory if it is there."""
+        key = _key_of(value)
+        message = None if key is None else self._memory.get(self._tenant, key)
+        if message is None:
+            message = validate(value)
+            if key is not None and len(key) <= _MESSAGE_LENGTH_MAX:
+                self._memory.set(self._tenant, key, message, _OBJECT_BYTES + 4 * len(key))
+        return message
+
+
+def _key_of(value: Any) -> bytes | None:
+    """Return a key by which equal messages are known, or None for a message that is read anew each time."""
+    if not isinstance(value, dict) or not value.keys() <= _FIELDS or value.get("role") == "function":
+        return None
+    return to_json(value) if isinstance(value.get("content"), str | None) else None

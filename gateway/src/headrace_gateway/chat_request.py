@@ -1,4 +1,9 @@
-"""The body of `POST /v1/chat/completions`: its fields, and those that are harmless, hints, or refused by name."""
+"""The body of `POST /v1/chat/completions`: its fields, those that `tools` replaced, and those that are harmless, hints,
+or refused by name.
+
+Requests are translated into requests with tools. Messages of this form have no ids of calls, so a call gets the
+position of its message as its id. A replica knows the call by another id, so it gets the exact tokens from the gateway.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headrace_gateway.chat_messages import ReadMessage, says_something
+from headrace_gateway.chat_messages import ChatMessage, EchoedToolCall, ReadMessage, says_something
+from headrace_gateway.engine_wire import EngineMessage
 from headrace_gateway.hints import ENABLE_THINKING, HINTS, is_honoured, thinking_switch
-from headrace_gateway.legacy_functions import with_tools
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_gateway.requests import check_values, parse, unknown_field
@@ -18,6 +23,7 @@ from headrace_schemas.http.answer_form import (
     RESPONSE_FORMAT,
     TOOL_CHOICE,
     NamedFunction,
+    NamedTool,
     ResponseFormat,
     ToolChoice,
     check_choice,
@@ -31,6 +37,8 @@ from headrace_schemas.values.base import Finite, Model, Text
 from headrace_schemas.values.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
 from headrace_schemas.values.plain_values import stop_strings
 
+FUNCTION_CALL = "function_call"
+"""The `finish_reason` and the field of a call where the request has `functions`."""
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change the sampled distribution. Any value is accepted."""
 
@@ -66,6 +74,55 @@ Most of them would change the sampled distribution in ways that a `Turn` does no
 """
 
 
+def with_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request with tools in place of functions. Raises `ApiError` 400 for a request with both."""
+    changes: dict[str, Any] = {}
+    if any(message.role == "function" or message.function_call for message in request.messages):
+        changes = {"messages": _messages_with_tools(request.messages), "functions": request.functions or ()}
+    if request.functions:
+        if request.tools or request.tool_choice is not None:
+            raise ApiError(400, "invalid_value", "functions: tools are in their place; send one of them", "functions")
+        changes["tools"] = tuple(Tool(function=function) for function in request.functions)
+        changes["parallel_tool_calls"] = False
+    choice = _choice(request)
+    if choice is not None and request.functions:
+        changes["tool_choice"] = choice
+    return request.model_copy(update=changes) if changes else request
+
+
+def old_fields(message: EngineMessage) -> dict[str, JsonValue]:
+    """Return the field with the first call of an answer, or with its part in a delta; no field without one.
+
+    The form has room for one call. The turn records all of them.
+    """
+    first = next((call.function for index, call in message.indexed_calls if index == 0), None)
+    return {} if first is None else {FUNCTION_CALL: first.model_dump(exclude_none=True)}
+
+
+def _choice(request: ChatRequest) -> ToolChoice:
+    choice = request.function_call
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.name not in {function.name for function in request.functions or ()}:
+        message = f"{FUNCTION_CALL}: names a function that is not among the functions"
+        raise ApiError(400, "invalid_value", message, FUNCTION_CALL)
+    return NamedTool(type="function", function=choice)
+
+
+def _messages_with_tools(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    translated = []
+    call_id = "call_0"
+    for position, message in enumerate(messages):
+        changes: dict[str, object] = {}
+        if message.role == "function":
+            changes = {"role": "tool", "tool_call_id": call_id}
+        elif message.function_call is not None:
+            call_id = f"call_{position}"
+            changes = {"tool_calls": (EchoedToolCall(id=call_id, function=message.function_call),)}
+        translated.append(message.model_copy(update={**changes, FUNCTION_CALL: None}) if changes else message)
+    return tuple(translated)
+
+
 class StreamOptions(Model):
     """`stream_options` of the request."""
 
@@ -95,7 +152,7 @@ class ChatRequest(Model):
     tool_choice: ToolChoice = None
     functions: tuple[FunctionDefinition, ...] | None = Field(default=None, max_length=1024)
     function_call: FunctionChoice = None
-    """The old names of `tools` and `tool_choice` (`headrace_gateway.legacy_functions`)."""
+    """The old names of `tools` and `tool_choice` (`headrace_gateway.chat_request`)."""
     parallel_tool_calls: bool | None = None
     """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
     response_format: ResponseFormat | None = None

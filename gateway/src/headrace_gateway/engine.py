@@ -12,13 +12,13 @@ from typing import Literal
 import aiohttp
 from pydantic import ValidationError
 
-from headrace_gateway import sse
+from headrace_gateway import client_connection
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
-from headrace_runtime.process import tracing
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process import logs
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_schemas import Replica
 
 _RESPONSE_BYTES_MAX = 67_108_864
@@ -109,7 +109,7 @@ class Engines:
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncGenerator[EngineAnswer]:
         """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
-        splitter = sse.Splitter(_RESPONSE_BYTES_MAX)
+        splitter = client_connection.Splitter(_RESPONSE_BYTES_MAX)
         patience_s: float | None = None  # the first tokens may have to wait for a place
         async with self._opened(replica, body, upstream_call, headers) as response:
             while True:
@@ -120,7 +120,7 @@ class Engines:
                 if not data:
                     raise ReplicaFailed("connection", "the stream ended before its end")
                 for event in splitter.feed(data):
-                    if event == sse.DONE:
+                    if event == client_connection.DONE:
                         return
                     chunk = _parse(event)
                     if chunk.error is not None:
@@ -136,7 +136,7 @@ class Engines:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200; left early, its connection is closed and the engine stops the work."""
         assert self._session is not None
-        trace = tracing.current()
+        trace = logs.current()
         try:
             async with upstream_call.waiting():
                 response = await self._session.post(
@@ -156,7 +156,7 @@ class Engines:
             raise ReplicaFailed("hung", "it neither sends nor answers, and another replica is there") from None
         except _CONNECTION_ERRORS as error:
             raise ReplicaFailed("connection", repr(error)) from error
-        except sse.EventTooLarge as error:
+        except client_connection.EventTooLarge as error:
             raise ReplicaFailed("error", str(error)) from error
 
     async def _read(self, response: aiohttp.ClientResponse, upstream_call: UpstreamCall) -> bytes:

@@ -1,12 +1,15 @@
-"""Feedback as events, one for each session that it touches. Ids are checked later (P10).
+"""Feedback as events, one for each session that it touches, ordered by the end offsets of the logs. Ids are checked
+later (P10).
 
 Each event lists only the turns of its own session, so that all events together are about as large as the request.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
+from aiokafka.partitioner import murmur2
 from pydantic import ValidationError
 
 from headrace_gateway.access import Caller
@@ -14,8 +17,9 @@ from headrace_gateway.feedback_request import FeedbackRequest, TrinityFeedback
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
 from headrace_runtime.clock import Clock
+from headrace_runtime.kafka.consumer import Offsets
 from headrace_runtime.settings.source_values import SourceValues
-from headrace_schemas import Feedback
+from headrace_schemas import Feedback, Trajectory, Turn
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import metric_source, values_of
 from headrace_schemas.values import ids
@@ -29,6 +33,8 @@ GROWTH_MAX = 9.0
 _HEADERS_BYTES = 300
 """Estimated bytes that an event's envelope adds on the log."""
 _BODY_BYTES_MIN = 1024
+TOPICS = (Turn.topic, Trajectory.topic)
+Ends = Mapping[str, Mapping[int, int]]
 
 
 def events_of(
@@ -178,3 +184,45 @@ def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]
     if targets:  # a named session without listed turns is not meant as a whole
         turns = {key: turn_ids for key, turn_ids in turns.items() if turn_ids}
     return turns
+
+
+class LogEnds:
+    """Reads end offsets from the bus. Callers that come during a request share the next request, so an answer is
+    never older than its request."""
+
+    def __init__(self, offsets: Offsets) -> None:
+        self._offsets = offsets
+        self._pending: asyncio.Task[Ends] | None = None
+        self._next: asyncio.Task[Ends] | None = None
+
+    async def start(self) -> None:
+        """Raises `Unavailable` when the bus does not answer."""
+        await self._offsets.start()
+
+    async def stop(self) -> None:
+        await self._offsets.stop()
+
+    async def ends(self) -> Ends:
+        """Topic to the end of each partition. Raises `Unavailable`."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask(self._pending))
+            self._next.add_done_callback(_retrieve_error)
+        return await asyncio.shield(self._next)
+
+    async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
+        if before is not None:
+            await asyncio.wait([before])
+        self._pending, self._next = self._next, None
+        return {topic: await self._offsets.ends(topic) for topic in TOPICS}
+
+
+def _retrieve_error(task: asyncio.Task[Ends]) -> None:
+    """The caller may have gone meanwhile."""
+    if not task.cancelled():
+        task.exception()
+
+
+def after(ends: Ends, key: str) -> Mapping[str, int]:
+    """The ends of the partitions of `key`."""
+    hashed = murmur2(key.encode()) & 0x7FFFFFFF
+    return {topic: offsets[hashed % len(offsets)] for topic, offsets in ends.items() if offsets}

@@ -13,36 +13,31 @@ from starlette.types import ASGIApp
 from headrace_gateway.admission import Admission
 from headrace_gateway.captured_turns import CapturedTurns
 from headrace_gateway.chat import Chat, read_chat
+from headrace_gateway.chat_messages import MessageMemory
 from headrace_gateway.counting import Counting
 from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines
-from headrace_gateway.ingest import Lookup, nothing_known
-from headrace_gateway.known_messages import MessageMemory
 from headrace_gateway.messages_api.answers import read_messages
 from headrace_gateway.messages_api.request import parse_count
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_gateway.models_api import ModelsApi
-from headrace_gateway.placement import Placement
-from headrace_gateway.prefixes import Prefixes
-from headrace_gateway.recent_turns import RecentTurns, SignalsOf, no_signals
+from headrace_gateway.model_catalog import ModelCatalog, ModelsApi
+from headrace_gateway.placement import Placement, StickyVersions
+from headrace_gateway.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
-from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.requests import Prefixes
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.responses_api.answers import read_responses
-from headrace_gateway.responses_api.conversations import Conversations
+from headrace_gateway.responses_api.conversations import Conversations, StoredResponses
 from headrace_gateway.responses_api.request import parse_input_tokens
-from headrace_gateway.responses_api.stored import StoredResponses
-from headrace_gateway.sessions_api import SessionsApi
+from headrace_gateway.sessions_api import Lookup, SessionsApi, nothing_known
 from headrace_gateway.settings import GatewaySettings
-from headrace_gateway.sticky_versions import StickyVersions
 from headrace_gateway.text_completions import read_completion
 from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.settings.source_values import SourceValues
 

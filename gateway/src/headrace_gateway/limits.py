@@ -1,9 +1,12 @@
-"""Requests, choices, tokens, concurrency, stored bytes and body size, per key, per tenant and in total."""
+"""Requests, choices, tokens, concurrency, stored bytes and body size, per key, per tenant and in total, and the
+calls that the process can hold.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,8 +14,13 @@ from headrace_gateway.access import Caller
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings, LimitSettings
 from headrace_runtime.clock import Clock
+from headrace_runtime.process.logs import get_logger
 
 _HOUR_S = 3600.0
+log = get_logger(__name__)
+_OWN = 128
+"""For the bus, the spool, the logs and the probes."""
+_PER_CALL = 2
 
 
 class Bucket:
@@ -238,3 +246,19 @@ def _part(total: LimitSettings, share: float) -> LimitSettings:
             "tokens_burst": max(1, math.floor(total.tokens_burst * share)),
         }
     )
+
+
+def within_descriptors(limits: LimitSettings) -> LimitSettings:
+    """Return `limits` with no more concurrency than file descriptors allow, after requesting more descriptors from
+    the system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN + _PER_CALL * limits.concurrency
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return limits
+    fits = max(1, (soft - _OWN) // _PER_CALL)
+    remedy = f"raise the limit (ulimit -n, LimitNOFILE=) to {needed}, or lower gateway.limits_total.concurrency"
+    log.warning("few_file_descriptors", limit=soft, concurrency=fits, remedy=remedy)
+    return limits.model_copy(update={"concurrency": fits})

@@ -7,17 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
-from headrace_gateway.log_ends import Ends, LogEnds, after
+from headrace_gateway.feedback import Ends, LogEnds, after
 from headrace_gateway.refusals import overloaded
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.shares import Shares
-from headrace_gateway.spool import Spool, Spooled
-from headrace_gateway.stages import in_stages
+from headrace_gateway.spool import Shares, Spool, Spooled, in_stages
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, Record
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import TRIES, is_fatal, reason_of
 from headrace_schemas import EVENTS, Event, Feedback, SessionEnd
@@ -116,7 +114,7 @@ class Publisher:
             except (Unavailable, TimeoutError) as error:
                 self._away = True
                 log.warning("bus_away", error=repr(error), remedy="events go to the spool until it is back")
-        spooled = [Spooled(event.topic, event.to_json(), tracing.current()) for event in events]
+        spooled = [Spooled(event.topic, event.to_json(), logs.current()) for event in events]
         self._shares.add(spooled)
         try:
             await self._spool.append(spooled)
@@ -204,7 +202,7 @@ class Publisher:
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
         """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
-        read = [(_event(item), tracing.span(item.traceparent)) for item in batch]
+        read = [(_event(item), logs.span(item.traceparent)) for item in batch]
         try:
             for stage in in_stages(read, lambda pair: pair[0]):
                 await self._send(producer, stage)
@@ -220,7 +218,7 @@ class Publisher:
         reason = ""
         for _ in range(TRIES):
             try:
-                return await self._send(producer, [(_event(item), tracing.span(item.traceparent))])
+                return await self._send(producer, [(_event(item), logs.span(item.traceparent))])
             except Exception as error:
                 if is_fatal(error):
                     raise

@@ -11,7 +11,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import RequestRules
 
 if TYPE_CHECKING:
-    from headrace_gateway.known_messages import KnownMessages
+    from headrace_gateway.chat_messages import KnownMessages
     from headrace_gateway.response_store import CallerResponses
 from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.values.text import printable

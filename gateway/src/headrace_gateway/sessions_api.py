@@ -1,11 +1,16 @@
-"""`POST /v1/feedback`, `/v1/sessions/{id}/end`, `/v1/trajectories`, and Trinity's `/feedback` and `/commit`."""
+"""`POST /v1/feedback`, `/v1/sessions/{id}/end`, `/v1/trajectories` (of runtimes without this gateway), and Trinity's
+`/feedback` and `/commit`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TypeVar
 
+from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,23 +18,73 @@ from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.feedback import check_values_of, events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
-from headrace_gateway.ingest import Lookup, check, nothing_known, trajectory_of
+from headrace_gateway.placement import StickyVersions
 from headrace_gateway.recent_turns import RecentTurns
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.requests import check_values, parse
-from headrace_gateway.sticky_versions import StickyVersions
+from headrace_gateway.requests import check_values, parse, refusal_of
 from headrace_runtime.clock import Clock
 from headrace_runtime.kafka.topics import catalogue
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import Event, Feedback, SessionEnd, Trajectory
+from headrace_schemas.rules.ingest import KnownModels, find_objection
 from headrace_schemas.values import ids
 
+_PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches", "invalid_id"})
+"""Objections that are about one value alone."""
+
+Lookup = Callable[[str], Awaitable[KnownModels]]
+"""Returns the known models, with the vocabulary of the named one."""
 T = TypeVar("T")
 _TRINITY_OK = {"status": "success"}
 """The answer of Trinity; its clients need a JSON object with any 2xx."""
 _PARTITIONS = catalogue()[SessionEnd.topic].partitions
 """A commit is sent to each, and feedback about a task."""
+
+
+def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
+    """Return the `Trajectory` of a JSON body. The gateway sets tenant, session key and time. The function may run in
+    any thread.
+
+    Raises:
+        ApiError: 400 for a body that is no JSON, 403 for the tenant of another caller, 422 with the field at fault.
+    """
+    try:
+        fields = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(422, "invalid_value", "the body must be a JSON object: one trajectory")
+    session_id = fields.get("session_id")
+    defaults: dict[str, object] = {"tenant": tenant, "end_reason": "ingest", "time": now.isoformat()}
+    if isinstance(session_id, str):
+        defaults["session_key"] = ids.session_key(tenant, session_id)
+    names = set(fields)
+    fields = {**defaults, **fields}
+    try:
+        trajectory = Trajectory.model_validate(fields)
+    except ValidationError as error:
+        raise refusal_of(error, Trajectory, 422) from None
+    if trajectory.tenant != tenant:
+        raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
+    own_id = ids.ingested_trajectory_id(tenant, trajectory.trajectory_id)
+    trajectory = trajectory.model_copy(update={"trajectory_id": own_id})
+    if "time" not in names and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
+        trajectory = trajectory.model_copy(update={"time": trajectory.started_at})
+    return trajectory
+
+
+def check(trajectory: Trajectory, models: KnownModels) -> None:
+    """Raises `ApiError` 422 for a trajectory that must not come from outside, or of an unknown model or version."""
+    objection = find_objection(trajectory, models)
+    if objection is not None:
+        code = "invalid_value" if objection.code in _PLAIN else objection.code
+        raise ApiError(422, code, str(objection), objection.field)
+
+
+async def nothing_known(_model: str) -> KnownModels:
+    """For a gateway that follows no topics."""
+    return KnownModels()
 
 
 @dataclass(frozen=True, slots=True)

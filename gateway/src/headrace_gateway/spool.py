@@ -1,30 +1,75 @@
-"""Events that the bus could not take yet: durable, in order, bounded, one process at a time, each with a digest.
+"""Events that the bus could not take yet: durable, in order, bounded in total and for each tenant, one process at a
+time, each with a digest.
 
 The room for work that is under way is allocated before that work begins (`has_reserve`), so that a disk that fills up
 meanwhile refuses new requests only, and none that are in progress.
+
+An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
+turns that it ends, nor feedback the turns that it is about. Sessions are independent. A batch takes as many round trips
+as the session with the most changes of topic.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic_core import from_json
+
 from headrace_gateway import metrics
-from headrace_gateway.shares import tenant_of
 from headrace_gateway.spool_file import Spooled
 from headrace_gateway.spool_log import SpoolBroken, SpoolLog
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import disk
+from headrace_schemas import EVENTS, Event, SessionEnd
 
 T = TypeVar("T")
 log = get_logger(__name__)
 RESERVE_BYTES = 16 * 1024 * 1024
 _ALLOCATE_INTERVAL_S = 0.5
+
+
+class Shares:
+    """Bytes by tenant."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def load(self, sizes: Mapping[str, int]) -> None:
+        """Set the bytes that the spool held at the start."""
+        self._bytes.update(sizes)
+
+    def add(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            self._bytes[tenant_of(event)] += len(event.value)
+
+    def remove(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            tenant = tenant_of(event)
+            self._bytes[tenant] -= len(event.value)
+            if self._bytes[tenant] <= 0:
+                del self._bytes[tenant]
+
+    def of(self, tenant: str) -> int:
+        return self._bytes[tenant]
+
+
+def tenant_of(item: Spooled) -> str:
+    """The tenant of an event; empty for events without one, such as dead letters."""
+    try:
+        event = from_json(item.value)
+    except ValueError:
+        return ""
+    if not isinstance(event, dict):
+        return ""
+    model = EVENTS.get(item.topic)
+    field = model.model_fields.get("tenant") if model is not None else None
+    return str(event.get("tenant", field.default if field is not None else ""))  # feedback leaves its defaults out
 
 
 class Spool:
@@ -155,3 +200,27 @@ class Spool:
 
 
 __all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]
+
+
+def in_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
+    """`items` in the order in which they may be sent, each stage after all of the one before is acknowledged.
+
+    Within a stage they stand as they came. The end of everything that a tenant has waits for all before it, and all
+    after it wait for it.
+    """
+    stages: list[list[T]] = []
+    last: dict[str, tuple[int, str]] = {}
+    """By key: the stage and the topic of its newest event."""
+    barrier = 0
+    for item in items:
+        event = event_of(item)
+        if isinstance(event, SessionEnd) and event.scope == "tenant":
+            stage, barrier = len(stages), len(stages) + 1
+        else:
+            before, topic = last.get(event.key, (barrier, event.topic))
+            stage = max(barrier, before + (topic != event.topic))
+            last[event.key] = stage, event.topic
+        if stage == len(stages):
+            stages.append([])
+        stages[stage].append(item)
+    return stages

@@ -12,8 +12,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace_gateway.spool_file import Spooled, packed, scan
-from headrace_gateway.spool_segment import Position, Segment, SegmentOffset
+from headrace_gateway.spool_file import Position, Segment, SegmentOffset, Spooled, packed, scan
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.storage import disk
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import to_json
 
-from headrace_gateway import sse
+from headrace_gateway import client_connection
 from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_messages import says_something
@@ -184,7 +184,7 @@ class _Chunks:
         self._prompt_ids: list[int] | None = None
         self._begun: set[int] = set()
         self.headers = answer_headers(call)
-        self.ping = sse.COMMENT
+        self.ping = client_connection.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         self._prompt_ids = self._prompt_ids or chunk.prompt_token_ids
@@ -196,17 +196,17 @@ class _Chunks:
                 prompt_ids = self._prompt_ids if is_first else None
                 choices.append(self._pieces.choice(choice, choice.delta.content or "", prompt_ids))
         head, usage = _head(self._call, version), {"usage": None} if self._shows_usage else {}
-        events = sse.encode(to_json({**head, "choices": choices, **usage})) if choices else b""
+        events = client_connection.encode(to_json({**head, "choices": choices, **usage})) if choices else b""
         if self._shows_usage and chunk.usage is not None:
             counted = chunk.usage.model_dump(exclude_none=True)
-            events += sse.encode(to_json({**head, "choices": [], "usage": counted}))
+            events += client_connection.encode(to_json({**head, "choices": [], "usage": counted}))
         return events
 
     def end(self) -> bytes:
-        return sse.encode(sse.DONE)
+        return client_connection.encode(client_connection.DONE)
 
     def broken(self, error: ApiError) -> bytes:
-        return sse.encode(error.body)
+        return client_connection.encode(error.body)
 
 
 class _Pieces:

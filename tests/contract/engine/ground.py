@@ -22,7 +22,7 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
-from headrace_inference.importing.native import load_model
+from headrace_inference.importing import load_model
 from headrace_runtime.errors import Refused
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from headrace_inference.streams import Stream
-from headrace_inference.vllm_engine import adapters, engine, requests
+from headrace_inference.vllm_engine import engine, probing, requests
 from headrace_inference.vllm_engine.core import Request, StartedCore
 from headrace_inference.vllm_engine.engine import VllmEngine
-from headrace_inference.vllm_engine.step_separation import StepSeparation
+from headrace_inference.vllm_engine.probing import StepSeparation
 from headrace_schemas import Probe
 from tests.contract.engine import ground, promises, stand_in
 from tests.contract.engine.promises import Promise
@@ -114,7 +114,7 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "check", lambda _folder, _rank_max: None)
+    monkeypatch.setattr(probing, "check", lambda _folder, _rank_max: None)
 
     async def added(llm: StandInLLM, lora_request: Adapter) -> bool:
         llm._weights[lora_request.number] = llm._weights[0]

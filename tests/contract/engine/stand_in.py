@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from headrace_inference.importing.native import load_model
+from headrace_inference.importing import load_model
 from headrace_inference.vllm_engine.core import Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.grammars.guides import allow_stops

@@ -15,9 +15,18 @@ import pytest
 
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.learner import GRADIENT_FACTOR, MEASURED, OPTIMIZER, WEIGHTS, Abandoned, Copy, Learner, NotFinite
+from headrace_trainer.learner import (
+    GRADIENT_FACTOR,
+    MEASURED,
+    OPTIMIZER,
+    WEIGHTS,
+    Abandoned,
+    Copy,
+    Frozen,
+    Learner,
+    NotFinite,
+)
 from headrace_trainer.learner import VERSION as FILES
-from headrace_trainer.whole import Frozen
 from tests.unit.trainer.world import experience
 
 

@@ -23,7 +23,7 @@ import httpx2
 import pytest
 
 from headrace.topics import Range, connected
-from headrace_cli.demo.watch import Watch
+from headrace_cli.demo.console_reporter import Watch
 from headrace_runtime.kafka import topics as catalogue
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings

@@ -26,8 +26,7 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Range, connected
 from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.filling import POSITION_HEADER, fill_topic
-from headrace_operations.jobs.job import Job, PreparedJob, prepare
-from headrace_operations.jobs.journal import JobJournal
+from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, prepare
 from headrace_operations.replay import copying
 from headrace_runtime.registries import Registry
 from headrace_schemas import Experience

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from headrace_operations.jobs.checking import CheckedRow
-from headrace_operations.jobs.journal import JobJournal
+from headrace_operations.jobs.job import JobJournal
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.programs.models import WrittenBranch

@@ -27,7 +27,7 @@ from headrace.tuner import (
     tune,
     tune_prompt,
 )
-from headrace_integrations.tuner.functions import outcome
+from headrace_integrations.tuner.configs import outcome
 from tests.parity.stage import Stage, program, raises
 
 

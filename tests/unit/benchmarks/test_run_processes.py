@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks._disk_use import OVERHEAD_BYTES, Bounds, measure
 from benchmarks._run_processes import Summary
-from headrace_operations.jobs.check_report import CheckReport
+from headrace_operations.jobs.checks import CheckReport
 from tests.support.processes import alive, naming, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,6 @@ from headrace_broker.batch import RecordBatch, parse, parse_produced, records
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.log import AppendResult, Log
-from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.groups import (
     Assignment,
     JoinGroupRequest,
@@ -27,7 +26,7 @@ from headrace_broker.protocol.groups import (
 from headrace_broker.reads import ReadRequest, ReadResult
 from headrace_broker.store import Store
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.topics import TopicStore
+from headrace_broker.topics import CommittedOffsets, TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from tests.support.wire_client import Entry, batch

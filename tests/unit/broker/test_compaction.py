@@ -27,7 +27,7 @@ from headrace_broker.protocol.transactions import (
     EndTxnRequest,
     EndTxnResponse,
 )
-from headrace_broker.readers import Readers
+from headrace_broker.reads import Readers
 from headrace_broker.topic_config import TopicConfig
 from tests.support.wire_client import Entry, batch, now_ms
 from tests.unit.broker.conftest import Live

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace_broker.budget import MemoryBudget
+from headrace_broker.broker import MemoryBudget
 from headrace_broker.errors import Code
 from headrace_broker.protocol.fetch import (
     FetchPartition,

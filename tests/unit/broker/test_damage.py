@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from headrace_broker import guard, page_sums, reads
+from headrace_broker import page_sums, reads, wal_sums
 from headrace_broker.errors import Damaged
-from headrace_broker.guard import Guard
 from headrace_broker.reads import ReadRequest
 from headrace_broker.store import Store
 from headrace_broker.store_format import position
+from headrace_broker.wal_sums import Guard
 from headrace_schemas import DeadLetter
 from tests.support.seeds import draw_seed
 from tests.support.wire_client import batch
@@ -30,7 +30,7 @@ BATCHES = 60
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, int]]:
     """Batches of many sizes, some of them folded into the file and some still in the log."""
-    monkeypatch.setattr(guard, "WAL_PAGES", 60)
+    monkeypatch.setattr(wal_sums, "WAL_PAGES", 60)
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     broker = Harness(tmp_path / "origin")
@@ -121,7 +121,7 @@ def test_a_frame_beyond_repair_does_not_hide_those_behind_it(
     written: tuple[Harness, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, partition = written
-    monkeypatch.setattr(guard, "WAL_PAGES", 10_000)  # all of what is written now stays in the log
+    monkeypatch.setattr(wal_sums, "WAL_PAGES", 10_000)  # all of what is written now stays in the log
     for number in range(4):
         broker.put(partition, (b"large %d" % number, bytes([65 + number]) * 9_000))
         broker.store.committed(broker.db)

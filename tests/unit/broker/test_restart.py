@@ -10,7 +10,6 @@ import pytest
 
 from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.fetch import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.groups import (
     Assignment,
@@ -36,6 +35,7 @@ from headrace_broker.protocol.offsets import (
 )
 from headrace_broker.protocol.topics import ConfigResource, DescribeConfigsRequest, DescribeConfigsResponse
 from headrace_broker.store import Store
+from headrace_broker.topics import CommittedOffsets
 from headrace_runtime.errors import SettingError
 from tests.support.wire_client import WireClient, batch
 from tests.unit.broker.conftest import Live, Run

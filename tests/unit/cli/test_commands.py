@@ -28,7 +28,7 @@ from headrace_cli.commands.rollouts import status_line
 from headrace_cli.commands.shared import console
 from headrace_cli.commands.up import print_summary
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_operations.rollouts import chart, shadow
+from headrace_operations import charts
 from headrace_operations.supervisor.state import RunState, ServiceState
 from headrace_runtime import rollout_picture
 from headrace_runtime.http import web
@@ -289,7 +289,7 @@ def watched(points: int) -> RolloutState:
 
 @pytest.mark.parametrize("points", [1, 30, 500])
 def test_the_chart_has_its_size_zero_and_the_margin(points: int) -> None:
-    lines = chart.draw_lines(watched(points), "reward", width=60, height=15)
+    lines = charts.draw_lines(watched(points), "reward", width=60, height=15)
     assert len(lines) == 17
     assert max(map(len, lines)) <= 10 + max(60, len(lines[-1]))
     assert sum("●" in line for line in lines) >= 1
@@ -305,7 +305,7 @@ def test_where_less_is_better_the_margin_is_above() -> None:
 
 
 def test_the_chart_without_a_reading_is_a_message() -> None:
-    assert chart.draw_lines(rollout("canary"), "reward") == [
+    assert charts.draw_lines(rollout("canary"), "reward") == [
         "reward: no session has reached the age at which it is read"
     ]
     assert "not read yet" in status_line(rollout("canary"), None)
@@ -330,14 +330,14 @@ def shadowed(**fields: object) -> RolloutState:
 
 def test_shadow_results_are_printed_with_their_interval() -> None:
     state = shadowed(judged=0.1, difference=0.05, lower=-0.02, upper=0.12, ended={"candidate: other_call": 1})
-    text = "\n".join(shadow.lines(state))
+    text = "\n".join(charts.shadow_lines(state))
     assert "41 of 44 prompts answered by both versions, 40 judged pairs" in text
     assert "users: +0.050 in [-0.020, +0.120], 30 answers count as 28" in text
     assert "1 ended otherwise, candidate: other call" in text
 
 
 def test_the_reason_of_a_refused_estimate_is_printed() -> None:
-    lines = shadow.lines(
+    lines = charts.shadow_lines(
         shadowed(refused="no overlap: 30 answers count as 1.2", left_out={"the gateway answered 500": 3})
     )
     assert any("users: no estimate, no overlap" in line for line in lines)
@@ -350,8 +350,8 @@ def test_a_rollout_in_the_shadow_counts_prompts() -> None:
     )
     assert "shadow  share" in status_line(going_on, None)
     assert "7/40 prompts" in status_line(going_on, None)
-    assert shadow.lines(going_on) == ["shadow  7 of 40 prompts read"]
-    assert shadow.lines(rollout("canary")) == []
+    assert charts.shadow_lines(going_on) == ["shadow  7 of 40 prompts read"]
+    assert charts.shadow_lines(rollout("canary")) == []
 
 
 def test_commands_read_headrace_toml_of_their_folder_unless_another_is_named(

@@ -34,8 +34,8 @@ from headrace_operations.controls.kinds import (
     alone,
     reward_sources,
 )
-from headrace_operations.controls.recording import from_file, select_trainable
 from headrace_operations.controls.report import CERTAINTY, SHARE_MAX, Report, Run
+from headrace_operations.controls.runner import from_file, select_trainable
 from headrace_schemas import Branch, Checkpoint, Experience, RewardPart, Span
 from headrace_schemas.programs.replay import ShortRun
 from headrace_schemas.values.blobs import BlobRef

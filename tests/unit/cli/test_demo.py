@@ -21,12 +21,11 @@ import pytest
 from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
 from headrace_cli.demo import performance, recipe, runner
+from headrace_cli.demo.console_reporter import Watch
 from headrace_cli.demo.performance import Options, Performance, StackAddress
 from headrace_cli.demo.report import Report
-from headrace_cli.demo.watch import Watch
-from headrace_operations.catalog import importing
-from headrace_operations.errors import StartFailed
-from headrace_operations.supervisor.state import Lock
+from headrace_operations.catalog import transfer
+from headrace_operations.supervisor.state import Lock, StartFailed
 from tests.support.processes import alive, wait_until
 
 FOR_EVER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -83,8 +82,8 @@ class Registry:
         self._loads = loads
         self._clock = 0.0
         patch.setattr(runner, "ModelRegistry", lambda _url, who: self)
-        patch.setattr(importing, "store_folder", self._stored)
-        patch.setattr(importing, "register", self._register)
+        patch.setattr(transfer, "store_folder", self._stored)
+        patch.setattr(transfer, "register", self._register)
         patch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
 
     def __enter__(self) -> Registry:

@@ -23,15 +23,21 @@ from rich.console import Console
 
 from headrace.errors import UsageError
 from headrace_cli.demo import performance, recipe, runner
-from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredPlays, PromisedLine, lines
+from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
+from headrace_cli.demo.measures import (
+    BeforeAfter,
+    DemoMeasure,
+    MeasuredPlays,
+    PromisedLine,
+    Row,
+    RowsRecipe,
+    lines,
+    row_lines,
+)
 from headrace_cli.demo.performance import TrainingWait
-from headrace_cli.demo.report import Report, ShownTask
-from headrace_cli.demo.rows import Row, RowsRecipe, row_lines
+from headrace_cli.demo.report import Report, SeedsReport, ShownTask
 from headrace_cli.demo.runner import _example
-from headrace_cli.demo.seeds import SeedsReport
-from headrace_cli.demo.watch import Watch
-from headrace_operations.errors import StartFailed
+from headrace_operations.supervisor.state import StartFailed
 from headrace_schemas import Experience, TrainingMetrics
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

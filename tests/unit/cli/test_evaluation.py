@@ -23,7 +23,7 @@ from headrace_operations.evaluation.asking import Playthrough
 from headrace_operations.evaluation.runner import EvaluationOptions, bootstrap, evaluate, measure
 from headrace_operations.evaluation.task_metrics import TaskMetric, applicable_metrics, compute_metric, load_metrics
 from headrace_operations.evaluation.tasks import EvaluationTask, read, splits
-from headrace_schemas.programs.gate import Played, Tasks
+from headrace_schemas.programs.models import Played, Tasks
 from headrace_statistics.intervals import wilson
 
 SEARCH = {"type": "function", "function": {"name": "search"}}

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_operations.catalog import comparing, exporting, importing
+from headrace_operations.catalog import comparing, transfer
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
@@ -95,7 +95,7 @@ def test_a_folder_is_registered(
         requests.append((folder, name, base))
         return StoredLine(version=manifest.version, manifest=ref)
 
-    monkeypatch.setattr(importing, "store_folder", take)
+    monkeypatch.setattr(transfer, "store_folder", take)
     folder = str(tmp_path / "model")
     status, text = models(http, "register", folder, "--name", "m", "--version-label", "v1.0", "--why", "to play")
     assert (status, manifest.version in text) == (0, True)
@@ -187,7 +187,7 @@ def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
 def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
     (old, _), (new, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
     changes = {
-        change.what: (change.before, change.after) for change in comparing.settings(old, new, exporting.fetch_file)
+        change.what: (change.before, change.after) for change in comparing.settings(old, new, transfer.fetch_file)
     }
     assert changes["config.json: a.b"] == ("1", "2")
     assert changes["config.json: c"] == (None, "[1]")

@@ -34,7 +34,7 @@ from headrace_inference.vllm_engine import orphans
 from headrace_integrations.practice.data_sets import rows_of
 from headrace_judge import agreement, rubric
 from headrace_operations.accelerate_yaml import settings_of_accelerate
-from headrace_operations.controls.recording import from_file
+from headrace_operations.controls.runner import from_file
 from headrace_operations.evaluation import tasks
 from headrace_operations.jobs import recipe as job_recipe
 from headrace_operations.jobs.sources import RowFile
@@ -280,7 +280,7 @@ OWN = {
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
     "packages/runtime/src/headrace_runtime/storage/files.py",
-    "packages/runtime/src/headrace_runtime/process/holders.py", "schemas/src/headrace_schemas/topics/__init__.py",
+    "packages/runtime/src/headrace_runtime/process/liveness.py", "schemas/src/headrace_schemas/topics/__init__.py",
     "schemas/src/headrace_schemas/http/stack_access.py", "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
 """Modules that decode by themselves: files that Headrace or the kernel wrote."""

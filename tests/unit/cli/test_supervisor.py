@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace_operations.errors import NotRunning
 from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
 from headrace_operations.supervisor.process import BACKGROUND_NICENESS
-from headrace_operations.supervisor.state import supervisor_silence_s
+from headrace_operations.supervisor.state import NotRunning, supervisor_silence_s
 from tests.support.processes import alive, is_open, wait_until
 from tests.unit.cli.dummies import Dummies
 

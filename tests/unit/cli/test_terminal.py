@@ -25,7 +25,7 @@ from headrace_cli import terminal
 from headrace_cli.app import app
 from headrace_cli.commands.shared import table
 from headrace_cli.progress import ProgressDisplay
-from headrace_operations import drawing
+from headrace_operations import charts
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.values.text import printable
 from tests.unit.cli.hostile_stack import (
@@ -123,13 +123,13 @@ def test_json_output_is_ascii_and_holds_the_same_values(text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_pictures_are_drawn_without_formulas_and_hidden_characters(text: str, tmp_path: Path) -> None:
-    plt = drawing.pyplot()
+    plt = charts.pyplot()
     figure, axes = plt.subplots()
     axes.plot([1, 2], label=text.replace("\x00", ""))
     axes.set_title(text)
     axes.set_xlabel("$\\frac{")
     axes.legend()
-    drawing.save(figure, tmp_path / "picture.svg")
+    charts.save(figure, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 1000
 
 

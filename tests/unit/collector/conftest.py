@@ -12,8 +12,8 @@ import pytest
 
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
-from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
+from headrace_collector.upkeep import end_idle_runs
 from headrace_schemas import Trajectory
 from tests.support.streams import Bench, ManualClock, Service, bench
 from tests.support.turns import START

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import text
 
 from headrace_collector import handlers
-from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
+from headrace_collector.upkeep import end_idle_runs
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
 from tests.support.streams import Bench

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from headrace_collector.branches import build_branches
-from headrace_collector.continuations import TurnContent
+from headrace_collector.digests import TurnContent
 from headrace_collector.facts import turn_facts
-from headrace_collector.retries import superseded_turns
-from headrace_collector.runs import SessionRun, partition_runs
+from headrace_collector.runs import SessionRun, partition_runs, superseded_turns
 from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings

@@ -17,8 +17,8 @@ import pytest
 from sqlalchemy import update
 
 from headrace_collector import closing, feedback_targets, schema, store, upkeep
+from headrace_collector.closing import build_trajectory
 from headrace_collector.settings import CollectorSettings
-from headrace_collector.trajectories import build_trajectory
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, Event, SessionEnd, Trajectory, Turn
 from headrace_schemas.values.ids import response_id, session_key

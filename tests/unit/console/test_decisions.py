@@ -12,7 +12,7 @@ import pytest
 
 from headrace_console.pages.rollouts import metric_rows
 from headrace_registry.control import steps as steps_of_rollouts
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_registry.storage import audit

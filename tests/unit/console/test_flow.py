@@ -17,8 +17,7 @@ from headrace_console.pages.loop import reward_chart
 from headrace_console.pages.models import describe_decision
 from headrace_console.sources.services import Progress, ServiceReport, StackReport, parse_samples
 from headrace_schemas import ModelEvent
-from headrace_schemas.http.registry_api import ModelState, VersionState
-from headrace_schemas.http.source_api import SourceState
+from headrace_schemas.http.registry_api import ModelState, SourceState, VersionState
 
 NAMES = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
 TURNS = 'gateway_turns_total{model="m"} 40'

@@ -21,9 +21,9 @@ from prometheus_client import REGISTRY
 from headrace_gateway import answers
 from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
-from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.identity import CallIdentity
+from headrace_gateway.limits import within_descriptors
 from headrace_gateway.model_catalog import Target
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext, header_value, metric_label

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from headrace_gateway import prefixes
+from headrace_gateway import requests
 from headrace_gateway.access import ALL_SCOPES, Caller
 from headrace_gateway.identity import CallIdentity, RequestMetadata, identify, opening
+from headrace_gateway.recent_turns import RepeatedRequests
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.repeated_requests import RepeatedRequests
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, SubAgent
 from headrace_schemas.events.trajectory import NO_TOOLS
@@ -43,7 +43,7 @@ def identity(
     by: Caller | None = None,
     model: str = "tiny",
 ) -> CallIdentity:
-    scope = {prefixes.SESSION: path} if path else {}
+    scope = {requests.SESSION: path} if path else {}
     return identify(
         by or caller(), scope, RequestMetadata(headers or {}, metadata or {}), model, messages or (SYSTEM, HELLO)
     )

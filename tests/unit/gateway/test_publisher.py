@@ -16,7 +16,7 @@ from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.wire import Outgoing
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, SessionEnd
 from headrace_schemas.values.base import utcnow
@@ -154,8 +154,8 @@ async def test_the_trace_of_a_spooled_event_goes_on(tmp_path: Path) -> None:
     bus = ListBus()
     bus.back.clear()
     async with publishing(tmp_path, bus) as publisher:
-        with tracing.span(None):
-            trace = tracing.trace_id()
+        with logs.span(None):
+            trace = logs.trace_id()
             await publisher.publish(feedback(1))
         bus.back.set()
         await until(lambda: bus.records)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_gateway.log_ends import LogEnds
+from headrace_gateway.feedback import LogEnds
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings

@@ -19,7 +19,7 @@ import pytest
 from aiokafka.partitioner import murmur2
 
 from headrace_gateway import recent_turns
-from headrace_gateway.log_ends import LogEnds, after
+from headrace_gateway.feedback import LogEnds, after
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
+from headrace_gateway.client_connection import EventTooLarge, Splitter, encode
 from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.prefixes import KEY, SESSION, Prefixes
-from headrace_gateway.sse import EventTooLarge, Splitter, encode
-from headrace_gateway.stages import in_stages
+from headrace_gateway.requests import KEY, SESSION, Prefixes
+from headrace_gateway.spool import in_stages
 from headrace_gateway.transcript import Transcript
 from headrace_schemas import Event, Feedback, SessionEnd
 from headrace_schemas.values import ids

@@ -14,8 +14,7 @@ from headrace_inference.engine import Sampling
 from headrace_inference.torch_engine import fairness
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.fairness import TimeShares
-from headrace_inference.torch_engine.loader import Loader
-from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.loader import Loader, Model
 from headrace_inference.torch_engine.sequence import Sequence
 from tests.unit.inference.conftest import Models, prompt_of
 

@@ -6,8 +6,7 @@ import random
 
 import torch
 
-from headrace_inference.torch_engine.kv import KV, KVShape
-from headrace_inference.torch_engine.prefix import BLOCK, PrefixCache
+from headrace_inference.torch_engine.kv import BLOCK, KV, KVShape, PrefixCache
 
 SHAPE = KVShape(layers=1, heads=1, size=2, dtype=torch.float32, device=torch.device("cpu"))
 

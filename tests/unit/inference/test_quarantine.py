@@ -18,8 +18,7 @@ from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_inference.torch_engine.loader import Loader
-from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.loader import Loader, Model
 from headrace_inference.torch_engine.sampler import mask_forbidden
 from headrace_inference.torch_engine.sequence import Sequence
 from tests.support.seeds import draw_seed

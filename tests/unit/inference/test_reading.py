@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_inference.chat.answer import Answer, Delta, Reading, StopWatch, Text
+from headrace_inference.chat.json_scanner import StopStrings
 from headrace_inference.chat.parsers import Parsers
-from headrace_inference.chat.pieces import StopStrings
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES, parse_call

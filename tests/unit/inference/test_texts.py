@@ -23,8 +23,7 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN, ToolCalls
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.writing.program import open_writer, write_row
-from headrace_inference.writing.tokens import ConversationWriter, Unwritable
+from headrace_inference.written import ConversationWriter, Unwritable, open_writer, write_row
 from headrace_runtime.chat_messages import argument_value
 from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall

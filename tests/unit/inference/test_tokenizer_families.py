@@ -30,8 +30,8 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_inference.writing.program import _manifest
-from headrace_runtime.grammars.token_bytes import read_token_bytes
+from headrace_inference.written import _manifest
+from headrace_runtime.grammars.vocabulary import read_token_bytes
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support import tiny_model

@@ -39,10 +39,10 @@ from headrace.tuner import (
 from headrace_integrations.hello_agents.rewards import reward_of_completion
 from headrace_integrations.practice.collecting import _rewards_by_name, send_reward
 from headrace_integrations.practice.runs import worth_of
-from headrace_integrations.stack import offline
+from headrace_integrations.stack import attaching
 from headrace_integrations.trinity.workflows import AgentScopeReActWorkflow, metrics_of, reward_of
 from headrace_operations.jobs.formats import RowReader
-from headrace_operations.jobs.rows import BadRow
+from headrace_operations.jobs.sources import BadRow
 from tests.unit.integrations.rig import RecordingGatewayStack, entering, train_once, write_rows
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "fail"}]
@@ -165,7 +165,7 @@ def test_a_failed_judge_is_no_reward(name: str, monkeypatch: pytest.MonkeyPatch,
 
 def test_planted_adapter_that_sends_0_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Planted fault: a tuner that gives every run a number."""
-    from headrace_integrations.tuner.functions import outcome
+    from headrace_integrations.tuner.configs import outcome
 
     async def forgiving(*args: Any) -> tuple[float, dict[str, float]]:
         try:
@@ -341,7 +341,7 @@ def test_rows_of_a_job_may_hold_numbers_of_any_library(monkeypatch: pytest.Monke
     monkeypatch.setattr("headrace_operations.jobs.Job", SimpleNamespace)
     monkeypatch.setattr("headrace_operations.jobs.run", run)
     rows: list[dict[str, Any]] = [{"prompt": "?", "completion": "4", "reward": value} for value in HALVES]
-    offline.train_rows(stack, "sft", [*rows, {"label": np.bool_(True), "of": {"deep": (np.int64(3),)}}])
+    attaching.train_rows(stack, "sft", [*rows, {"label": np.bool_(True), "of": {"deep": (np.int64(3),)}}])
     assert [json.loads(line)["reward"] for line in lines[:-1]] == [0.5] * len(HALVES)
     assert json.loads(lines[-1]) == {"label": True, "of": {"deep": [3]}}
 

@@ -27,8 +27,8 @@ from headrace_integrations.practice.outcomes import SessionOutcome
 from headrace_integrations.rl import training
 from headrace_integrations.rl.serving import share_of
 from headrace_integrations.scenarios.tool_use import first_answer
+from headrace_integrations.stack.attaching import train_rows
 from headrace_integrations.stack.connection import flat, support
-from headrace_integrations.stack.offline import train_rows
 from headrace_operations.arguments import model_name
 from tests.parity.stage import the_record
 from tests.unit.integrations.rig import VERSION, RecordingGatewayStack

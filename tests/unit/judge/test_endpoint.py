@@ -19,10 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_judge.breaker import Breaker
-from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
+from headrace_judge.call_budget import Breaker, BudgetLimit, CallBudget, Reservation
 from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway, retry_after_s
-from headrace_judge.prompts import ChatMessage
+from headrace_judge.run_transcript import ChatMessage
 from headrace_judge.settings import BudgetSettings, EndpointSettings, RetrySettings
 from headrace_judge.tables import STREAM
 from headrace_judge.worker import backoff_s

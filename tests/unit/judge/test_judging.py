@@ -14,7 +14,7 @@ from headrace_judge.trajectory_handler import sampled
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http import web
 from headrace_schemas import DeadLetter
-from headrace_schemas.http.source_api import SourceList
+from headrace_schemas.http.registry_api import SourceList
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.judge_rig import judge, said, settings, trajectory

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace_judge import rejudging
+from headrace_judge import replay
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
@@ -250,7 +250,7 @@ async def test_runs_of_two_tenants_with_one_id_are_judged_apart(
 async def judged(llm: FakeLLM, data_dir: Path, *runs: Trajectory, **changes: Any) -> tuple[list[Reward], JudgedLine]:
     source = io.BytesIO(b"".join(b"trajectory %s\n" % run.to_json() for run in runs))
     target = io.BytesIO()
-    await rejudging.run(Common(data_dir=data_dir), settings(llm, **changes), Lines(source, target))
+    await replay.run(Common(data_dir=data_dir), settings(llm, **changes), Lines(source, target))
     *rewards, last = (line.partition(b" ") for line in target.getvalue().splitlines())
     assert {word for word, _, _ in rewards} <= {b"reward"}
     assert last[0] == b"judged"
@@ -260,8 +260,8 @@ async def judged(llm: FakeLLM, data_dir: Path, *runs: Trajectory, **changes: Any
 async def test_every_trajectory_is_judged_and_asked_about_once(
     llm: FakeLLM, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejudging, "_BATCH_MAX", 10)
-    monkeypatch.setattr(rejudging, "_WAITING_MAX", 4)
+    monkeypatch.setattr(replay, "_BATCH_MAX", 10)
+    monkeypatch.setattr(replay, "_WAITING_MAX", 4)
     runs = [trajectory(f"run-{number}", f"answer {number}") for number in range(24)]
     rewards, report = await judged(llm, data_dir, *runs)
     assert sorted(reward.trajectory_id for reward in rewards) == sorted(run.trajectory_id for run in runs)

@@ -12,13 +12,11 @@ from prometheus_client import REGISTRY
 from sqlalchemy import update
 
 from headrace_judge import tables
-from headrace_judge.breaker import TenantBreakers
-from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
-from headrace_judge.cases import Subject
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantBreakers
 from headrace_judge.model_judge import ModelJudge
 from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.settings import BudgetSettings
-from headrace_judge.tables import STREAM
+from headrace_judge.tables import STREAM, Subject
 from headrace_schemas import DeadLetter
 from headrace_schemas.values.ids import session_key
 from tests.support import fake_llm

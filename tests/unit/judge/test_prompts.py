@@ -16,9 +16,8 @@ import pytest
 import headrace_schemas
 from headrace_judge.endpoint import EndpointAway
 from headrace_judge.once import NoVerdict, scores
-from headrace_judge.prompts import Prompts
 from headrace_judge.rubric import Criterion, Rubric, load
-from headrace_judge.run_transcript import RunTranscript, TranscriptEntry, transcript_of
+from headrace_judge.run_transcript import Prompts, RunTranscript, TranscriptEntry, transcript_of
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Dialogue, Trajectory
 from tests.support import fake_llm

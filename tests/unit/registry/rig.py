@@ -20,8 +20,7 @@ from headrace_registry.control.traffic import TurnHandler
 from headrace_registry.gate.gate import GateFailed
 from headrace_registry.rollouts.settings import EVENTS_PER_UNIT_MAX
 from headrace_registry.settings import GateSettings, RegistrySettings
-from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
-from headrace_registry.shadow.sampling import PromptSampler
+from headrace_registry.shadow.runner import PromptSampler, ShadowAnswers, ShadowRunner
 from headrace_registry.storage import store
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.records import ModelRecord, VersionRecord
@@ -38,7 +37,7 @@ from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.events.envelope import Envelope
-from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.programs.models import Tasks
 from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.support import tiny_model
 from tests.support.remembered import make_tables

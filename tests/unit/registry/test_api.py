@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import text
 
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_runtime.http import web

@@ -23,11 +23,11 @@ from headrace_registry.check import check, run_stand_in
 from headrace_registry.gate import gate as gate_module
 from headrace_registry.gate.gate import Gate, GateFailed, GateSession
 from headrace_registry.gate_workers.__main__ import serve
-from headrace_registry.gate_workers.dispatcher import GateWorker, PlayDispatcher, WorkerLost, worker_names
+from headrace_registry.gate_workers.on_ray import GateWorker, PlayDispatcher, WorkerLost, worker_names
 from headrace_registry.settings import GateRaySettings, GateSettings, RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs.gate import Play, Tasks
+from headrace_schemas.programs.models import Play, Tasks
 from tests.support.processes import alive, wait_until
 
 V1, V2 = "m@0123456789ab", "m@ba9876543210"

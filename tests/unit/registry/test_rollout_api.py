@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from headrace_registry.control import steps as steps_of_rollouts
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings

@@ -22,7 +22,7 @@ from headrace_registry.storage import store
 from headrace_registry.storage.leader import LeaderLease, LostLeadership
 from headrace_registry.storage.tables import LEASE, METADATA, VERSIONS
 from headrace_runtime.clock import Clock
-from headrace_runtime.process import holders
+from headrace_runtime.process import liveness
 from headrace_runtime.storage import migrations
 from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL, START, Rig
@@ -210,8 +210,8 @@ async def test_standby_waits_for_a_live_local_leader(rig: Rig) -> None:
 
 def holder_of(pid: int) -> str:
     """A process of this machine, whenever it started."""
-    parts = holders.new_holder().split("|")
-    return "|".join((*parts[:3], str(pid), holders._start_ticks(pid) or "0", "x"))
+    parts = liveness.new_holder().split("|")
+    return "|".join((*parts[:3], str(pid), liveness._start_ticks(pid) or "0", "x"))
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])

@@ -21,7 +21,7 @@ from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.gate.trial import SuccessionEvidence, Trial
 from headrace_registry.settings import GateSettings
 from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, AnchorState
-from headrace_statistics import spending
+from headrace_statistics import e_process
 from headrace_statistics.e_process import EProcess
 from tests.support.processes import alive, wait_until
 from tests.unit.registry.test_gate import V1, gate, pids
@@ -108,7 +108,7 @@ def test_trial_makes_a_better_version_the_anchor() -> None:
     assert after.lead is not None
     fresh_lead = SuccessionEvidence.from_json(after.lead)
     assert fresh_lead == SuccessionEvidence(
-        CANDIDATE, CHAMPION, spending.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin)
+        CANDIDATE, CHAMPION, e_process.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin)
     )
 
 

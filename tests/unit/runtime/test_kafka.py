@@ -24,7 +24,7 @@ from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka import topics, wire
 from headrace_runtime.kafka.consumer import TopicTable
 from headrace_runtime.kafka.wire import Outgoing, Record, decode, encode, more_values_than
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import EVENTS, Event, Feedback, Routing
@@ -54,7 +54,7 @@ def as_record(sent: Outgoing) -> Record:
 
 async def test_a_small_event_is_its_own_json(blobs: BlobStore) -> None:
     event = feedback()
-    with tracing.span(None) as trace:
+    with logs.span(None) as trace:
         sent = await encode(event, "headrace/test", blobs)
     assert sent.value == event.to_json()
     received = await decode(as_record(sent), blobs)

@@ -18,7 +18,7 @@ from headrace_runtime.http import web
 from headrace_runtime.http.sources import Sources
 from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import Common, LogSettings
-from headrace_schemas.http.source_api import SourceList
+from headrace_schemas.http.registry_api import SourceList
 from headrace_schemas.values.text import printable
 
 

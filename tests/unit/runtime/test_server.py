@@ -29,8 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace_runtime.http import protocol, web
-from headrace_runtime.process.loop_watch import INTERVAL_S, LoopWatch, watch_loop
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import INTERVAL_S, LoopWatch, WorkerThreads, watch_loop
 from headrace_runtime.settings.sections import ServiceSettings
 from tests.support.loop_block import blocked
 

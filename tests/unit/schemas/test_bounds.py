@@ -25,8 +25,8 @@ from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 import headrace_schemas
 import headrace_schemas.events
+from headrace_collector.closing import _TOOLS_MAX
 from headrace_collector.settings import CollectorSettings
-from headrace_collector.trajectories import _TOOLS_MAX
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_inference.announce import _VERSIONS_MAX
@@ -38,8 +38,7 @@ from headrace_runtime.kafka.dead_letters import _HEADERS_MAX
 from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
 from headrace_schemas.events.chat import LOGIT_BIAS_MAX
-from headrace_schemas.events.checkpoint import LISTED_MAX, TURNS_MAX
-from headrace_schemas.events.model_event import STATISTICS_MAX
+from headrace_schemas.events.checkpoint import LISTED_MAX, STATISTICS_MAX, TURNS_MAX
 from headrace_schemas.values import bounds
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JsonObject, check_json, merge_contexts

@@ -24,6 +24,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import (
+    RESERVED,
     decode_name,
     decode_path,
     decode_segment,
@@ -31,12 +32,13 @@ from headrace_schemas.values.ids import (
     ingested_trajectory_id,
     is_name,
     key_of_response,
+    owner_of,
+    refusal_of,
     response_id,
     session_key,
     tenant_name,
     uuid7,
 )
-from headrace_schemas.values.sources import RESERVED, owner_of, refusal_of
 
 names = st.text(st.characters(blacklist_characters="\0"), max_size=40)
 

@@ -17,9 +17,8 @@ from headrace_schemas import Event, Experience, Reward, Trajectory
 from headrace_scorer import schema, upkeep
 from headrace_scorer.functions import worker
 from headrace_scorer.functions.loading import RewardFunction
-from headrace_scorer.functions.outcomes import Outcome
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest, Outcome
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import CompletedJob, Scoring

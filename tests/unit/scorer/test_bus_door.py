@@ -23,7 +23,7 @@ from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, load
 from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
 from headrace_scorer import api
-from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from tests.support.hostile_json import mutated
 from tests.support.seeds import draw_seed

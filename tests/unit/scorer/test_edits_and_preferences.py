@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common
 from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult
+from headrace_schemas.events.experience import Outcome
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
-from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values import ids
-from headrace_schemas.values.sources import fits
+from headrace_schemas.values.ids import fits
 from headrace_scorer import api
-from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
 from tests.feedback.world import Scene, trajectory

@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from headrace_schemas import Message, Reward, RewardResult
-from headrace_scorer.agreement_test import Agreement, upper_bound
-from headrace_scorer.functions.outcomes import outcome_of, raised
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest, outcome_of, raised
+from headrace_scorer.functions.process import FunctionPool
+from headrace_scorer.judge_monitor import Agreement, upper_bound
 from headrace_scorer.settings import ScorerSettings
 from tests.support.turns import START, ask, closed, user
 

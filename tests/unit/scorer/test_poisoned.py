@@ -13,8 +13,7 @@ from sqlalchemy import insert, text, update
 from headrace_schemas import DeadLetter, Experience, Feedback, Reward, Trajectory
 from headrace_scorer import schema, scores, scoring, upkeep
 from headrace_scorer.functions import worker
-from headrace_scorer.functions.outcomes import Outcome
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest, Outcome
 from tests.support.turns import ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, half, rematch_of
 

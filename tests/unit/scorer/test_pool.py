@@ -13,9 +13,8 @@ import pytest
 
 import headrace_schemas
 from headrace_schemas import Feedback
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.process import FunctionsRefused
-from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.functions.outcomes import CallRequest
+from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.settings import ScorerSettings
 from tests.support.processes import alive, wait_until
 from tests.support.turns import feedback

@@ -17,8 +17,17 @@ from fractions import Fraction
 import pytest
 
 from headrace_statistics.contrast import Contrast
-from headrace_statistics.e_process import PARTS, EProcess, MixtureEProcess, SampleRatio
-from headrace_statistics.spending import harm, promotion, refusal, success, succession
+from headrace_statistics.e_process import (
+    PARTS,
+    EProcess,
+    MixtureEProcess,
+    SampleRatio,
+    harm,
+    promotion,
+    refusal,
+    success,
+    succession,
+)
 
 
 def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:

@@ -25,15 +25,14 @@ from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.algorithms.losses import LOSSES, LossInputs
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.batches.prepare import PreparedBatch
-from headrace_trainer.experiences import state as states
+from headrace_trainer.experiences import reports
 from headrace_trainer.experiences.admission import versions_of
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.pending_updates import CorrectionRules
-from headrace_trainer.experiences.reports import training_outcome
-from headrace_trainer.experiences.trained_experience import TrainedExperience
+from headrace_trainer.experiences.reports import TrainedExperience, training_outcome
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import StepResult
-from headrace_trainer.lineage.step_result import apply_result
+from headrace_trainer.lineage.culprits import apply_result
 from tests.algorithms.losses import CASES, Case
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_state import LIMITS
@@ -277,7 +276,7 @@ async def test_planted_fault_in_reported_advantages_is_caught(
         }
         return outcome.model_copy(update=changes[fault])
 
-    monkeypatch.setattr(states, "training_outcome", faulty)
+    monkeypatch.setattr(reports, "training_outcome", faulty)
     world = World(tmp_path)
     by_turn = fault == "missing turn"
     rewards = ((1.0, 0.0), (0.5, 0.25), (0.0, 0.0), (0.0, 1.0)) if by_turn else ()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_inference.errors import VersionUnusable
-from headrace_inference.importing.folder import Importer
+from headrace_inference.importing import Importer
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.learner import Frozen
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner import tensors
@@ -27,7 +28,6 @@ from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
-from headrace_trainer.whole import Frozen
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
 from tests.unit.trainer.test_step import batch_of

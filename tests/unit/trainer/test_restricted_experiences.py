@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_collector.trajectories import build_trajectory
+from headrace_collector.closing import build_trajectory
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Tokens
 from headrace_inference.grammar.forms import AnswerForm

@@ -17,7 +17,7 @@ from headrace_schemas import Experience
 from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.offline.dry_run import DryRun
+from headrace_trainer.replay import DryRun
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_appraisers import check_learns
 from tests.unit.trainer.test_crash import plain_story, tell

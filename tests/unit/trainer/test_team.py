@@ -25,21 +25,18 @@ from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Batch, Row, pack
 from headrace_trainer.learner import LearnerLost, NotFinite, StepResult
-from headrace_trainer.ray_learner import parts, rank_team
-from headrace_trainer.ray_learner.parts import OwnPart
+from headrace_trainer.ray_learner import rank_team, version_parts
 from headrace_trainer.ray_learner.pieces import Piece, check
 from headrace_trainer.ray_learner.rank_team import _merge, deal_passes, pass_budget
-from headrace_trainer.ray_learner.version_parts import _entries
+from headrace_trainer.ray_learner.version_parts import OwnPart, _entries
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner import version_files
-from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.learner import TorchLearner, open_learner
 from headrace_trainer.torch_learner.measures import Measures
+from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.rounding import round_stochastically
-from headrace_trainer.torch_learner.step import train
-from headrace_trainer.torch_learner.stored_tensors import SelectedTensors, StoredTensors
-from headrace_trainer.torch_learner.team import Team
+from headrace_trainer.torch_learner.step import Team, train
+from headrace_trainer.torch_learner.stored_tensors import SelectedTensors, StoredTensors, layout
 from tests.unit.trainer.world import experience
 
 GOING_ON = threading.Event()
@@ -170,7 +167,7 @@ def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equ
 
 
 def _alone(learner: TorchLearner, settings: TrainerSettings) -> list[StepResult]:
-    from headrace_trainer.torch_learner.team import ALONE
+    from headrace_trainer.torch_learner.step import ALONE
 
     return play(learner, settings, ALONE)
 
@@ -271,10 +268,10 @@ def written(folder: Path, tensors: dict[str, Tensor], ranks: int) -> tuple[Path,
     pieces: list[Piece] = []
     for rank in range(ranks):
         own_parts = {name: cut(tensor, rank, ranks) for name, tensor in tensors.items()}
-        size, mine = parts.ranges("one.safetensors", tensors, own_parts, ABOUT, first=rank == 0)
+        size, mine = version_parts.compute_ranges("one.safetensors", tensors, own_parts, ABOUT, first=rank == 0)
         if rank == 0:
             (folder / "one.safetensors").write_bytes(bytes(size))
-        pieces += parts.write(folder, mine)
+        pieces += version_parts.write(folder, mine)
     check(folder, {"one.safetensors": size}, pieces)
     return folder / "one.safetensors", pieces
 
@@ -284,7 +281,7 @@ def written(folder: Path, tensors: dict[str, Tensor], ranks: int) -> tuple[Path,
 def test_ranks_write_the_file_of_one_process(
     tmp_path: Path, seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "PIECE_BYTES", 16)
+    monkeypatch.setattr(version_parts, "PIECE_BYTES", 16)
     tensors = random_tensors(seed)
     path, _ = written(tmp_path, tensors, ranks)
     assert path.read_bytes() == save(tensors, metadata=ABOUT)

@@ -20,9 +20,9 @@ from headrace_trainer.backends import BACKENDS
 from headrace_trainer.learner import Learner, LearnerLost
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.disk import Disk
 from headrace_trainer.trinity_learner.learner import TrinityLearner
+from headrace_trainer.trinity_learner.rows import Buffer
 from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
 from tests.trinity import stand_in
 from tests.unit.trainer.conftest import SMALL

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.token_sets import TokenSets
-from headrace_trainer.trinity_learner.buffer import Buffer
-from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
+from headrace_trainer.trinity_learner.rows import Buffer, TrinityRow, is_finite, rows_of
 from tests.trinity.stand_in import parsed
 from tests.unit.trainer.world import experience
 

@@ -23,9 +23,9 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.chat import Message
+from headrace_schemas.events.checkpoint import Decision
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.events.experience import Edit, NoReward, PreferenceSide, TurnReward
-from headrace_schemas.events.model_event import Decision
 from headrace_schemas.values.ids import session_key
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.experiences.state import LineageState

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic_core import to_json
 
-from headrace_gateway import sse
+from headrace_gateway import client_connection
 from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
@@ -45,16 +45,16 @@ class _Events:
     def __init__(self, writer: MessageWriter, headers: Mapping[str, str]) -> None:
         self._writer = writer
         self.headers = headers
-        self.ping = sse.encode_typed([{"type": "ping"}])
+        self.ping = client_connection.encode_typed([{"type": "ping"}])
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        return sse.encode_typed(self._writer.add(chunk, version, streamed=True))
+        return client_connection.encode_typed(self._writer.add(chunk, version, streamed=True))
 
     def end(self) -> bytes:
-        return sse.encode_typed(self._writer.end())
+        return client_connection.encode_typed(self._writer.end())
 
     def broken(self, error: ApiError) -> bytes:
-        return sse.encode(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")
+        return client_connection.encode(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")
 
 
 def read_messages(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:

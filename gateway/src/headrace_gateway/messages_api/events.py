@@ -1,14 +1,100 @@
-"""An answer of `POST /v1/messages` as a stream of events, and as a whole from one chunk."""
+"""An answer of `POST /v1/messages` as JSON, and as a stream of events."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
-from headrace_gateway.engine_wire import EngineAnswer, EngineMessage, EngineToolCall, EngineUsage
-from headrace_gateway.messages_api import output
-from headrace_gateway.messages_api.output import Json, StopFinder
+from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
+
+Json = dict[str, Any]
+SIGNATURE = "aGVhZHJhY2U="
+"""The signature of thinking blocks. The gateway does not check the signature of a block that a client sends back."""
+_TAIL_BYTES = 1024
+"""Bytes of sampled text that are kept to find the stop sequence that ended an answer."""
+
+
+class StopFinder:
+    """Finds the stop sequence that ended an answer. Engines cut it from the text, but its tokens were sampled."""
+
+    def __init__(self, stop_sequences: Sequence[str]) -> None:
+        self._sequences = stop_sequences
+        self._tail = b""
+        self._last_length = 0
+
+    def add(self, choice: EngineChoice) -> None:
+        """Take the sampled tokens of a chunk."""
+        if not self._sequences or choice.logprobs is None:
+            return
+        for entry in (choice.logprobs.content or ())[-_TAIL_BYTES:]:
+            exact = entry.get("bytes")
+            piece = bytes(exact) if exact is not None else (entry.get("token") or "").encode()
+            self._last_length = len(piece)
+            self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+
+    def completed_sequence(self) -> str | None:
+        """Return the sequence that the last token completed, or None."""
+        for sequence in self._sequences:
+            encoded = sequence.encode()
+            if encoded in self._tail[-(len(encoded) + max(self._last_length - 1, 0)) :]:
+                return sequence
+        return None
+
+
+def build_message(
+    message_id: str,
+    version: str,
+    content: Sequence[Json],
+    stop_reason: str | None,
+    stop_sequence: str | None,
+    usage: Json,
+) -> Json:
+    """Return a `Message`."""
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": version,
+        "content": list(content),
+        "stop_reason": stop_reason,
+        "stop_sequence": stop_sequence,
+        "stop_details": None,
+        "usage": usage,
+    }
+
+
+def usage_of(usage: EngineUsage | None, prompt_tokens: int) -> Json:
+    """Return the `usage` block. `input_tokens` counts the tokens that were not read from the cache.
+
+    Args:
+        usage: The engine's count, or None before the end of the answer.
+        prompt_tokens: Tokens of the prompt, for an answer that has not ended.
+    """
+    cached = ((usage.prompt_tokens_details or {}).get("cached_tokens") or 0) if usage else 0
+    cached = cached if isinstance(cached, int) else 0
+    return {
+        "input_tokens": (usage.prompt_tokens if usage else prompt_tokens) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens if usage else 0,
+    }
+
+
+def tool_input(arguments: str) -> Json:
+    """Return the arguments of a call as an object. Arguments that are no JSON object come under `arguments`, and so do
+    numbers beyond float64, such as 1e999, which the answer could not hold."""
+    if not arguments.strip():
+        return {}
+    try:
+        value = from_json(arguments, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return {"arguments": arguments}
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 @dataclass(slots=True)
@@ -31,9 +117,9 @@ class _OpenBlock:
         """Return the block with everything that it holds so far."""
         match self.kind:
             case "thinking":
-                return {"type": "thinking", "thinking": self.text, "signature": output.SIGNATURE}
+                return {"type": "thinking", "thinking": self.text, "signature": SIGNATURE}
             case "tool_use":
-                content = output.tool_input(self.text)
+                content = tool_input(self.text)
                 return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": content}
         return {"type": "text", "text": self.text}
 
@@ -85,7 +171,7 @@ class MessageWriter:
         """Return the events that end the answer."""
         events = self._close()
         reason, sequence = self._stop_reason()
-        usage = output.usage_of(self._usage, self._prompt_tokens)
+        usage = usage_of(self._usage, self._prompt_tokens)
         delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
         return [*events, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
@@ -94,8 +180,8 @@ class MessageWriter:
         return self._message(self._content, *self._stop_reason())
 
     def _message(self, content: list[Json], reason: str | None, sequence: str | None) -> Json:
-        usage = output.usage_of(self._usage, self._prompt_tokens)
-        return output.message(self._id, self._version or "", content, reason, sequence, usage)
+        usage = usage_of(self._usage, self._prompt_tokens)
+        return build_message(self._id, self._version or "", content, reason, sequence, usage)
 
     def _stop_reason(self) -> tuple[str, str | None]:
         """Return `stop_reason` and `stop_sequence`."""
@@ -149,7 +235,7 @@ class MessageWriter:
         events: list[Json] = []
         content = block.content()
         if block.kind == "thinking":
-            events.append(self._delta("signature_delta", "signature", output.SIGNATURE))
+            events.append(self._delta("signature_delta", "signature", SIGNATURE))
         elif block.kind == "tool_use" and content["input"]:
             events.append(self._delta("input_json_delta", "partial_json", _json_text(block.text, content["input"])))
         self._content.append(content)

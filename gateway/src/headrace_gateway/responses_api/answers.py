@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from headrace_gateway import sse
+from headrace_gateway import client_connection
 from headrace_gateway.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
@@ -97,19 +97,19 @@ class _Events:
         self._shape = shape
         self._writer = writer
         self.headers = headers
-        self.ping = sse.COMMENT
+        self.ping = client_connection.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        return sse.encode_typed(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))
+        return client_connection.encode_typed(self._writer.add(version, chunk.choices, chunk.usage, streamed=True))
 
     def end(self) -> bytes:
         events = self._writer.end()
         response = events[-1]["response"]
         self._shape.store(response, to_json(response))
-        return sse.encode_typed(events)
+        return client_connection.encode_typed(events)
 
     def broken(self, error: ApiError) -> bytes:
-        return sse.encode_typed(self._writer.error(error))
+        return client_connection.encode_typed(self._writer.error(error))
 
 
 def read_responses(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:

@@ -1,4 +1,6 @@
-"""`/v1/conversations`: conversations that responses continue and add their items to."""
+"""`/v1/conversations` and `/v1/responses/{id}`: conversations that responses continue, and responses that are stored
+for references.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from headrace_gateway.responses_api.output import Json
 from headrace_gateway.responses_api.request import resolved
 from headrace_gateway.settings import RequestRules
 from headrace_runtime.http.web import parameters_of
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import JsonObject
 from headrace_schemas.values.text import printable
@@ -234,3 +236,34 @@ def _json(conversation: StoredConversation) -> Json:
         "created_at": conversation.created_s,
         "metadata": conversation.metadata,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponses:
+    """The endpoints of stored responses, which need the scope `chat`."""
+
+    admission: Admission
+    store: ResponseStore
+
+    async def get(self, request: Request) -> Response:
+        """Return a stored response. Raises `ApiError` 404."""
+        response_id = request.path_params["response_id"]
+        stored = self._view(request).get(response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        return Response(stored.body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Drop a stored response. The captured turn stays. Raises `ApiError` 404."""
+        response_id = request.path_params["response_id"]
+        if not self._view(request).delete(response_id):
+            raise _not_found(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    def _view(self, request: Request) -> CallerResponses:
+        return self.store.view(self.admission.caller(request.scope, headers_of(request.scope), "chat"))
+
+
+def _not_found(response_id: str) -> ApiError:
+    message = f"response '{printable(response_id)}' is not stored here"
+    return ApiError(404, "response_not_found", message, "response_id")

@@ -13,8 +13,8 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace_integrations.practice.agents import text_of
 from headrace_integrations.stack import stack_for
+from headrace_integrations.stack.attaching import train_rows
 from headrace_integrations.stack.connection import ENTERED, support
-from headrace_integrations.stack.offline import train_rows
 from headrace_schemas.values.plain_values import plain_number
 
 __all__ = ["DPOTrainer", "HumanPreferenceCollector", "LLMJudge", "RewardFunction"]

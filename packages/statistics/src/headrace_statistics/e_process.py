@@ -1,4 +1,5 @@
-"""E-processes, tests that may be stopped at any time.
+"""E-processes, tests that may be stopped at any time, and alpha spending: how a family of versions shares the
+probability of an error.
 
 `EProcess`: against the null hypothesis "the mean is at most `null`".
 
@@ -25,12 +26,20 @@ Lindon & Malek, "Anytime-valid inference for multinomial count data" (NeurIPS 20
 of a multinomial with a Dirichlet prior against the planned probabilities. With each unit it grows by the factor q(arm)
 / p(arm), where p is planned and q = (κ p + units of that arm so far) / (κ + units so far). Σ p · q/p = 1, so it is a
 martingale from 1 when p is right, and P(it ever reaches 1/α) ≤ α. p may change with every unit.
+
+A family is all versions that are compared with the same anchor. The k-th one may be promoted wrongly with probability
+α_k at most, and Σ α_k ≤ α without an end to k: Bonferroni with unequal shares (alpha spending as in Foster & Stine
+2008, without earning any back). The shares 1/(k(k+1)) = 1/k - 1/(k+1) telescope to 1, and the k-th version pays for
+its place with about 2 ln k more evidence.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+_FOR_PROMOTIONS = 0.8
+"""Share of α for wrong promotions. The rest is for wrongly finding a version better than the anchor (`succession`)."""
 
 
 @dataclass(slots=True)
@@ -141,3 +150,42 @@ class SampleRatio:
     def broken(self, error: float) -> bool:
         """Return whether the planned shares are refuted, wrongly with probability `error` at most, over all time."""
         return self.log_evidence >= -math.log(error)
+
+
+def promotion(alpha: float, number: int) -> float:
+    """Return the error probability for promoting the `number`-th version of a family wrongly. Numbers start at 1."""
+    return _FOR_PROMOTIONS * alpha * _share(number)
+
+
+def succession(alpha: float, number: int) -> float:
+    """Return the error probability for making the `number`-th version of a family the anchor although it is not
+    better."""
+    return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
+
+
+def refusal(beta: float, opponents: int) -> float:
+    """Return the error probability for finding an equal version inferior to one of its opponents.
+
+    The result is half of β. The other half is for trials that are undecided after `tasks_max`.
+    """
+    return beta / 2.0 / opponents
+
+
+def success(alpha: float, number: int, metrics: int) -> float:
+    """Return the error probability for one success metric of a rollout.
+
+    Any success metric is enough for a promotion, so the metrics share what the `number`-th version may spend.
+    """
+    return promotion(alpha, number) / metrics
+
+
+def harm(beta: float, share: float) -> float:
+    """Return the error probability for rolling back a harmless version by one test that has `share` of all tests.
+
+    All of β is spent here: a rollout without a result in time ends in hold and is not rolled back.
+    """
+    return beta * share
+
+
+def _share(number: int) -> float:
+    return 1.0 / (number * (number + 1))

@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 from headrace_schemas.events.chat import Message
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import Score
-from headrace_schemas.values.ids import derived_id
-from headrace_schemas.values.sources import refusal_of
+from headrace_schemas.values.ids import derived_id, refusal_of
 from headrace_schemas.values.text import printable
 
 Kind = Literal["value", "edit", "preference"]

@@ -1,4 +1,6 @@
-"""Requests and responses of the registry's REST API, shared by the service and the SDK."""
+"""Requests and responses of the registry's REST API, and of `GET /sources` of scorer and judge, shared by the
+services and the SDK.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.events.model_event import ModelEvent
-from headrace_schemas.values.base import AliasName, Model, ModelName, Remark, Text, Timestamp, Version
+from headrace_schemas.events.checkpoint import ModelEvent
+from headrace_schemas.values.base import AliasName, LongText, Model, ModelName, Remark, Text, Timestamp, Version
 from headrace_schemas.values.blobs import BlobRef
+
+Count = Annotated[int, Field(ge=0)]
 
 
 class ModelState(Model):
@@ -123,3 +127,23 @@ class RollbackRequest(Model):
     """Request of `POST /v1/models/{name}/rollback`. The body may be empty."""
 
     reason: Remark = ""
+
+
+class SourceState(Model):
+    """The state of one reward function or rubric since its process started."""
+
+    id: Text
+    object: Literal["source"] = "source"
+    outcomes: dict[Text, Count] = Field(default_factory=dict)
+    """Number of results by outcome. `retried` counts failures of the endpoint after which the work is repeated."""
+    failing: Count = 0
+    """Number of consecutive failures; 0 after a score or an abstention."""
+    last_error: LongText | None = None
+    last_error_at: Timestamp | None = None
+
+
+class SourceList(Model):
+    """Response of `GET /sources`."""
+
+    object: Literal["list"] = "list"
+    data: tuple[SourceState, ...]

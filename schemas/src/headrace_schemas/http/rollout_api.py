@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.events.model_event import ModelEvent
+from headrace_schemas.events.checkpoint import ModelEvent
 from headrace_schemas.values.base import Finite, Model, ModelName, Remark, Share, Text, Timestamp, Version
 
 RolloutKind = Literal["rolling", "canary", "ab"]

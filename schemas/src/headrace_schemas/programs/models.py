@@ -1,23 +1,28 @@
-"""Line protocols of the programs that open a model for a command. `programs.replay` describes the format of a line.
+"""Line protocols of programs: those that open a model for a command, and the gate's program, which plays held-out
+tasks.
 
 `headrace models register`, `import` and `export` start a program that can load weights. `headrace train` starts a
 program that applies a model's tokenizer and chat template: the first line is `base`, and the program replies `opened`;
 each following line is a `row`, and the program replies `written` or `refused` in the same order.
+
+The program first prints one `Tasks`. Then it reads one `Play` per line and prints one `Played` for each, in any order
+and with any number of concurrent plays. It exits at the end of its standard input.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from headrace_schemas.events.chat import Message, Tool
 from headrace_schemas.values.arrays import TokenIds
-from headrace_schemas.values.base import Model, ModelName, Version
+from headrace_schemas.values.base import Finite, Model, ModelName, Text, Version
 from headrace_schemas.values.blobs import BlobRef
 
 MANIFEST_FILE = "headrace_manifest.json"
 """Name of the manifest in an exported folder. With it, importing the folder restores the same version."""
+Names = Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
 
 
 class FolderLine(Model):
@@ -111,3 +116,43 @@ class RefusedLine(Model):
     number: int
     kind: str
     reason: str
+
+
+class Tasks(Model):
+    """The first line of the program: the names of all tasks.
+
+    A task that is listed twice counts twice. Other fields are ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    gate: Names
+    """The tasks that decide whether a version may serve."""
+    audit: Names
+    """The tasks that take part in no decision. Only their scores are reported."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        both = set(self.gate) & set(self.audit)
+        if both:
+            raise ValueError(f"{len(both)} tasks are in both gate and audit, e.g. {min(both)!r}")
+        return self
+
+
+class Play(Model):
+    """A line to the program: the request to play a task with a version and the random seed `seed`."""
+
+    version: Version
+    task: Text
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Played(Model):
+    """A line from the program: the score of a play. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: Version
+    task: Text
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    score: Annotated[Finite, Field(ge=0, le=1)]

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from importlib import import_module
 
 from headrace_broker import batch
-from headrace_broker.broker import Broker
-from headrace_broker.budget import MemoryBudget
+from headrace_broker.broker import Broker, MemoryBudget
 from headrace_broker.catalog import TopicCatalog
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.errors import Damaged, Rejected
@@ -18,13 +17,12 @@ from headrace_broker.log import Log
 from headrace_broker.login import Credentials
 from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
-from headrace_broker.offsets import CommittedOffsets
-from headrace_broker.readers import Readers
+from headrace_broker.reads import Readers
 from headrace_broker.server import Server, listening_socket
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.store import Store
-from headrace_broker.topics import TopicStore
+from headrace_broker.topics import CommittedOffsets, TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer

@@ -1,20 +1,20 @@
-"""The parts of the broker that request handlers use."""
+"""The parts of the broker that request handlers use, and the bounded memory that they share."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from dataclasses import dataclass
 
-from headrace_broker.budget import MemoryBudget
 from headrace_broker.catalog import PartitionView, TopicCatalog
 from headrace_broker.coordinator import Coordinator
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
 from headrace_broker.login import Credentials, Login
-from headrace_broker.offsets import CommittedOffsets
-from headrace_broker.readers import Readers
+from headrace_broker.reads import Readers
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
-from headrace_broker.topics import TopicStore
+from headrace_broker.topics import CommittedOffsets, TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
@@ -25,6 +25,49 @@ REQUEST_BYTES_MAX = 8 * 1024 * 1024
 """Largest request in bytes. A larger one closes its connection."""
 
 NODE_ID = 1
+
+
+class MemoryBudget:
+    """Budget of `total` bytes, granted in the order of the requests. A larger request gets the total."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._free = total
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def used(self) -> int:
+        return self._total - self._free
+
+    async def take(self, size: int) -> int:
+        """Wait for `size` bytes and return the number that was granted, which the caller must give back."""
+        size = min(size, self._total)
+        if self._waiting or size > self._free:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((size, turn))
+            try:
+                await turn  # `give` has already subtracted `size` from `_free`
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.give(size)
+                raise
+        else:
+            self._free -= size
+        return size
+
+    def give(self, size: int) -> None:
+        """Give back bytes, and grant waiting requests."""
+        self._free += size
+        while self._waiting:
+            requested, turn = self._waiting[0]
+            if turn.cancelled():
+                self._waiting.popleft()
+            elif requested <= self._free:
+                self._waiting.popleft()
+                self._free -= requested
+                turn.set_result(None)
+            else:
+                break
 
 
 @dataclass(frozen=True, slots=True)

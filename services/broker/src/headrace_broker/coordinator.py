@@ -10,7 +10,6 @@ from functools import partial
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.group_state import restore, serialize
-from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.groups import (
     HeartbeatRequest,
     JoinGroupRequest,
@@ -23,6 +22,7 @@ from headrace_broker.protocol.offsets import CommitTopic, OffsetCommitRequest
 from headrace_broker.protocol.transactions import TxnOffsetCommitRequest
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
+from headrace_broker.topics import CommittedOffsets
 from headrace_broker.writer import T, Writer
 from headrace_runtime.clock import Clock, epoch_ms
 

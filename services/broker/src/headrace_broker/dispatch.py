@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.handlers import admin, fetch, groups, metadata, offsets, produce, topics, transactions
+from headrace_broker.handlers import fetch, groups, metadata, produce, topics, transactions
 from headrace_broker.handlers import fetch as list_offsets
 from headrace_broker.handlers import metadata as authentication
 from headrace_broker.handlers import transactions as transaction_admin
@@ -81,9 +81,9 @@ APIS = (
     ApiSpec("Fetch", 1, 11, fetch_messages.FetchRequest, fetch.fetch, announced_from=4),
     ApiSpec("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, list_offsets.list_offsets, announced_from=1),
     ApiSpec("Metadata", 3, 4, metadata_messages.MetadataRequest, metadata.metadata),
-    ApiSpec("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, offsets.offset_commit, announced_from=2),
+    ApiSpec("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, groups.offset_commit, announced_from=2),
     ApiSpec(
-        "OffsetFetch", 9, 7, offset_messages.OffsetFetchRequest, offsets.offset_fetch,
+        "OffsetFetch", 9, 7, offset_messages.OffsetFetchRequest, groups.offset_fetch,
         lambda _, code: offset_messages.OffsetFetchResponse(0, (), code), oldest=1, flexible_from=6,
     ),
     ApiSpec(
@@ -112,7 +112,7 @@ APIS = (
     ApiSpec("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
     ApiSpec("CreateTopics", 19, 4, topic_messages.CreateTopicsRequest, topics.create_topics, oldest=3),
     ApiSpec("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
-    ApiSpec("DeleteRecords", 21, 1, topic_messages.DeleteRecordsRequest, admin.delete_records, oldest=0),
+    ApiSpec("DeleteRecords", 21, 1, topic_messages.DeleteRecordsRequest, topics.delete_records, oldest=0),
     ApiSpec(
         "InitProducerId", 22, 4, produce_messages.InitProducerIdRequest, produce.init_producer_id,
         lambda _, code: produce_messages.InitProducerIdResponse(0, code, -1, -1), oldest=0, flexible_from=2,
@@ -131,14 +131,14 @@ APIS = (
         oldest=0, flexible_from=3,
     ),
     ApiSpec("DescribeConfigs", 32, 1, topic_messages.DescribeConfigsRequest, topics.describe_configs),
-    ApiSpec("DescribeLogDirs", 35, 1, topic_messages.DescribeLogDirsRequest, admin.describe_log_dirs),
+    ApiSpec("DescribeLogDirs", 35, 1, topic_messages.DescribeLogDirsRequest, topics.describe_log_dirs),
     ApiSpec(
         "SaslAuthenticate", SASL_AUTHENTICATE, 1, authentication_messages.SaslAuthenticateRequest,
         authentication.authenticate, oldest=0,
     ),
-    ApiSpec("CreatePartitions", 37, 1, topic_messages.CreatePartitionsRequest, admin.create_partitions, oldest=0),
+    ApiSpec("CreatePartitions", 37, 1, topic_messages.CreatePartitionsRequest, topics.create_partitions, oldest=0),
     ApiSpec("DeleteGroups", 42, 1, group_messages.DeleteGroupsRequest, groups.delete_groups),
-    ApiSpec("IncrementalAlterConfigs", 44, 0, topic_messages.IncrementalAlterConfigsRequest, admin.alter_configs),
+    ApiSpec("IncrementalAlterConfigs", 44, 0, topic_messages.IncrementalAlterConfigsRequest, topics.alter_configs),
     ApiSpec(
         "DescribeProducers", 61, 0, transaction_messages.DescribeProducersRequest,
         transaction_admin.describe_producers, flexible_from=0,

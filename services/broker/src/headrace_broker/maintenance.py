@@ -18,7 +18,7 @@ from headrace_broker.broker import Broker
 from headrace_broker.catalog import PartitionView
 from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.readers import Readers
+from headrace_broker.reads import Readers
 from headrace_broker.topic_config import TopicConfig
 from headrace_runtime.process.logs import get_logger
 

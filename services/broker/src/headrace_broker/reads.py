@@ -1,22 +1,30 @@
-"""Queries of the file: batches with aborted transactions, offsets by time, committed offsets, producers.
+"""Queries of the file in threads of their own: batches with aborted transactions, offsets by time, committed offsets,
+producers.
 
 The functions run in a reader thread with its own connection, and see only committed data.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import queue
 import sqlite3
-from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from headrace_broker.batch import parse, records
-from headrace_broker.errors import Damaged, Malformed
+from headrace_broker.errors import Code, Damaged, Malformed, Rejected
 from headrace_broker.idempotence import ProducerState
-from headrace_broker.inspection import batch_problem
+from headrace_broker.inspection import batch_problem, is_damage
 from headrace_broker.protocol.fetch import AbortedTransaction
 from headrace_broker.protocol.transactions import ActiveProducer
+from headrace_broker.store import Store
 from headrace_broker.store_format import offset_of, position
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ReadRequest(NamedTuple):
@@ -156,3 +164,47 @@ def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: 
         else:
             start = offset_of(row[0]) + 1
     return start
+
+
+class Readers:
+    """Pool of `count` threads and connections. A failing read raises `Rejected` with STORAGE_ERROR."""
+
+    def __init__(self, store: Store, count: int) -> None:
+        self._connections: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        for _ in range(count):
+            self._connections.put(store.connect())
+        self._count = count
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with `Damaged` if the file is damaged. Then the process must end."""
+        self._pool = ThreadPoolExecutor(count, "reader")
+
+    async def run(self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `read` with a connection in a reader thread, and return its result."""
+
+        def work() -> T:
+            db = self._connections.get_nowait()
+            try:
+                return read(db, *args, **kwargs)
+            finally:
+                self._connections.put(db)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except Damaged as error:
+            self._report_damage(error)
+            raise Rejected(Code.STORAGE_ERROR, str(error)) from error
+        except sqlite3.Error as error:
+            if is_damage(error):
+                self._report_damage(Damaged(f"the broker's file: {error}"))
+            raise Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}") from error
+
+    def _report_damage(self, error: Damaged) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # marks it as retrieved, so that asyncio does not warn
+
+    def close(self) -> None:
+        """Wait for running reads and close the connections."""
+        self._pool.shutdown()
+        for _ in range(self._count):
+            self._connections.get_nowait().close()

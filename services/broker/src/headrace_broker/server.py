@@ -12,8 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_broker.broker import REQUEST_BYTES_MAX, Broker, RequestContext
-from headrace_broker.budget import MemoryBudget
+from headrace_broker.broker import REQUEST_BYTES_MAX, Broker, MemoryBudget, RequestContext
 from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
 from headrace_broker.login import Login

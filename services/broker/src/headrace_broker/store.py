@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from headrace_broker import inspection
-from headrace_broker.guard import Guard, RepairReport
 from headrace_broker.inspection import LostRange
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
+from headrace_broker.wal_sums import Guard, RepairReport
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import disk

@@ -8,8 +8,8 @@ from functools import partial
 
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
-from headrace_collector.idle import end_idle_runs
 from headrace_collector.settings import CollectorSettings
+from headrace_collector.upkeep import end_idle_runs
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.process.logs import get_logger

@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import digests
-from headrace_collector.continuations import Contents, TurnContent
+from headrace_collector.digests import Contents, TurnContent
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback
 from headrace_collector.prompts import Prompts
@@ -22,7 +22,7 @@ from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_runtime.process.loop_watch import run_off_loop
 from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable

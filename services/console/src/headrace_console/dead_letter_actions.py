@@ -16,7 +16,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, DeadLetterDecision
-from headrace_schemas.rules.dead_letter_retry import permanent_problem, retry_headers
+from headrace_schemas.rules.training import permanent_problem, retry_headers
 
 _READ_AT_ONCE = 100
 _EXPIRED = "its record has expired"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_runtime.grammars.token_bytes import byte_level_table
+from headrace_runtime.grammars.vocabulary import byte_level_table
 from headrace_schemas.values.text import printable_lines
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

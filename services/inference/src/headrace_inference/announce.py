@@ -1,17 +1,22 @@
-"""Publisher of the replica's heartbeats: at every change, periodically, and when the replica stops."""
+"""The replica on the bus: its heartbeats at every change, periodically and when it stops, and the topic `routing`,
+which it reads.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 
 from headrace_runtime.clock import Clock
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.kafka.consumer import TopicTable
 from headrace_runtime.kafka.producer import EventProducer
-from headrace_runtime.kafka.wire import tombstone
+from headrace_runtime.kafka.wire import Record, tombstone
 from headrace_runtime.process.logs import get_logger
-from headrace_schemas import LoadedVersion, Replica
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
+from headrace_schemas import LoadedVersion, Replica, Routing
 from headrace_schemas.events.routing import LoadState
 
 log = get_logger(__name__)
@@ -89,3 +94,43 @@ class Announcer:
     async def withdraw(self) -> None:
         """Remove this replica from the topic `replicas`. Raises `Unavailable` without a bus."""
         await self._producer.send_raw([tombstone(Replica.topic, self._identity.key)])
+
+
+class RoutingFollower:
+    """Calls `follow` with the routing of all models, once after the topic was read to its end and after every change.
+
+    So versions that only older records of the topic name are never loaded.
+    """
+
+    def __init__(
+        self,
+        bus: BusSettings,
+        client_id: str,
+        blobs: BlobStore,
+        refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
+        follow: Callable[[Iterable[Routing]], None],
+    ) -> None:
+        self._newest: dict[str, Routing] = {}
+        self._follow = follow
+        self._table = TopicTable(Routing, bus, client_id, blobs, refuse, self._changed)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the topic was read to its end. It may be empty."""
+        return self._table.loaded.is_set()
+
+    async def run(self) -> None:
+        """Follow the topic until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._table.run())
+            await self._table.loaded.wait()
+            self._follow(self._newest.values())
+
+    def _changed(self, model: str, routing: Routing | None) -> None:
+        newest = self._newest.get(model)
+        if routing is None:
+            self._newest.pop(model, None)
+        elif newest is None or routing.revision >= newest.revision:  # a registry that was replaced may still write
+            self._newest[model] = routing
+        if self.ready:
+            self._follow(self._newest.values())

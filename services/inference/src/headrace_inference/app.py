@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from headrace_inference import metrics
-from headrace_inference.announce import Announcer
+from headrace_inference.announce import Announcer, RoutingFollower
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
@@ -19,7 +19,6 @@ from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds
-from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
@@ -29,7 +28,7 @@ from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import VersionCache

@@ -9,7 +9,7 @@ SERVICE = Service(
     INFO.summary,
     JudgeSettings,
     "headrace_judge.app:run",
-    "headrace_judge.check:check",
+    "headrace_judge.app:check",
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Composition root of the judge: rubrics, prompts and endpoint around the shared stream service."""
+"""Composition root of the judge, rubrics, prompts and endpoint around the shared stream service, and the check of
+its settings before a start.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,15 @@ from datetime import datetime, timedelta
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge import tables
-from headrace_judge.breaker import TenantBreakers
-from headrace_judge.call_budget import CallBudget
-from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
+from headrace_judge.call_budget import CallBudget, TenantBreakers
 from headrace_judge.endpoint import Endpoint
 from headrace_judge.metrics import BUDGET_LEFT, OUTCOMES
 from headrace_judge.model_judge import ModelJudge
 from headrace_judge.pairwise import PairwiseComparisons
-from headrace_judge.prompts import Prompts
 from headrace_judge.rubric import load_all
+from headrace_judge.run_transcript import Prompts
 from headrace_judge.settings import EndpointSettings, JudgeSettings
-from headrace_judge.tables import STREAM
+from headrace_judge.tables import DEADLINE_JOB, STREAM, VERDICT_JOB
 from headrace_judge.trajectory_handler import TrajectoryHandler
 from headrace_judge.worker import BACKOFF_S, JudgeWorker, drop
 from headrace_runtime.errors import SettingError
@@ -132,3 +132,9 @@ def api_key(settings: EndpointSettings) -> str:
     if not key:
         raise SettingError("judge.endpoint.api_key_env", settings.api_key_env, "this environment variable is not set")
     return key
+
+
+async def check(common: Common, settings: JudgeSettings) -> list[str]:
+    """Raise `SettingError` for an invalid setting. The endpoint is not called, because a call may be billed."""
+    service(settings, common)
+    return []

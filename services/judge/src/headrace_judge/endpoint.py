@@ -12,7 +12,7 @@ import httpx2
 from pydantic import BaseModel, Field, ValidationError
 
 from headrace_judge.metrics import CALL_SECONDS, CALLS, TOKENS
-from headrace_judge.prompts import ChatMessage
+from headrace_judge.run_transcript import ChatMessage
 from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.values.base import utcnow

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from headrace_judge import scoring, tables
-from headrace_judge.breaker import TenantBreakers
-from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantBreakers
 from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
 from headrace_judge.metrics import ASKED_AGAIN, CACHE_HITS
-from headrace_judge.prompts import ChatMessage, Prompts
 from headrace_judge.rubric import Rubric
-from headrace_judge.run_transcript import RunTranscript
+from headrace_judge.run_transcript import ChatMessage, Prompts, RunTranscript
 from headrace_judge.scoring import Judgement, Reading
 from headrace_judge.settings import JudgeSettings
 from headrace_judge.tables import transact

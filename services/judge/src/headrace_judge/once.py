@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace_judge.endpoint import Endpoint
-from headrace_judge.prompts import Prompts
 from headrace_judge.rubric import Criterion, Rubric
-from headrace_judge.run_transcript import RunTranscript, TranscriptEntry
+from headrace_judge.run_transcript import Prompts, RunTranscript, TranscriptEntry
 from headrace_judge.settings import EndpointSettings
 from headrace_judge.verdict import Unreadable, Verdict, reader
 from headrace_runtime.errors import HeadraceError

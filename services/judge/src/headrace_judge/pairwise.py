@@ -13,10 +13,9 @@ from sqlalchemy import ColumnElement, RowMapping, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge import scoring
-from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB, Case, PairTask, Subject
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import PairSettings
-from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
+from headrace_judge.tables import CONTESTANTS, CONTESTS, DEADLINE_JOB, PAIRS, VERDICT_JOB, Case, PairTask, Subject
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.storage.tables import upsert

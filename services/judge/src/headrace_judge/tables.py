@@ -1,5 +1,5 @@
-"""Tables of the judge (queue, spending, cached verdicts, pairwise comparisons), and small transactions beside the
-stream.
+"""Tables of the judge (queue, spending, cached verdicts, pairwise comparisons), their payloads, and small transactions
+beside the stream.
 
 Verdicts are cached by question, so that a question is not paid for twice.
 """
@@ -10,16 +10,19 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, Table, Text, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_judge.run_transcript import RunTranscript
+from headrace_judge.scoring import Judgement
 from headrace_judge.verdict import Verdict
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.storage.tables import StreamTables, delete_batch, upsert
 from headrace_runtime.stream.processor import Processor
-from headrace_schemas import Event
+from headrace_schemas import Event, Reward, Trajectory
 
 METADATA = MetaData()
 STREAM = StreamTables(METADATA)
@@ -72,8 +75,9 @@ PAIRS = Table(
     Column("judgement", LargeBinary),  # Judgement of the first run as JSON; NULL until there is one
 )
 
-
 T = TypeVar("T")
+VERDICT_JOB = "verdict"
+DEADLINE_JOB = "deadline"
 
 
 async def transact(processor: Processor, work: Callable[[AsyncConnection, datetime], Awaitable[T]]) -> T:
@@ -109,3 +113,83 @@ async def store(tx: AsyncConnection, now: datetime, question: str, verdict: Verd
 async def prune(tx: AsyncConnection, now: datetime, retention: timedelta) -> bool:
     """Delete some verdicts older than `retention`, and return whether there may be more."""
     return await delete_batch(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - retention), order=VERDICTS.c.at_ms)
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class Subject(_Stored):
+    """The trajectory and the rubric of a reward."""
+
+    rubric: str
+    trajectory_id: str
+    session_key: str
+    tenant: str
+    traceparent: str | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, rubric: str, traceparent: str | None = None) -> Subject:
+        """Return the subject of a trajectory and a rubric."""
+        return cls(
+            rubric=rubric,
+            trajectory_id=trajectory.trajectory_id,
+            session_key=trajectory.session_key,
+            tenant=trajectory.tenant,
+            traceparent=traceparent,
+        )
+
+    def reward(self, judgement: Judgement, now: datetime, judged_by: str, revision: int = 0) -> Reward:
+        """Return the reward event of a judgement."""
+        return Reward(
+            time=now,
+            trajectory_id=self.trajectory_id,
+            session_key=self.session_key,
+            tenant=self.tenant,
+            source=f"judge:{self.rubric}",
+            revision=revision,
+            outcome=judgement.outcome,
+            value=judgement.value,
+            criteria=judgement.criteria,
+            reason=judgement.reason,
+            judged_by=judged_by,
+        )
+
+
+class Case(_Stored):
+    """A run with its transcript."""
+
+    subject: Subject
+    run: RunTranscript
+
+
+class SingleTask(_Stored):
+    """Task to score one run."""
+
+    kind: Literal["single"] = "single"
+    case: Case
+
+    @property
+    def rubric(self) -> str:
+        return self.case.subject.rubric
+
+    @property
+    def traceparent(self) -> str | None:
+        return self.case.subject.traceparent
+
+
+class PairTask(_Stored):
+    """Task to compare two runs of a contest."""
+
+    kind: Literal["pair"] = "pair"
+    rubric: str
+    pair: str
+    traceparent: str | None = None
+    """Trace of the run that arrived second."""
+
+
+Task = SingleTask | PairTask
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_judge.cases import VERDICT_JOB, Case, SingleTask, Subject
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.metrics import OUTCOMES, SHORTENED
 from headrace_judge.pairwise import PairwiseComparisons
@@ -15,6 +14,7 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import transcript_of
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
+from headrace_judge.tables import VERDICT_JOB, Case, SingleTask, Subject
 from headrace_runtime.stream.jobs import Jobs, kind_of_tenant
 from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Reward, Trajectory

@@ -15,8 +15,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_judge.breaker import TenantBreakers
-from headrace_judge.cases import TASK, VERDICT_JOB, PairTask, Task
+from headrace_judge.call_budget import TenantBreakers
 from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointAway
 from headrace_judge.metrics import IN_PROGRESS, OUTCOMES, RETRIES, TIES_BY_ORDER
 from headrace_judge.model_judge import BudgetSpent, ModelJudge
@@ -24,11 +23,11 @@ from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
-from headrace_judge.tables import transact
+from headrace_judge.tables import TASK, VERDICT_JOB, PairTask, Task, transact
 from headrace_runtime.http.sources import RETRIED, Sources
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import each, is_fatal, reason_of
 from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
@@ -137,7 +136,7 @@ class JudgeWorker:
             reason = reason_of(error)
             await self._processor.step(lambda tx, _now: drop(tx, self._jobs, job, reason))
             return
-        with tracing.span(task.traceparent):
+        with logs.span(task.traceparent):
             try:
                 result = await self._try(job, task)
             finally:

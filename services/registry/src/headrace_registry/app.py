@@ -10,13 +10,13 @@ from headrace_registry.control.traffic import SessionEventHandler, TrafficReader
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.gate.gate import Gate
 from headrace_registry.pages.catalog_api import CatalogApi
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_registry.rollouts.settings import EVENTS_PER_UNIT_MAX
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.shadow.gateway_client import GatewayAnswers
-from headrace_registry.shadow.sampling import PromptSampler
+from headrace_registry.shadow.runner import PromptSampler
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.tables import STREAM
 from headrace_registry.versions.registration import CheckpointHandler, CheckpointReader

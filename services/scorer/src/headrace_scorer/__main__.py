@@ -9,7 +9,7 @@ SERVICE = Service(
     INFO.summary,
     ScorerSettings,
     "headrace_scorer.app:run",
-    "headrace_scorer.check:check",
+    "headrace_scorer.functions.process:check",
 )
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream import stream_service
 from headrace_runtime.stream.stream_service import StreamService, Timer
 from headrace_schemas import Event
-from headrace_scorer import api, learned_api, schema, upkeep
-from headrace_scorer.functions.pool import FunctionPool
-from headrace_scorer.functions.process import FunctionsRefused
+from headrace_scorer import api, schema, upkeep
+from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned import refitting
@@ -94,7 +93,7 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
         ],
         routes=lambda processor: [
             *api.routes(common, pool, processor.database),
-            *learned_api.routes(common, settings.drift, processor),
+            *api.learned_routes(common, settings.drift, processor),
             scoring.sources.route(common),
         ],
     )

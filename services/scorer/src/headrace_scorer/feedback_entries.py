@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 from headrace_schemas import Feedback
 from headrace_schemas.events.opinion import values_of
-from headrace_schemas.values.ids import derived_id
-from headrace_schemas.values.sources import fits_any
+from headrace_schemas.values.ids import derived_id, fits_any
 from headrace_scorer.feedback_matching import FeedbackSet
 
 ANY_CHOICE = -1

@@ -22,7 +22,7 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_schemas.events.envelope import OWN_SOURCE
 from headrace_schemas.events.opinion import values_of
 from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection
-from headrace_schemas.values.sources import owner_of
+from headrace_schemas.values.ids import owner_of
 from headrace_scorer import feedback_rewards, ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.storage.tables import is_one_of, upsert
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.values.sources import owner_of
+from headrace_schemas.values.ids import owner_of
 from headrace_scorer import metrics
 from headrace_scorer.answer_remarks import source_reward
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry

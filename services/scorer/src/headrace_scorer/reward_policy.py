@@ -13,9 +13,8 @@ from statistics import fmean
 from typing import Literal
 
 from headrace_schemas import RewardPart
-from headrace_schemas.events.experience import NoReward
-from headrace_schemas.events.reward import Outcome
-from headrace_schemas.values.sources import fits, fits_any
+from headrace_schemas.events.experience import NoReward, Outcome
+from headrace_schemas.values.ids import fits, fits_any
 
 PARTS_MAX = 64
 """Largest number of sources that count in one reward: an experience holds as many parts."""

@@ -12,7 +12,7 @@ from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
-from headrace_schemas.values.sources import fits
+from headrace_schemas.values.ids import fits
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.reward_policy import RewardPolicy

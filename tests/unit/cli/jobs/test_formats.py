@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_operations.jobs.formats import ROW_FORMATS, RowReader
-from headrace_operations.jobs.rows import BadRow, DataRow
+from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_schemas import Message
 
 READER = RowReader({})

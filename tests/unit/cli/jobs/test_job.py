@@ -17,10 +17,9 @@ from headrace_operations.jobs.checks import DuplicateDetector, check
 from headrace_operations.jobs.formats import RowReader
 from headrace_operations.jobs.from_topics import replay_request, source_topic
 from headrace_operations.jobs.held_out import HeldOutTasks
-from headrace_operations.jobs.job import Job, RowOptions, prepare
-from headrace_operations.jobs.journal import JobJournal, lock_job
+from headrace_operations.jobs.job import Job, JobJournal, RowOptions, lock_job, prepare
 from headrace_operations.jobs.recipe import flatten_settings, read
-from headrace_operations.jobs.rows import BadRow, DataRow
+from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_schemas.values.base import utcnow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from headrace.errors import UsageError
 from headrace_operations.jobs.checking import CheckedRow
-from headrace_operations.jobs.rows import BadRow
-from headrace_operations.jobs.sources import RowFile, find_files
-from headrace_operations.jobs.written_experiences import experiences, row_order
+from headrace_operations.jobs.filling import experiences, row_order
+from headrace_operations.jobs.sources import BadRow, RowFile, find_files
 from headrace_schemas import Experience
 from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
 

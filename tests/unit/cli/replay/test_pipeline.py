@@ -22,12 +22,16 @@ import pytest
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Progress, Range
-from headrace_operations.replay.journal import Journal, ReadRange, build_journal
-from headrace_operations.replay.partition_merge import PartitionMerge, PartitionReader
+from headrace_operations.replay.partition_merge import (
+    Journal,
+    PartitionMerge,
+    PartitionReader,
+    ReadRange,
+    build_journal,
+)
 from headrace_operations.replay.pipeline import Item, Pipeline
 from headrace_operations.replay.program import Program, failure_reason, start_program
-from headrace_operations.replay.report import Report
-from headrace_operations.replay.request import Request, make
+from headrace_operations.replay.request import Report, Request, make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.services import ServiceInfo
 from headrace_schemas import BatchRecord, Experience, Read, TrainingMetrics, TrainingOutcome

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_inference.errors import UnknownVersion, VersionUnusable
-from headrace_inference.importing.folder import Importer
-from headrace_inference.importing.program import merge_adapter
+from headrace_inference.importer import merge_adapter
+from headrace_inference.importing import Importer
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore

@@ -216,7 +216,7 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
 
 
 async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
-    """vLLM returns only sampled tokens to such requests in the step of a probe (`vllm_engine/step_separation.py`)."""
+    """vLLM returns only sampled tokens to such requests in the step of a probe (`vllm_engine/probing.py`)."""
     await rig.load("first")
     ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
     plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))

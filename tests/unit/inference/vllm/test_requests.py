@@ -25,8 +25,8 @@ import pytest
 from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, VersionUnusable
 from headrace_inference.vllm_engine import orphans
-from headrace_inference.vllm_engine.adapters import CONFIG, check
 from headrace_inference.vllm_engine.orphans import VARIABLE, end_with_the_service
+from headrace_inference.vllm_engine.probing import CONFIG, check
 from headrace_inference.vllm_engine.requests import (
     KEPT_MAX,
     refuse_unsupported,

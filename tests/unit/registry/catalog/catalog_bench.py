@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.pages.catalog_api import CatalogApi
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.pages.registry_api import RegistryApi
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings

@@ -8,7 +8,7 @@ import random
 import pytest
 from sqlalchemy import update
 
-from headrace_registry.storage import audit, queries
+from headrace_registry.storage import audit, store
 from headrace_registry.storage.leader import LostLeadership
 from headrace_registry.storage.tables import LEASE
 from headrace_runtime.errors import Unavailable
@@ -26,7 +26,7 @@ async def move(bench: CatalogBench, **moves: tuple[str | None, str | None]) -> t
 
 async def aliases(bench: CatalogBench) -> dict[str, str]:
     async with bench.rig.database.transaction() as tx:
-        return await queries.aliases(tx, OPPONENT)
+        return await store.aliases(tx, OPPONENT)
 
 
 async def test_aliases_can_be_set_moved_and_removed(bench: CatalogBench) -> None:

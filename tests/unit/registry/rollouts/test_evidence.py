@@ -15,11 +15,19 @@ from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import Sessions, World, draw_sessions, readings
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.evidence import ARMS, SILENT_UNITS, Evidence
-from headrace_registry.rollouts.maturity import Unit, UnitReading, due_units, read_unit
 from headrace_registry.rollouts.metrics import SessionRecord
-from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
+from headrace_registry.rollouts.plan import (
+    Guardrail,
+    RolloutPlan,
+    RolloutStage,
+    Success,
+    Unit,
+    UnitReading,
+    due_units,
+    read_unit,
+)
 from headrace_schemas import Reward
-from headrace_statistics import spending
+from headrace_statistics import e_process
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SMALL = RolloutPlan(
@@ -50,7 +58,7 @@ def test_plan_errors_add_up_to_beta_and_alpha() -> None:
         assert spent == pytest.approx(plan.beta)
     assert list(RolloutPlan(maturity_s=60, closing_s=60).reading_ages) == ["maturity"]
     assert list(RolloutPlan(shadow_units=1).reading_ages) == ["shadow", "maturity", "closing"]
-    claims = sum(3 * spending.success(0.05, number, 3) for number in range(1, 5000))
+    claims = sum(3 * e_process.success(0.05, number, 3) for number in range(1, 5000))
     assert 0.0399 < claims < 0.04
 
 

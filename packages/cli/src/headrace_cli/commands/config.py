@@ -68,10 +68,9 @@ def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
     import os
 
     from headrace.errors import UsageError
-    from headrace_operations.errors import NotRunning
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of, make
-    from headrace_operations.supervisor.state import read
+    from headrace_operations.supervisor.state import NotRunning, read
 
     overrides = Overrides(file, {}, os.environ)
     try:

@@ -82,7 +82,6 @@ def controls(
     import os
     import tempfile
 
-    from headrace_operations.controls import recording as recorded
     from headrace_operations.controls import report as plot
     from headrace_operations.controls import runner
     from headrace_operations.supervisor.overrides import Overrides, parse_assignments
@@ -91,9 +90,7 @@ def controls(
     overrides = Overrides(config, changed, os.environ)
     bus_address = bus or str(overrides.get("bus.address") or "")
     recorded_experiences = _read_experiences(recording, since, until, bus_address, data_dir)
-    experiences = recorded.select_trainable(
-        recorded_experiences, str(overrides.get("trainer.model") or "headrace"), most
-    )
+    experiences = runner.select_trainable(recorded_experiences, str(overrides.get("trainer.model") or "headrace"), most)
     with tempfile.TemporaryDirectory(prefix="headrace-controls-") as scratch:
         request = runner.Request(
             experiences=experiences,
@@ -119,7 +116,7 @@ def _read_experiences(
     import asyncio
 
     from headrace.topics import Range
-    from headrace_operations.controls.recording import from_bus, from_file
+    from headrace_operations.controls.runner import from_bus, from_file
 
     if recording is not None:
         return from_file(recording)

@@ -108,7 +108,7 @@ def list_letters(
     """List dead letters with service, reason and error, and count them by kind."""
     import asyncio
 
-    from headrace_operations.dead_letters.showing import as_json, count_letters
+    from headrace_operations.dead_letters.reading import as_json, count_letters
 
     selection = letter_filter.selection(() if state == "all" else (state,))
     letters, at = asyncio.run(_read(bus_options.address, selection))
@@ -136,8 +136,7 @@ def show(
     import asyncio
 
     from headrace_operations.dead_letters import Selection
-    from headrace_operations.dead_letters.reading import check_ids
-    from headrace_operations.dead_letters.showing import as_json
+    from headrace_operations.dead_letters.reading import as_json, check_ids
 
     selection = Selection(ids=(letter_id,))
     letters, _ = asyncio.run(_read(bus_options.address, selection, keep_values=True))

@@ -25,7 +25,7 @@ def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: st
     """Print a table of the newest letters and the counts of all."""
     from rich.text import Text
 
-    from headrace_operations.dead_letters.showing import escape_control_characters
+    from headrace_operations.dead_letters.reading import escape_control_characters
 
     out = console()
     if not counts:
@@ -47,7 +47,7 @@ def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: st
 
 def print_letter(letter: Letter) -> None:
     """Print everything about one letter."""
-    from headrace_operations.dead_letters.showing import decode_value, escape_control_characters
+    from headrace_operations.dead_letters.reading import decode_value, escape_control_characters
 
     out, record = console(), letter.letter
     facts = [

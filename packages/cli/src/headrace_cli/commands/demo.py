@@ -159,7 +159,7 @@ def _print_next(recipe: Recipe, options: Options) -> None:
 def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
     """Play the seeds one after the other, each with its own services, and write the report after each."""
     from headrace_cli.demo.console_reporter import ConsoleReporter
-    from headrace_cli.demo.seeds import SeedsReport
+    from headrace_cli.demo.report import SeedsReport
 
     reports: list[Report] = []
     for seed in range(options.seed, options.seed + count):

@@ -42,7 +42,7 @@ def feedback(
     It may come at any time and be repeated: the last value of each source counts.
     """
     from headrace.client import Client
-    from headrace_operations.errors import NotRunning
+    from headrace_operations.supervisor.state import NotRunning
 
     url = base_url or running(data_dir).base_url
     if url is None:

@@ -11,8 +11,7 @@ from headrace_cli.commands.model_options import RegistryOptions, find, split_ver
 from headrace_cli.commands.shared import AsJson, command, console, echo_json, running, table
 
 if TYPE_CHECKING:
-    from headrace_operations.catalog.comparing import Answers, Change
-    from headrace_operations.catalog.prompts import Pair
+    from headrace_operations.catalog.comparing import Answers, Change, Pair
     from headrace_operations.lineage.versions import DataDifference
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
@@ -36,19 +35,19 @@ def diff(
 
     Logprobs of fixed tokens come from the fingerprints without any call; `--ask` compares answers to prompts.
     """
-    from headrace_operations.catalog import comparing, exporting, prompts
+    from headrace_operations.catalog import comparing, transfer
 
     with registry.open() as api:
         before_state, after_state = (find(api, *split_version(name)) for name in (before, after))
     assert before_state.manifest is not None
     assert after_state.manifest is not None
     before_manifest, after_manifest = (
-        exporting.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
+        transfer.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
     )
-    changes = list(comparing.settings(before_manifest, after_manifest, exporting.fetch_file))
+    changes = list(comparing.settings(before_manifest, after_manifest, transfer.fetch_file))
     data = _data(bus or running(registry.data_dir).bus, before_state.id, after_state.id)
     logprob_difference = comparing.answers(before_manifest.fingerprint, after_manifest.fingerprint)
-    pairs = prompts.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
+    pairs = comparing.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
     if json:
         _print_json(changes, data, comparing.scores(before_state, after_state), logprob_difference, pairs)
         return
@@ -83,7 +82,7 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
 
 
 def _gateway(registry: RegistryOptions) -> str:
-    from headrace_operations.errors import NotRunning
+    from headrace_operations.supervisor.state import NotRunning
 
     url = running(registry.data_dir).base_url
     if url is None:

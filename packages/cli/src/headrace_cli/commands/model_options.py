@@ -38,7 +38,7 @@ class RegistryOptions:
             NotRunning: no registry is named and none runs here.
         """
         from headrace.registry import ModelRegistry
-        from headrace_operations.errors import NotRunning
+        from headrace_operations.supervisor.state import NotRunning
 
         url = self.registry
         if url is not None:

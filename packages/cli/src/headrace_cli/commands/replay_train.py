@@ -25,8 +25,7 @@ from headrace_cli.commands.shared import (
 
 if TYPE_CHECKING:
     from headrace_operations.replay.pipeline import Tick
-    from headrace_operations.replay.report import Report
-    from headrace_operations.replay.request import Request
+    from headrace_operations.replay.request import Report, Request
     from headrace_operations.supervisor.overrides import Overrides
 
 _CHANGES_PANEL = "Changes"
@@ -283,7 +282,7 @@ def _request(lineage: str, changes: Changes, range_options: ReplayRange, setting
 def _run_and_show(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
     import asyncio
 
-    from headrace_cli.commands.replay_report import as_json, show
+    from headrace_cli.commands.replay import as_json, show
 
     async def run(tick: Tick) -> Report:
         return await work(tick)

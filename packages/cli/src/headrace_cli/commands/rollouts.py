@@ -58,7 +58,7 @@ def show(
     json: AsJson = False,
 ) -> None:
     """Show one rollout: decisions with reasons, metrics, and the confidence sequence as a chart."""
-    from headrace_operations.rollouts import chart, shadow
+    from headrace_operations import charts
     from headrace_runtime.rollout_picture import intervals, metric_of
 
     with registry.open() as api:
@@ -70,10 +70,10 @@ def show(
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
         author = f", asked by {event.who}" if event.who else ""
         console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{author}")
-    for line in shadow.lines(state):
+    for line in charts.shadow_lines(state):
         console().print(line)
     console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(state)))
-    echo("\n".join(chart.draw_lines(state, metric or metric_of(state))))
+    echo("\n".join(charts.draw_lines(state, metric or metric_of(state))))
     if png is not None:
         _write_picture(state, metric, png)
 
@@ -208,12 +208,12 @@ def _watch_chart(api: ModelRegistry, state: RolloutState, metric: str | None, ev
     from rich.text import Text
 
     from headrace.rollouts import Rollouts
-    from headrace_operations.rollouts import chart
+    from headrace_operations import charts
     from headrace_runtime.rollout_picture import metric_of
 
     with Live(console=console(), auto_refresh=False) as screen:
         while True:
-            chart_lines = chart.draw_lines(state, metric or metric_of(state), width=max(20, screen.console.width - 12))
+            chart_lines = charts.draw_lines(state, metric or metric_of(state), width=max(20, screen.console.width - 12))
             screen.update(Text("\n".join([status_line(state, metric), *chart_lines])), refresh=True)
             if state.phase not in _ACTIVE_PHASES:
                 return state

@@ -124,7 +124,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         from headrace.errors import HeadraceError, UsageError
-        from headrace_operations.errors import StartFailed
+        from headrace_operations.supervisor.state import StartFailed
         from headrace_runtime.errors import SettingError
 
         try:
@@ -159,7 +159,7 @@ def running(data_dir: Path | None) -> RunState:
 
 def load_stack_token(data_dir: Path | None) -> None:
     """Load the token of a Headrace that runs on `data_dir`, if there is one, for requests to its addresses."""
-    from headrace_operations.errors import NotRunning
+    from headrace_operations.supervisor.state import NotRunning
 
     with contextlib.suppress(NotRunning):
         running(data_dir)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from headrace_operations.guard import Finding
     from headrace_operations.supervisor import RunState
     from headrace_operations.turn_account import TurnAccount
-    from headrace_schemas.http.registry_api import ModelState
-    from headrace_schemas.http.source_api import SourceState
+    from headrace_schemas.http.registry_api import ModelState, SourceState
 
 _SUSPENDED_S = 10.0
 """The supervisor checks every second; after this time without a check its state file is out of date."""
@@ -55,12 +54,12 @@ def status(
     """
     from rich.markup import escape
 
-    from headrace_operations import service_health
+    from headrace_operations.supervisor import health
 
     if bus:
         load_stack_token(data_dir)
-    state, alive = (None, {}) if bus else service_health.check_health(running(data_dir))
-    sources = service_health.sources(state, alive, key) if state else ()
+    state, alive = (None, {}) if bus else health.check_health(running(data_dir))
+    sources = health.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()
     address = bus or (state.bus if state else "")
     turn_account = _account(address, lineage or []) if account else None

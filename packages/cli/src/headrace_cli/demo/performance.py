@@ -19,12 +19,10 @@ from typing import Any
 
 from headrace.following import Follower
 from headrace.topics import Topics, connected
-from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.measures import MeasuredPlays
+from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
+from headrace_cli.demo.measures import MeasuredPlays, Row, RowsRecipe
 from headrace_cli.demo.recipe import Goal, Recipe
-from headrace_cli.demo.rows import Row, RowsRecipe
-from headrace_cli.demo.watch import Watch
-from headrace_operations.errors import StartFailed
+from headrace_operations.supervisor.state import StartFailed
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_environment
 from headrace_schemas import Experience, TrainingMetrics

@@ -12,8 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from headrace.errors import UsageError
-from headrace_cli.demo.measures import DemoMeasure
-from headrace_cli.demo.rows import RowsRecipe
+from headrace_cli.demo.measures import DemoMeasure, RowsRecipe
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.table import parse_toml
 

@@ -14,17 +14,16 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.registry import ModelRegistry
-from headrace_cli.demo.console_reporter import ConsoleReporter
+from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
 from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays, PromisedLine
 from headrace_cli.demo.performance import Options, Performance, StackAddress, command_environment, service_environment
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
-from headrace_cli.demo.watch import Watch
-from headrace_operations.catalog import importing
-from headrace_operations.errors import StartFailed
+from headrace_operations.catalog import transfer
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
+from headrace_operations.supervisor.state import StartFailed
 from headrace_schemas.programs.models import StoredLine
 
 _CHECKS_S_MAX = 120.0
@@ -62,14 +61,14 @@ async def register_opponents(registry: str, name: str, folder: Path, label: str,
     Raises:
         HeadraceError: the version could not be registered, or not served in time.
     """
-    stored = await importing.store_folder(folder, name, None, environ)
+    stored = await transfer.store_folder(folder, name, None, environ)
     await asyncio.to_thread(_pin, registry, name, label, stored)
     return stored.version
 
 
 def _pin(registry: str, name: str, label: str, stored: StoredLine) -> None:
     with ModelRegistry(registry, who="headrace demo") as api:
-        importing.register(api, stored, label=label, serve=True, why=_WHY)
+        transfer.register(api, stored, label=label, serve=True, why=_WHY)
         _wait_champion(api, name, stored.version)
         api.pin(name, stored.version, reason=_WHY)
 

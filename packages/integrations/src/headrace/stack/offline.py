@@ -1,4 +1,4 @@
 # mypy: implicit-reexport
-"""Public path of `headrace_integrations.stack.offline`."""
+"""Public path of `headrace_integrations.stack.attaching`."""
 
-from headrace_integrations.stack.offline import *
+from headrace_integrations.stack.attaching import *

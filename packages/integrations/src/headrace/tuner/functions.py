@@ -1,4 +1,4 @@
 # mypy: implicit-reexport
-"""Public path of `headrace_integrations.tuner.functions`."""
+"""Public path of `headrace_integrations.tuner.configs`."""
 
-from headrace_integrations.tuner.functions import *
+from headrace_integrations.tuner.configs import *

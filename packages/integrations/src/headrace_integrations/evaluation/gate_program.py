@@ -15,7 +15,7 @@ from headrace_integrations.evaluation.evaluating import Measure, measure_value
 from headrace_integrations.practice.runs import Play as PlayFunction
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.stack import Addresses, Stack
-from headrace_schemas.programs.gate import Play, Played, Tasks
+from headrace_schemas.programs.models import Play, Played, Tasks
 
 
 def serve_gate(

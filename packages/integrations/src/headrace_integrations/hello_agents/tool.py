@@ -23,7 +23,7 @@ from headrace_integrations.practice.data_sets import check_rows, rows_of
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.training import train_on_tasks
 from headrace_integrations.stack import Stack, stack_for
-from headrace_integrations.stack.offline import train_rows
+from headrace_integrations.stack.attaching import train_rows
 from headrace_operations.accelerate_yaml import settings_of_accelerate
 from headrace_operations.arguments import real_number, whole_number
 

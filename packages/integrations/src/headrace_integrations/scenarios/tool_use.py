@@ -11,7 +11,7 @@ from headrace.errors import UsageError
 from headrace_integrations.practice.collecting import run_and_collect, send_reward
 from headrace_integrations.practice.runs import worth_of
 from headrace_integrations.rl.training import OnlineTrainer, TrinityRFT
-from headrace_integrations.stack.offline import train_rows
+from headrace_integrations.stack.attaching import train_rows
 from headrace_operations.arguments import score
 
 PARTS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}

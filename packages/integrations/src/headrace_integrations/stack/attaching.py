@@ -1,16 +1,22 @@
-"""`attach`: connect to a running Headrace, or start a private one."""
+"""`attach`: connect to a running Headrace, or start a private one, and its offline training jobs."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from headrace.blocking import blocking
 from headrace.errors import UsageError
-from headrace.sessions import gateway_root
+from headrace.sessions import gateway_root, new_id
 from headrace_integrations.stack.connection import ENTERED, Addresses, Stack
 from headrace_operations.arguments import model_name
+from headrace_schemas.values.plain_values import plain_json
 
 PRIVATE = {
     "trainer.steps_per_version": 1,
@@ -21,7 +27,6 @@ PRIVATE = {
     "trainer.max_staleness": 8,
 }
 """Default settings of a private Headrace. It serves a single program, which waits for each step."""
-
 
 _WEB = ("http://", "https://")
 _FIRST_CHAMPION_S = 300.0
@@ -159,3 +164,52 @@ def _addresses(url: str | Path | None) -> Addresses:
     from headrace_operations import private_stack
 
     return Addresses(**private_stack.addresses(Path(text)))
+
+
+def train_rows(
+    stack: Stack,
+    kind: str,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    epochs: int = 1,
+    settings: Mapping[str, object] | None = None,
+    timeout_s: float = 600.0,
+) -> str:
+    """Train on rows, offer the version to the registry, and return the version once the registry has decided.
+
+    Args:
+        kind: algorithm of the job, for example `sft` or `dpo`.
+        rows: rows with the columns of a data set (docs/guides/offline-training.md).
+
+    Raises:
+        UsageError: rows or settings are invalid.
+        HeadraceError: the job failed.
+    """
+    if stack.data_dir is None:
+        raise UsageError(
+            "data_dir: an offline job needs it; attach to the data directory of `headrace up`, or use `headrace train`"
+        )
+    from headrace_operations import jobs
+
+    trainer_settings = stack.settings()
+    job_settings = {"trainer.model": stack.model, **(settings or {})}
+    with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_text(
+            "".join(f"{json.dumps(plain_json(row), ensure_ascii=False)}\n" for row in rows), encoding="utf-8"
+        )
+        job = jobs.Job(
+            kind=kind,
+            source=path,
+            base=trainer_settings["trainer.base"],
+            lineage=f"{kind}-{new_id()[-12:]}",
+            settings=job_settings,
+            epochs=epochs,
+            bus=stack.bus,
+            data_dir=stack.data_dir,
+            offer=True,
+        )
+        with ThreadPoolExecutor(1, thread_name_prefix="headrace-job") as thread:  # the caller may have an event loop
+            version = thread.submit(jobs.run, job).result()
+    blocking(stack.until_decided(version, timeout_s))
+    return version

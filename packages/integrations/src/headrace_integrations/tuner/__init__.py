@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_integrations.selection.models import avg_time_judge, avg_token_consumption_judge, select_model
-    from headrace_integrations.selection.prompts import tune_prompt
+    from headrace_integrations.selection import avg_time_judge, avg_token_consumption_judge, select_model, tune_prompt
     from headrace_integrations.tuner.configs import (
         AlgorithmConfig,
         DatasetConfig,
@@ -21,8 +20,9 @@ if TYPE_CHECKING:
         TinkerConfig,
         TunerModelConfig,
         WorkflowOutput,
+        check_judge_function,
+        check_workflow_function,
     )
-    from headrace_integrations.tuner.functions import check_judge_function, check_workflow_function
     from headrace_integrations.tuner.tuning import tune
 else:
     __getattr__, __dir__ = lazily(
@@ -30,11 +30,11 @@ else:
         {
             "headrace_integrations.tuner.configs": (
                 "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "PromptTuneConfig", "TinkerConfig",
-                "TunerModelConfig", "WorkflowOutput",
+                "TunerModelConfig", "WorkflowOutput", "check_judge_function", "check_workflow_function",
             ),
-            "headrace_integrations.tuner.functions": ("check_judge_function", "check_workflow_function"),
-            "headrace_integrations.selection.prompts": ("tune_prompt",),
-            "headrace_integrations.selection.models": ("avg_time_judge", "avg_token_consumption_judge", "select_model"),
+            "headrace_integrations.selection": (
+                "avg_time_judge", "avg_token_consumption_judge", "select_model", "tune_prompt",
+            ),
             "headrace_integrations.tuner.tuning": ("tune",),
         },
     )  # fmt: skip

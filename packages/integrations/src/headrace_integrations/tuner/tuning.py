@@ -19,8 +19,14 @@ from headrace_integrations.practice.data_sets import check_schedule, rows_of
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.training import Step, train_on_tasks
 from headrace_integrations.stack import Stack, stack_for
-from headrace_integrations.tuner.configs import AlgorithmConfig, DatasetConfig, TunerModelConfig
-from headrace_integrations.tuner.functions import check_judge_function, check_workflow_function, outcome
+from headrace_integrations.tuner.configs import (
+    AlgorithmConfig,
+    DatasetConfig,
+    TunerModelConfig,
+    check_judge_function,
+    check_workflow_function,
+    outcome,
+)
 from headrace_operations.arguments import check_unchanged, real_number, whole_number
 
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}

@@ -1,1 +1,1 @@
-"""Import of folders as versions, export of versions to folders, and comparison of two versions."""
+"""Import, export and comparison of versions."""

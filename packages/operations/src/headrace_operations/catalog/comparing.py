@@ -1,4 +1,6 @@
-"""Comparison of two versions: files and settings, scores, and logprobs of the same tokens. Pure."""
+"""Comparison of two versions: files and settings, scores, logprobs of the same tokens, and greedy answers to a fixed
+set of prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
+from headrace.errors import HeadraceError, Unreachable
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.values.blobs import Fingerprint, Manifest
 
 _VALUE_LENGTH_MAX = 200
 _SCORES = ("score", "difference", "anchor_difference", "tasks")
+PROMPTS = (
+    "Say hello in one short sentence.",
+    "What is 17 + 25? Answer with the number alone.",
+    "List three colours, separated by commas.",
+    "Summarize in one sentence: The meeting was moved from Monday to Tuesday because the room was taken.",
+    "Translate to French: good morning",
+    "Is the following friendly or unfriendly? 'Thanks a lot for your help!' Answer with one word.",
+    "Write a JSON object with the key name and the value Ada.",
+    "I cannot log in to my account. What should I do first?",
+)
+_TOKENS_MAX = 64
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +126,44 @@ def _size(files: Mapping[str, Any], path: str) -> str | None:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Answers of two versions to one prompt."""
+
+    prompt: str
+    before: str
+    after: str
+
+    @property
+    def equal(self) -> bool:
+        return self.before == self.after
+
+
+def compare_answers(base_url: str, before: str, after: str, key: str | None) -> tuple[Pair, ...]:
+    """Let both versions answer all prompts at temperature 0, as evaluation traffic, which is never trained.
+
+    Raises:
+        HeadraceError: a version is not served.
+        Unreachable: the gateway does not answer.
+    """
+    headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
+    try:
+        with httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
+            return tuple(Pair(text, _answer(http, before, text), _answer(http, after, text)) for text in PROMPTS)
+    except httpx2.TransportError as error:
+        raise Unreachable(f"{base_url}: {error}") from error
+
+
+def _answer(http: httpx2.Client, version: str, prompt: str) -> str:
+    body = {
+        "model": version,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": _TOKENS_MAX,
+    }
+    answer = http.post("/chat/completions", json=body)
+    if answer.status_code != 200:
+        raise HeadraceError(f"{version}: does not answer ({answer.text[:300]}); serve it first")
+    return str(answer.json()["choices"][0]["message"]["content"] or "")

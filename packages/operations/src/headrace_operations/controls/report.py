@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace_operations.charts import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_operations.controls.kinds import TRUE, Control
-from headrace_operations.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_schemas.programs.replay import ShortRun
 from headrace_statistics.clustered_means import Mean, Score, certainty_above, difference, mean
 

@@ -12,7 +12,7 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Topics, connected, event_of
 from headrace_operations.dead_letters.reading import Cut, Letter, Selection, check_ids, cut, read
 from headrace_schemas import DeadLetterDecision, Event
-from headrace_schemas.rules.dead_letter_retry import permanent_problem, retry_headers
+from headrace_schemas.rules.training import permanent_problem, retry_headers
 from headrace_schemas.values.base import utcnow
 
 _SOURCE = "headrace/dead-letters"

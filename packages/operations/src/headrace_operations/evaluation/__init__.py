@@ -9,6 +9,6 @@ __getattr__, __dir__ = lazily(
     {
         "headrace_operations.evaluation.asking": ("ModelClient", "Playthrough"),
         "headrace_operations.evaluation.runner": ("evaluate",),
-        "headrace_operations.evaluation.task_metrics": ("TaskMetric",),
+        "headrace_operations.evaluation.tasks": ("TaskMetric",),
     },
 )

@@ -16,7 +16,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation.runner import EvaluationOptions, Player
 from headrace_operations.evaluation.task_metrics import compute_metric, load_metrics
 from headrace_operations.evaluation.tasks import EvaluationTask, splits
-from headrace_schemas.programs.gate import Play
+from headrace_schemas.programs.models import Play
 
 
 def serve(

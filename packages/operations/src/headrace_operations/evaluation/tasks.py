@@ -11,8 +11,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_operations.jobs.messages import parse_messages, parse_tools
-from headrace_operations.jobs.rows import BadRow
-from headrace_operations.jobs.sources import RowFile
+from headrace_operations.jobs.sources import BadRow, RowFile
 from headrace_schemas import Message, Tool
 
 _PROMPT_COLUMNS = ("messages", "question", "prompt", "task")

@@ -9,13 +9,11 @@ from typing import IO, Annotated
 
 from pydantic import Field
 
-from headrace_operations.jobs.check_report import CheckReport, PreviewRow, Refusal
-from headrace_operations.jobs.checks import DuplicateDetector, check
+from headrace_operations.jobs.checks import CheckReport, DuplicateDetector, PreviewRow, Refusal, check
 from headrace_operations.jobs.formats import RowReader
 from headrace_operations.jobs.held_out import HeldOutTasks, list_gate_tasks, read_task_texts
 from headrace_operations.jobs.job import PreparedJob
-from headrace_operations.jobs.rows import BadRow, DataRow
-from headrace_operations.jobs.sources import RowFile
+from headrace_operations.jobs.sources import BadRow, DataRow, RowFile
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import Program, start_program
 from headrace_runtime.process.programs import program_environment

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_operations.jobs.messages import parse_chat, parse_messages, parse_tools, untrained_positions, zero_or_one
-from headrace_operations.jobs.rows import BadRow, DataRow
+from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_runtime.registries import Registry
 from headrace_schemas.values.plain_values import plain_number, plain_value
 

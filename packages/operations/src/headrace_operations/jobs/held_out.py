@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.errors import UsageError
-from headrace_operations.jobs.rows import BadRow, DataRow
-from headrace_operations.jobs.sources import RowFile
+from headrace_operations.jobs.sources import BadRow, DataRow, RowFile
 from headrace_runtime.process.parent_death import bound_to_parent
-from headrace_schemas.programs.gate import Tasks
+from headrace_schemas.programs.models import Tasks
 
 SHINGLE_WORDS = 13
 """Number of consecutive words that count as a leak (arXiv:2005.14165, appendix C)."""

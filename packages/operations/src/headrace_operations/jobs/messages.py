@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace_operations.jobs.rows import BadRow
+from headrace_operations.jobs.sources import BadRow
 from headrace_schemas import Message, Tool
 from headrace_schemas.values.plain_values import plain_json, plain_number, plain_value
 

@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 
 from headrace.errors import HeadraceError, Unreachable
 from headrace.topics import connected
-from headrace_operations.jobs.job import PreparedJob
-from headrace_operations.jobs.journal import JobJournal, lock_job
+from headrace_operations.jobs.job import JobJournal, PreparedJob, lock_job
 from headrace_operations.jobs.runner import JobResult
 from headrace_operations.replay import training
 from headrace_operations.supervisor import Supervisor

@@ -15,17 +15,15 @@ from datetime import UTC, datetime
 
 from headrace.errors import HeadraceError
 from headrace.topics import connected
-from headrace_operations.errors import NotRunning
-from headrace_operations.jobs.check_report import CheckReport
 from headrace_operations.jobs.checking import CheckedRows, RowChecker
+from headrace_operations.jobs.checks import CheckReport
 from headrace_operations.jobs.filling import fill_topic
-from headrace_operations.jobs.job import Job, PreparedJob, prepare
-from headrace_operations.jobs.journal import JobJournal, lock_job
+from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, lock_job, prepare
 from headrace_operations.replay import copying, training
 from headrace_operations.replay.training import offer_version
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.plan import installed
-from headrace_operations.supervisor.state import read
+from headrace_operations.supervisor.state import NotRunning, read
 from headrace_schemas import Checkpoint
 from headrace_schemas.programs.replay import topic_prefix
 

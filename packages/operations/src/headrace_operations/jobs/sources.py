@@ -1,4 +1,5 @@
-"""Files of rows: JSON lines, a JSON list, or a folder of Hugging Face `datasets`.
+"""Rows and the files that hold them: JSON lines, a JSON list, Parquet and Arrow, or a folder of Hugging Face
+`datasets`.
 
 Parquet and Arrow files need `pyarrow`, which is imported only for them.
 """
@@ -7,20 +8,63 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import UsageError
-from headrace_operations.jobs.rows import BadRow
+from headrace.errors import HeadraceError, UsageError
+from headrace_schemas import Message, Tool
 from headrace_schemas.values.text import decode_text, is_utf_16, read_user_text
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES_MAX = 64 << 20
 _LIST_BYTES_MAX = 2 << 30
 _SPLIT_MARKS = ("-", "_", ".")
+_BATCH_ROWS = 256
+
+
+class BadRow(HeadraceError):
+    """A row that cannot be trained. `kind` is a stable name of the reason."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """One row. Each of `answers` continues `prompt`; of two answers the first is the preferred one."""
+
+    prompt: tuple[Message, ...]
+    answers: tuple[tuple[Message, ...], ...]
+    tools: tuple[Tool, ...] = ()
+    untrained: tuple[int, ...] = ()
+    """Positions of answers that are context only, counted from the first message of the prompt."""
+    label: bool | None = None
+    """Whether the answer is good; None if the row has no label."""
+    reward: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of prompt, answers and tools."""
+        return _digest(self.prompt, *self.answers, self.tools)
+
+    @property
+    def prompt_digest(self) -> str:
+        """Digest of the prompt and tools; a row without a prompt is compared up to its first answer."""
+        first = self.answers[0]
+        question = first if self.prompt else first[: next((n for n, m in enumerate(first) if m.role == "assistant"), 0)]
+        return _digest(self.prompt or question, self.tools)
+
+
+def _digest(*parts: tuple[Message, ...] | tuple[Tool, ...]) -> str:
+    plain = [[entry.model_dump(mode="json", exclude_none=True) for entry in part] for part in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 RawRow = tuple[int, dict[str, Any] | BadRow]
 """Row number, starting at 1, and the columns of the row or the reason why it is invalid."""
 
@@ -147,15 +191,13 @@ def _json_list(path: Path) -> Iterator[RawRow]:
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
-    from headrace_operations.jobs import columnar
 
-    return columnar.read_parquet(path)
+    return read_parquet(path)
 
 
 def _arrow(path: Path) -> Iterator[RawRow]:
-    from headrace_operations.jobs import columnar
 
-    return columnar.read_arrow(path)
+    return read_arrow(path)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
@@ -165,3 +207,52 @@ _READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        UsageError: `pyarrow` is not installed, or the file is not Parquet.
+    """
+    library, tables = _library(path), _library(path, "pyarrow.parquet")
+    try:
+        yield from _enumerate_rows(tables.ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS))
+    except (library.ArrowException, OSError) as error:
+        raise UsageError(f"{path}: is not a Parquet file: {error}") from None
+
+
+def read_arrow(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Yield the rows of an Arrow file or of an Arrow stream, which `datasets` writes.
+
+    Raises:
+        UsageError: `pyarrow` is not installed, or the file is not Arrow.
+    """
+    library, ipc = _library(path), _library(path, "pyarrow.ipc")
+    try:
+        with library.memory_map(str(path)) as mapped:
+            try:
+                batches: Iterable[Any] = ipc.open_stream(mapped)
+            except library.ArrowInvalid:
+                file = ipc.open_file(mapped)
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+            yield from _enumerate_rows(batches)
+    except (library.ArrowException, OSError) as error:
+        raise UsageError(f"{path}: is not an Arrow file: {error}") from None
+
+
+def _enumerate_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _library(path: Path, name: str = "pyarrow") -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise UsageError(
+            f"{path}: requires pyarrow; install it with pip install pyarrow, or write the data as JSON lines"
+        ) from None

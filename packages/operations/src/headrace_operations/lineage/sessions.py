@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.errors import UsageError
 from headrace.topics import Range
-from headrace_operations.lineage.contents import RevisionKey
-from headrace_operations.lineage.versions import Reader
+from headrace_operations.lineage.versions import Reader, RevisionKey
 from headrace_schemas import Experience, TrainingMetrics, TrainingOutcome, Trajectory
 from headrace_schemas.values.ids import session_key
 

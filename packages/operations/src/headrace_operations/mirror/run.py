@@ -1,4 +1,6 @@
-"""Mirroring of a bus: topics, records, positions, comparison. It may be interrupted and run again at any time."""
+"""Mirroring of a bus: topics, records, positions of consumer groups, comparison. It may be interrupted and run again
+at any time.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,80 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.errors import UsageError
-from headrace_operations.mirror import groups, logs, tables
-from headrace_operations.mirror.groups import Positions
+from headrace_operations.mirror import logs
 from headrace_operations.mirror.logs import PartitionCheck
 from headrace_operations.mirror.side import MirrorConflict, Side, Topic, open_side
 
 if TYPE_CHECKING:
     from aiokafka import TopicPartition
 
+Positions = dict[str, dict["TopicPartition", tuple[int, str]]]
+"""Group to its next offset and metadata for each partition."""
 Report = Callable[[str, int, int], None]
 """Called with the activity, the completed amount and the total amount."""
+
+
+async def read_positions(side: Side, topics: Collection[str]) -> Positions:
+    """Return the positions of every group that has committed an offset of one of `topics`."""
+    by_group: Positions = {}
+    for group, *_ in await side.admin.list_consumer_groups():
+        committed = await side.admin.list_consumer_group_offsets(group)
+        offsets = {
+            partition: (committed_offset.offset, committed_offset.metadata or "")
+            for partition, committed_offset in committed.items()
+            if partition.topic in topics and committed_offset.offset >= 0
+        }
+        if offsets:
+            by_group[group] = offsets
+    return by_group
+
+
+async def groups_with_members(side: Side, groups: Collection[str]) -> list[str]:
+    """Return the groups that have members now."""
+    names = []
+    for group in sorted(groups):
+        (response,) = await side.admin.describe_consumer_groups([group])
+        for _error, name, _state, _kind, _protocol, members, *_ in response.groups:
+            names += [name] if members else []
+    return names
+
+
+async def copy_positions(
+    source: Side, target: Side, topics: Mapping[str, Topic], ends: Mapping[TopicPartition, int]
+) -> Positions:
+    """Set the positions of all groups on the target.
+
+    Raises:
+        MirrorConflict: a group has a later position on the target.
+    """
+    expected = {
+        group: {
+            partition: (
+                await _translate(source, target, topics[partition.topic], partition, offset, ends[partition]),
+                note,
+            )
+            for partition, (offset, note) in offsets.items()
+        }
+        for group, offsets in (await read_positions(source, topics)).items()
+    }
+    existing = await read_positions(target, topics)
+    for group, offsets in expected.items():
+        present = existing.get(group, {})
+        for partition, (offset, _) in present.items():
+            if offset > offsets.get(partition, (0, ""))[0]:
+                raise MirrorConflict(
+                    f"group {group}: is at {offset} of {partition.topic}[{partition.partition}] on {target.bus}, after "
+                    f"its position on {source.bus}; the target is in use already"
+                )
+        changed = {partition: at for partition, at in offsets.items() if present.get(partition) != at}
+        if changed:
+            await target.commit(group, changed)
+    return expected
+
+
+async def _translate(source: Side, target: Side, topic: Topic, partition: TopicPartition, offset: int, end: int) -> int:
+    """Return the target's offset for a source offset. In logs they are equal, but not beyond the copied end."""
+    return await logs.translate_position(source, target, partition, offset) if topic.is_table else min(offset, end)
 
 
 @dataclass(slots=True)
@@ -65,14 +131,14 @@ async def mirror(
 
         on_records = _counter("copying", sum(ends.values()), report)
         for partition, end in ends.items():
-            kind = tables if topics[partition.topic].is_table else logs
-            await kind.copy(source, target, partition, end, on_records)
-        result = MirrorResult(positions=await groups.copy(source, target, topics, ends))
+            copy = logs.copy_newest if topics[partition.topic].is_table else logs.copy
+            await copy(source, target, partition, end, on_records)
+        result = MirrorResult(positions=await copy_positions(source, target, topics, ends))
 
         on_records = _counter("comparing", sum(end - begin for begin, end in bounds.values()), report)
         for partition, end in ends.items():
-            kind = tables if topics[partition.topic].is_table else logs
-            result.checked.append(await kind.compare(source, target, partition, end, on_records))
+            compare = logs.compare_newest if topics[partition.topic].is_table else logs.compare
+            result.checked.append(await compare(source, target, partition, end, on_records))
         await _compare_positions(target, topics, result.positions)
         result.moving = await _find_changes(source, ends, result.positions)
         return result
@@ -119,7 +185,7 @@ def _counter(activity: str, total: int, report: Report) -> logs.OnRecords:
 
 
 async def _compare_positions(target: Side, topics: Mapping[str, Topic], expected: Positions) -> None:
-    actual = await groups.positions(target, topics)
+    actual = await read_positions(target, topics)
     for group, offsets in expected.items():
         for partition, at in offsets.items():
             if actual.get(group, {}).get(partition) != at:
@@ -132,5 +198,5 @@ async def _find_changes(source: Side, ends: Mapping[TopicPartition, int], positi
     """Return the topics that grow and the groups that have members now, as text."""
     now = {partition: end for partition, (_, end) in (await source.bounds(list(ends))).items()}
     grown = sorted({partition.topic for partition, end in ends.items() if now[partition] != end})
-    busy = await groups.groups_with_members(source, positions)
+    busy = await groups_with_members(source, positions)
     return [*(f"topic {name} grows" for name in grown), *(f"group {name} has members" for name in busy)]

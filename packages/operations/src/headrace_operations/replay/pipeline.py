@@ -11,11 +11,9 @@ from pydantic import BaseModel
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Entry, Range, connected, event_of, fetch
-from headrace_operations.replay.journal import Journal
-from headrace_operations.replay.partition_merge import PartitionMerge, open_merge
+from headrace_operations.replay.partition_merge import Journal, PartitionMerge, open_merge
 from headrace_operations.replay.program import Program, start_program
-from headrace_operations.replay.report import Report
-from headrace_operations.replay.request import Request
+from headrace_operations.replay.request import Report, Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.events.envelope import DATAREF_HEADER, Envelope, is_blob_reference, parse_record
 from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine

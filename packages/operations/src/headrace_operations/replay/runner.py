@@ -12,14 +12,12 @@ from pydantic import BaseModel
 from headrace.errors import HeadraceError, UsageError
 from headrace.producing import producing
 from headrace.topics import connected
-from headrace_operations.catalog.hub import base_folder
-from headrace_operations.replay import copying, journal, training
-from headrace_operations.replay.journal import Journal
-from headrace_operations.replay.partition_merge import PartitionMerge, open_merge
+from headrace_operations.catalog.transfer import base_folder
+from headrace_operations.replay import copying, partition_merge, training
+from headrace_operations.replay.partition_merge import Journal, PartitionMerge, open_merge
 from headrace_operations.replay.pipeline import Item, Pipeline, Tick, choose_cut, run_together
 from headrace_operations.replay.program import Program, start_program
-from headrace_operations.replay.report import Report
-from headrace_operations.replay.request import Request
+from headrace_operations.replay.request import Report, Request
 from headrace_runtime.storage import files
 from headrace_schemas.programs.replay import DryRunLine
 
@@ -148,7 +146,7 @@ async def _feed(program: Program, item: Item) -> None:
 
 async def _journal(request: Request) -> Journal:
     async with connected(request.bus) as topics:
-        return await journal.read(topics, request.model, request.of)
+        return await partition_merge.read(topics, request.model, request.of)
 
 
 def _report(request: Request) -> Report:

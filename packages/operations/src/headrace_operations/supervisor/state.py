@@ -1,4 +1,6 @@
-"""State of a running Headrace: `<data_dir>/run/state.json`, valid while a supervisor holds the lock next to it."""
+"""State of a running Headrace: `<data_dir>/run/state.json`, valid while a supervisor holds the lock next to it, and
+errors about it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,23 @@ from typing import IO, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headrace.errors import UsageError
-from headrace_operations.errors import NotRunning
 from headrace_runtime.storage import files
 from headrace_runtime.storage.files import data_folder, owner_alone, private_folder
 from headrace_schemas.http.stack_access import remember_stack
+from headrace_schemas.values.errors import HeadraceError
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
 Status = Literal["starting", "unready", "ready", "hung", "restarting", "stopped"]
 """`unready`: the service answers and reports failed checks. `hung`: its process shows no sign of life."""
+
+
+class NotRunning(HeadraceError):
+    """No `headrace up` runs on this data directory."""
+
+
+class StartFailed(HeadraceError):
+    """A service has invalid settings or was not ready in time. All services were stopped."""
 
 
 class ServiceState(BaseModel):

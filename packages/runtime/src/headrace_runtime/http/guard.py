@@ -1,4 +1,5 @@
-"""Checks of the other side of a connection: web pages that send requests, and replicas that receive them.
+"""Checks of the other side of a connection: browsers that log in, web pages that send requests, and replicas that
+receive them.
 
 A browser can reach loopback from any page. So the middleware of all HTTP servers refuses unknown names in `Host` (DNS
 rebinding), and requests that another origin has caused, whether its page may read the response or not. The content type
@@ -9,10 +10,17 @@ AgentScope, Trinity, HelloAgents) send neither `Origin` nor `Sec-Fetch-Site`, an
 Every client that may write to the bus may write addresses to the topic `replicas`. So a replica signs its id and its
 URL with `security.internal_key`, and services call a URL only if the signature is valid or a setting permits the host.
 A copied heartbeat is harmless, because its URL is that of the replica that signed it.
+
+A browser cannot send a bearer token, but it asks for a password when a server requests HTTP Basic authentication
+(RFC 7617), and takes it from a URL such as `http://headrace:TOKEN@127.0.0.1:8003/v1/models`. Unlike a token in the
+query, that password is in no request line, no `Referer` and no redirect, and unlike a cookie the browser sends it to
+this port alone. The user name has no meaning. Only requests without an effect may log in this way.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import json
@@ -34,6 +42,8 @@ _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:[0-9]{0,5})?")
 _OWN_SITE = frozenset((b"same-origin", b"none"))
 _SHOWN_MAX = 100
 _PREFLIGHT_AGE_S = b"600"
+_READING = frozenset(("GET", "HEAD"))
+_CHALLENGE = (b"www-authenticate", b'Basic realm="Headrace: the password is the token", charset="UTF-8"')
 
 
 class Refusal(Exception):
@@ -213,3 +223,36 @@ class ReplicaTrust:
 def _signature(replica: Replica, key: str) -> str:
     message = b"headrace replica\0" + b"\0".join(text.encode() for text in (replica.replica_id, replica.url))
     return hmac.new(key.encode(), message, hashlib.sha256).hexdigest()
+
+
+class BrowserLogin:
+    """Middleware that passes the password of Basic authentication on as a bearer token, and requests one for pages."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in _READING:
+            await self._app(scope, receive, send)
+            return
+        headers = [(name, _as_bearer(value) if name == b"authorization" else value) for name, value in scope["headers"]]
+        is_page = any(name == b"accept" and b"text/html" in value for name, value in headers)
+
+        async def send_with_challenge(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:
+                message = {**message, "headers": [*message.get("headers", ()), _CHALLENGE]}
+            await send(message)
+
+        await self._app({**scope, "headers": headers}, receive, send_with_challenge if is_page else send)
+
+
+def _as_bearer(authorization: bytes) -> bytes:
+    """Return a bearer token for Basic credentials, and any other value unchanged."""
+    scheme, _, credentials = authorization.partition(b" ")
+    if scheme.lower() != b"basic":
+        return authorization
+    try:
+        password = base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return authorization
+    return b"Bearer " + password

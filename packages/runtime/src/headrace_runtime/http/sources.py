@@ -19,7 +19,7 @@ from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.http.web import require_internal_key
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.http.source_api import SourceList, SourceState
+from headrace_schemas.http.registry_api import SourceList, SourceState
 
 log = get_logger(__name__)
 _FINE = frozenset({"scored", "abstained"})

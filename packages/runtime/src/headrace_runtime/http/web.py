@@ -25,8 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_runtime.errors import Refused, SettingError, Unavailable
-from headrace_runtime.http.browser_login import BrowserLogin
-from headrace_runtime.http.guard import WebGuard
+from headrace_runtime.http.guard import BrowserLogin, WebGuard
 from headrace_runtime.http.protocol import TimedProtocol
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
 from headrace_runtime.storage import disk

@@ -20,14 +20,13 @@ from functools import partial
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_runtime.kafka import damage
-from headrace_runtime.process import tracing
-from headrace_runtime.process.worker_threads import run_off_loop
+from headrace_runtime.process import logs
+from headrace_runtime.process.loop_watch import run_off_loop
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope, Headers, is_own, parse_record
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.values.ids import derived_id
-from headrace_schemas.values.sources import giver_of
+from headrace_schemas.values.ids import derived_id, giver_of
 from headrace_schemas.values.text import printable, storable
 
 _STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
@@ -161,12 +160,12 @@ async def encode(
     Raises:
         Unavailable: the blob store does not respond.
     """
-    envelope = Envelope.of(event, source, tracing.current(), after=after)
+    envelope = Envelope.of(event, source, logs.current(), after=after)
     value = event.to_json()
     if len(value) > PAYLOAD_BYTES_MAX:
         ref = await blobs.aput(value)
         value = ref.model_dump_json().encode()
-        envelope = Envelope.of(event, source, tracing.current(), dataref=ref.uri, after=after)
+        envelope = Envelope.of(event, source, logs.current(), dataref=ref.uri, after=after)
     return Outgoing(event.topic, event.key.encode(), value, envelope.headers(), partition)
 
 

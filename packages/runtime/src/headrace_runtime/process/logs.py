@@ -1,26 +1,34 @@
-"""Structured logs: one JSON object per line, with service, level, event and trace id, without user text."""
+"""Structured logs, one JSON object per line without user text, and the W3C trace context that they name.
+
+https://www.w3.org/TR/trace-context/
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from headrace_runtime.process import tracing
 from headrace_runtime.settings.sections import LogSettings
 from headrace_schemas.values.errors import Redactor
 from headrace_schemas.values.text import printable, printable_lines
 
 _TEXT_LENGTH_MAX = 8_000
 _TRACEBACK_LENGTH_MAX = 32_000
+_current: ContextVar[str | None] = ContextVar("traceparent", default=None)
+_PATTERN = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 
 def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    trace = tracing.trace_id()
+    trace = trace_id()
     if trace:
         event["trace_id"] = trace
     return event
@@ -98,3 +106,33 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return the structured logger of a module."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+def current() -> str | None:
+    """Return the `traceparent` of the work in progress."""
+    return _current.get()
+
+
+def trace_id() -> str | None:
+    """Return the trace id of the work in progress."""
+    value = _current.get()
+    return value.split("-")[1] if value else None
+
+
+def child_span(parent: str | None) -> str:
+    """Return a new span of the trace of `parent`, or of a new trace if `parent` is None or malformed."""
+    match = _PATTERN.match(parent or "")
+    trace = match.group(1) if match else os.urandom(16).hex()
+    flags = match.group(3) if match else "01"
+    return f"00-{trace}-{os.urandom(8).hex()}-{flags}"
+
+
+@contextlib.contextmanager
+def span(parent: str | None) -> Iterator[str]:
+    """Make a child span of `parent` the current one while the body runs. Logs and produced events contain it."""
+    value = child_span(parent)
+    token = _current.set(value)
+    try:
+        yield value
+    finally:
+        _current.reset(token)

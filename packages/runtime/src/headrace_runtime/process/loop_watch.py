@@ -1,4 +1,5 @@
-"""Measurement of blocks of the event loop, which delay every request that the process serves.
+"""Protection of the event loop: worker threads for work of unbounded size, and measurement of blocks, which delay every
+request of the process.
 
 `busy` is the CPU time of the loop's thread in one iteration of the loop, from the return of its selector to the next
 call, in which the callbacks that were ready together run. It does not depend on the load of the machine. `late` is the
@@ -7,6 +8,9 @@ also includes blocking calls, and threads that kept the interpreter lock.
 
 The selector itself is measured, so that even short blocks are seen without a frequent timer. A timer wakes the loop
 only every `INTERVAL_S`, because an idle loop cannot be late.
+
+Python's threads share one interpreter lock. A worker thread keeps the event loop responsive as long as no single
+library call holds that lock for long. `headrace_runtime.kafka.wire` bounds the calls that would, such as JSON parsing.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace_runtime.metrics import EVENT_LOOP_BLOCK_SECONDS
 
@@ -28,6 +34,11 @@ _SHORT_S = 0.005
 """Delays up to this are recorded without subtracting the time that the thread waited for a core."""
 _WAITED_AGE_S = 0.02
 """Age at which the waiting time for a core is read again. Reading it in each iteration would cost too much."""
+T = TypeVar("T")
+_LARGE_BYTES = 262_144
+"""Work on more bytes runs in a separate thread, so that it does not delay smaller work."""
+_INLINE_BYTES_MAX = 32_768
+"""Work on more bytes would delay the event loop noticeably: parsing may take half a microsecond per byte."""
 
 
 class LoopWatch:
@@ -145,3 +156,40 @@ def waited_for_core_s() -> float:
         return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+async def run_off_loop(size_bytes: int, work: Callable[[], T]) -> T:
+    """Run `work` and return its result, in a thread of the default executor if it processes many bytes.
+
+    Args:
+        size_bytes: the approximate number of bytes that `work` processes.
+        work: the function to run.
+    """
+    return await asyncio.to_thread(work) if size_bytes > _INLINE_BYTES_MAX else work()
+
+
+class WorkerThreads:
+    """Worker threads of one service. The queue is not bounded; callers must bound the number of waiting requests."""
+
+    def __init__(self, threads: int, inline_bytes: int = 16_384) -> None:
+        """Create the pool.
+
+        Args:
+            threads: the number of threads for small work. Large work has one thread of its own.
+            inline_bytes: work on at most so many bytes runs in the event loop, because a thread would cost more.
+        """
+        self._inline_bytes = inline_bytes
+        self._small = ThreadPoolExecutor(threads, "worker")
+        self._large = ThreadPoolExecutor(1, "worker-large")
+
+    async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Run `work`, which processes about `size_bytes`, and return its result."""
+        if size_bytes <= self._inline_bytes:
+            return work()
+        pool = self._large if size_bytes > _LARGE_BYTES else self._small
+        return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+
+    def close(self) -> None:
+        """Cancel waiting work. Running work continues to its end."""
+        self._small.shutdown(wait=False, cancel_futures=True)
+        self._large.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.base import Text
 from headrace_schemas.values.bounds import Score
-from headrace_schemas.values.sources import fits
+from headrace_schemas.values.ids import fits
 from headrace_schemas.values.text import printable
 
 

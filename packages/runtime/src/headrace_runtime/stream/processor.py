@@ -20,7 +20,7 @@ from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.kafka.dead_letters import RefusedRecord, dead_letter
 from headrace_runtime.kafka.wire import BatchDecoder, Outgoing, Received, Record, tenant_of
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES, STEPS_FAILED
-from headrace_runtime.process import tracing
+from headrace_runtime.process import logs
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
@@ -324,7 +324,7 @@ class Processor:
                 letters = [item.letter for item in items if isinstance(item, RefusedRecord)]
                 outgoing = await self.outbox.encode(await delivery.select_new_letters(tx, self.tables, letters, now))
                 for new in await delivery.select_new_events(tx, self.tables, received, now):
-                    with tracing.span(new.envelope.traceparent):
+                    with logs.span(new.envelope.traceparent):
                         handler = self.handlers[new.event.topic]
                         outgoing += await self.outbox.encode(await handler(new.event, Handling(tx, now, new, ends)))
                 for item in items:

@@ -1,32 +1,57 @@
-"""Handlers of CreateTopics, DeleteTopics and DescribeConfigs."""
+"""Handlers of topics: CreateTopics, DeleteTopics, DescribeConfigs, IncrementalAlterConfigs, CreatePartitions,
+DeleteRecords, DescribeLogDirs.
+"""
 
 from __future__ import annotations
 
 import collections
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker import topic_config
 from headrace_broker.broker import NODE_ID, REQUEST_BYTES_MAX, Broker, RequestContext
+from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.topics import (
+    AlteredEntry,
+    AlteredResource,
+    AlteredResult,
     ConfigResource,
     CreatedTopic,
+    CreatePartitionsRequest,
+    CreatePartitionsResponse,
     CreateTopicsRequest,
     CreateTopicsResponse,
+    CutPartition,
+    CutTopic,
     DeletedTopic,
+    DeleteRecordsPartition,
+    DeleteRecordsRequest,
+    DeleteRecordsResponse,
     DeleteTopicsRequest,
     DeleteTopicsResponse,
     DescribeConfigsRequest,
     DescribeConfigsResponse,
     DescribedConfig,
     DescribedResource,
+    DescribeLogDirsRequest,
+    DescribeLogDirsResponse,
+    IncrementalAlterConfigsRequest,
+    IncrementalAlterConfigsResponse,
+    LogDir,
+    LogDirPartition,
+    LogDirTopic,
+    MeasuredTopic,
+    MorePartitions,
     NewTopic,
 )
 from headrace_broker.topic_config import TopicConfig
 
-_TOPIC, _BROKER = 2, 4
+_TOPIC = 2
+_BROKER = 4
 _FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
+_SET, _DELETE, _APPEND, _SUBTRACT = range(4)
 
 
 async def create_topics(broker: Broker, call: RequestContext, request: CreateTopicsRequest) -> CreateTopicsResponse:
@@ -128,3 +153,127 @@ def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
         values = {"auto.create.topics.enable": "false", "default.replication.factor": "1", "broker.id": str(NODE_ID)}
         return [DescribedConfig(name, value, True, _FROM_BROKER_FILE, False, ()) for name, value in values.items()]
     raise Rejected(Code.INVALID_REQUEST, f"there is no resource of type {resource.type} and name {resource.name!r}")
+
+
+async def alter_configs(
+    broker: Broker, call: RequestContext, request: IncrementalAlterConfigsRequest
+) -> IncrementalAlterConfigsResponse:
+    """Change the settings of topics. Each resource is a separate operation, which makes all its changes or none."""
+    results = []
+    for resource in request.resources:
+        code, text = Code.NONE, None
+        try:
+            if resource.type != _TOPIC:
+                raise Rejected(Code.INVALID_REQUEST, "only the settings of topics can be altered")
+            change = partial(_changed_config, broker, resource)
+            alter = partial(broker.topics.alter, resource.name, change, validate_only=request.validate_only)
+            await broker.writer.submit(alter)
+        except Rejected as error:
+            code, text = error.code, str(error)
+            broker.stats.errors[code] += 1
+        results.append(AlteredResult(code, text, resource.type, resource.name))
+    return IncrementalAlterConfigsResponse(0, tuple(results))
+
+
+async def create_partitions(
+    broker: Broker, call: RequestContext, request: CreatePartitionsRequest
+) -> CreatePartitionsResponse:
+    """Add partitions to topics. Each topic is a separate operation."""
+    results = []
+    for topic in request.topics:
+        code, text = Code.NONE, None
+        try:
+            _check_replicas(broker, topic)
+            grow = partial(broker.topics.grow, topic.name, topic.total, validate_only=request.validate_only)
+            await broker.writer.submit(grow)
+        except Rejected as error:
+            code, text = error.code, str(error)
+            broker.stats.errors[code] += 1
+        results.append(CreatedTopic(topic.name, code, text))
+    return CreatePartitionsResponse(0, tuple(results))
+
+
+async def delete_records(broker: Broker, call: RequestContext, request: DeleteRecordsRequest) -> DeleteRecordsResponse:
+    """Delete the records before offsets."""
+    answers = []
+    for topic in request.topics:
+        cuts = [await _cut(broker, topic.name, partition) for partition in topic.partitions]
+        answers.append(CutTopic(topic.name, tuple(cuts)))
+    return DeleteRecordsResponse(0, tuple(answers))
+
+
+async def describe_log_dirs(
+    broker: Broker, call: RequestContext, request: DescribeLogDirsRequest
+) -> DescribeLogDirsResponse:
+    """Return the sizes of partitions, which are those of their record batches, in the broker's folder."""
+    if request.topics is None:
+        requested = [LogDirTopic(t.name, tuple(range(len(t.partitions)))) for t in broker.catalog.topics.values()]
+    else:
+        requested = list(request.topics)
+    sizes: defaultdict[str, list[LogDirPartition]] = defaultdict(list)
+    for topic in requested:
+        for number in topic.partitions:
+            view = broker.catalog.view(topic.name, number)
+            if view is not None:
+                sizes[topic.name].append(LogDirPartition(number, view.bytes, 0, False))
+    topics = tuple(MeasuredTopic(name, tuple(partitions)) for name, partitions in sizes.items())
+    return DescribeLogDirsResponse(0, (LogDir(Code.NONE, broker.folder, topics),))
+
+
+def _changed_config(broker: Broker, resource: AlteredResource, config: TopicConfig) -> TopicConfig:
+    """Return `config` with the changes of a request. Runs in the writer's thread."""
+    entries = config.non_default()
+    for change in resource.configs:
+        _apply(entries, change)
+    return topic_config_of(broker, entries.items())
+
+
+def _apply(entries: dict[str, str], change: AlteredEntry) -> None:
+    if change.operation == _DELETE:
+        entries.pop(change.name, None)
+        return
+    if change.value is None:
+        raise Rejected(Code.INVALID_CONFIG, f"{change.name}: a value is required")
+    if change.operation == _SET:
+        entries[change.name] = change.value
+        return
+    if change.operation not in (_APPEND, _SUBTRACT) or change.name != "cleanup.policy":
+        raise Rejected(Code.INVALID_CONFIG, f"{change.name} is not a list: it can only be set or deleted")
+    present = entries.get(change.name, TopicConfig().cleanup_policy).split(",")
+    operands = [part.strip() for part in change.value.split(",")]
+    if change.operation == _APPEND:
+        parts = present + [part for part in operands if part not in present]
+    else:
+        parts = [part for part in present if part not in operands]
+    entries[change.name] = ",".join(parts)
+
+
+def _check_replicas(broker: Broker, topic: MorePartitions) -> None:
+    state = broker.catalog.topics.get(topic.name)
+    if topic.assignments is None or state is None:
+        return
+    is_here = all(assignment.broker_ids == (NODE_ID,) for assignment in topic.assignments)
+    if not is_here or len(topic.assignments) != topic.total - len(state.partitions):
+        raise Rejected(Code.INVALID_REPLICA_ASSIGNMENT, f"each new partition must be on broker {NODE_ID} alone")
+
+
+async def _cut(broker: Broker, topic: str, request: DeleteRecordsPartition) -> CutPartition:
+    try:
+        view = broker.view(topic, request.partition)
+        before = _cut_offset(broker, view, request.offset)
+        await broker.writer.submit(partial(broker.upkeep.cut, view.id, before))
+    except Rejected as error:
+        broker.stats.errors[error.code] += 1
+        return CutPartition(request.partition, -1, error.code)
+    return CutPartition(request.partition, max(view.start, before), Code.NONE)
+
+
+def _cut_offset(broker: Broker, view: PartitionView, offset: int) -> int:
+    if not broker.catalog.topics[view.topic].config.deletes:
+        raise Rejected(Code.POLICY_VIOLATION, f"{view.topic} is compacted: its records cannot be deleted by offset")
+    before = view.end if offset == -1 else offset
+    if not 0 <= before <= view.end:
+        raise Rejected(
+            Code.OFFSET_OUT_OF_RANGE, f"offset {offset}: must be between 0 and {view.end}, the end of the log"
+        )
+    return before

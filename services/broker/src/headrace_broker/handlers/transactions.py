@@ -8,7 +8,7 @@ from itertools import groupby
 from headrace_broker import reads
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.handlers.offsets import answers, check, valid
+from headrace_broker.handlers.groups import answers, check, valid
 from headrace_broker.protocol.offsets import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
 from headrace_broker.protocol.transactions import (
     AddOffsetsToTxnRequest,

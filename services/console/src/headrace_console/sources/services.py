@@ -18,7 +18,7 @@ from headrace_console.sources.calls import bearer, open_client
 from headrace_runtime.clock import Clock
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.sections import Common, ServiceSettings
-from headrace_schemas.http.source_api import SourceList, SourceState
+from headrace_schemas.http.registry_api import SourceList, SourceState
 
 READ_INTERVAL_S = 2.0
 _TIMEOUT_S = 2.0

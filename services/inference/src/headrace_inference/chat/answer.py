@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from headrace_inference.chat.json_scanner import StopStrings
 from headrace_inference.chat.parsers import (
     NO_REASONING,
     NO_TOOLS,
@@ -16,7 +17,6 @@ from headrace_inference.chat.parsers import (
     ReasoningParser,
     ToolParser,
 )
-from headrace_inference.chat.pieces import StopStrings
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_schemas import FunctionCall, Message, ToolCall
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headrace_inference.chat.json_scanner import partial_marker_length
 from headrace_inference.chat.parsers import ReasoningParser
-from headrace_inference.chat.pieces import partial_marker_length
 
 OPEN, CLOSE = "<think>", "</think>"
 

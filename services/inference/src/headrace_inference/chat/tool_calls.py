@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 
-from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner
+from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner, partial_marker_length
 from headrace_inference.chat.parsers import Call, ParsedText, ToolParser
-from headrace_inference.chat.pieces import partial_marker_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME_LENGTH_MAX = 512

@@ -24,8 +24,8 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest, parse
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
-from headrace_runtime.process import tracing
-from headrace_runtime.process.worker_threads import WorkerThreads
+from headrace_runtime.process import logs
+from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER, ScoredAnswers, ScoreRequest
 
@@ -167,7 +167,7 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         web.require_internal_key(request, self._common)
-        with tracing.span(request.headers.get("traceparent")):
+        with logs.span(request.headers.get("traceparent")):
             body = await _body(request, self._limits.body_bytes_max)
             chat = await self._worker_threads.run(len(body), partial(self._parse, body))
             served = self._versions.find(chat.model)

@@ -22,13 +22,11 @@ from headrace_inference import metrics
 from headrace_inference.engine import Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine import fairness, sampler
-from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
-from headrace_inference.torch_engine.model import Model
-from headrace_inference.torch_engine.prefix import PrefixCache
+from headrace_inference.torch_engine.kv import KV, LENGTH_STEP, PrefixCache
+from headrace_inference.torch_engine.loader import Model
 from headrace_inference.torch_engine.quarantine import Quarantine
 from headrace_inference.torch_engine.row_sampler import RowSampler
-from headrace_inference.torch_engine.rows import TOP, Rows
-from headrace_inference.torch_engine.sequence import Sequence
+from headrace_inference.torch_engine.sequence import TOP, Rows, Sequence
 
 _PADDING_MAX = 0.5
 """Largest share of padding in a prefill. Prompts of very different lengths are computed one after the other."""

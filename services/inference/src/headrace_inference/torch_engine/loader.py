@@ -1,4 +1,4 @@
-"""Loading of model folders. It blocks, so it runs in the loading thread.
+"""A loaded version, and the loading of model folders. It blocks, so it runs in the loading thread.
 
 Transformers replaces missing weights by random ones. Here, a folder with missing, unexpected or misshapen tensors is
 refused. Each adapter is a separate module over the tensors of its base, so a LoRA version needs memory only for its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,29 @@ from transformers.utils import logging as transformers_logging
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.torch_engine.forward import ATTENTION
 from headrace_inference.torch_engine.kv import KVShape
-from headrace_inference.torch_engine.model import Model
-from headrace_inference.torch_engine.program import Programs, share, tensors_of
+from headrace_inference.torch_engine.program import Program, Programs, share, tensors_of
 from headrace_schemas.values.blobs import Manifest
 
 _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
 """Rotary embeddings that depend on the longest sequence in the batch, so that rows would affect each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded version. Immutable: new weights are another version and another `Model`."""
+
+    manifest: Manifest
+    module: nn.Module
+    weights: list[Tensor]
+    program: Program
+    kv_shape: KVShape
+    vocabulary: int
+    context_tokens: int
+
+    @property
+    def version(self) -> str:
+        """Name of the version."""
+        return self.manifest.version
 
 
 class Loader:

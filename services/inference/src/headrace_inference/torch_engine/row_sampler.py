@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace_inference.torch_engine import sampler
-from headrace_inference.torch_engine.model import Model
-from headrace_inference.torch_engine.rows import BIASED, HELD, PENALISED, TRUNCATED, Rows
-from headrace_inference.torch_engine.sequence import Sequence
+from headrace_inference.torch_engine.loader import Model
+from headrace_inference.torch_engine.sequence import BIASED, HELD, PENALISED, TRUNCATED, Rows, Sequence
 from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from headrace_inference.vllm_engine.step_separation import StepSeparation
+from headrace_inference.vllm_engine.probing import StepSeparation
 
 
 class LogprobEntry(Protocol):

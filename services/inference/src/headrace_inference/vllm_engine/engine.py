@@ -21,7 +21,7 @@ from headrace_inference.errors import (
     VersionUnusable,
 )
 from headrace_inference.streams import OpenStreams, Stream
-from headrace_inference.vllm_engine import adapters, probing
+from headrace_inference.vllm_engine import probing
 from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.requests import ranked_of, refuse_unsupported, request_of, tokens_of, until_stopped
 from headrace_inference.vllm_engine.settings import VllmSettings
@@ -147,7 +147,7 @@ class VllmEngine:
             limit = f"inference.vllm.adapters_max allows {self._settings.adapters_max} adapters of one version"
             raise NoRoom(f"{version}: {limit}, and {core.adapters} are loaded")
         try:
-            adapters.check(folder, self._settings.adapter_rank_max)
+            probing.check(folder, self._settings.adapter_rank_max)
         except VersionUnusable as error:
             raise VersionUnusable(f"{version}: {error}") from error
         number = next(self._numbers)

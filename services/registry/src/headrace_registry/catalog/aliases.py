@@ -13,7 +13,7 @@ from datetime import datetime
 from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.storage import queries, store
+from headrace_registry.storage import store
 from headrace_registry.storage.records import ModelRecord, VersionRecord
 from headrace_registry.storage.tables import ALIASES, VERSIONS
 from headrace_registry.versions import lifecycle
@@ -25,7 +25,7 @@ from headrace_schemas.http.catalog import AliasMove
 
 async def check_served_limit(tx: AsyncConnection, served_max: int) -> None:
     """Raise `Refused` 409 when more versions are requested than `registry.served_max`. Bases of adapters count."""
-    requested = await queries.all_requested_versions(tx)
+    requested = await store.all_requested_versions(tx)
     bases = [version.base for name in requested if (version := await store.load_version(tx, name)) and version.base]
     counted = [name for name in dict.fromkeys([*requested, *bases]) if not await _has_a_role(tx, name)]
     if len(counted) > served_max:
@@ -61,7 +61,7 @@ async def move_aliases(
 ) -> str:
     """Make all `moves` and return them as JSON for the audit log. Raises `Refused` 409 when one alias is not as
     expected."""
-    current = await queries.aliases(tx, model.model)
+    current = await store.aliases(tx, model.model)
     for alias, move in moves.items():
         await _check(tx, model, alias, move, current.get(alias))
     alias_count = sum(
@@ -82,7 +82,7 @@ async def move_aliases(
 async def _check(tx: AsyncConnection, model: ModelRecord, alias: str, move: AliasMove, current: str | None) -> None:
     if alias in ROLES:
         raise Refused(409, "role", f"{alias} is moved by promote, rollback and the gate alone", "moves")
-    owner = await queries.version_with_label(tx, model.model, alias)
+    owner = await store.version_with_label(tx, model.model, alias)
     if owner is not None:
         raise Refused(409, "label_taken", f"{alias} is the label of {owner}, and labels never move", "moves")
     if current not in (move.expected, move.version):  # a repeated request succeeds without a change
@@ -125,7 +125,7 @@ async def serve(
     await check_servable(tx, model, version.version)
     await _set_served(tx, version.version, True)
     await check_served_limit(tx, served_max)
-    if model.champion is None and model.candidate is None and not await queries.has_trained_version(tx, model.model):
+    if model.champion is None and model.candidate is None and not await store.has_trained_version(tx, model.model):
         await transition.request(version, "force")
     transition.mark_changed(model.model)
 
@@ -133,7 +133,7 @@ async def serve(
 async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord) -> None:
     """Let replicas drop the version. Raises `Refused` 409 if an alias names it or a role of a trained model needs
     it."""
-    aliases_naming = await queries.aliases_of(tx, version.version)
+    aliases_naming = await store.aliases_of(tx, version.version)
     if aliases_naming:
         raise Refused(
             409,
@@ -142,7 +142,7 @@ async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecor
             "version",
         )
     if version.version in (model.champion, model.candidate):
-        if await queries.has_trained_version(tx, model.model):
+        if await store.has_trained_version(tx, model.model):
             raise Refused(409, "has_a_role", f"{version.version} is champion or candidate of {model.model}", "version")
         await transition.clear_roles(model)
     await _set_served(tx, version.version, False)

@@ -13,7 +13,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.catalog.aliases import ROLES
-from headrace_registry.storage import queries, rollout_store, store
+from headrace_registry.storage import rollout_store, store
 from headrace_registry.storage.records import ModelRecord, VersionRecord
 from headrace_registry.storage.tables import NOTES, TAGS, VERSIONS
 from headrace_registry.versions import lifecycle
@@ -102,10 +102,10 @@ async def _check_label(
         raise Refused(
             409, "labelled", f"{existing.version} has the label {existing.label}, and labels never move", "label"
         )
-    owner = await queries.version_with_label(tx, manifest.name, label)
+    owner = await store.version_with_label(tx, manifest.name, label)
     if owner not in (None, manifest.version):
         raise Refused(409, "label_taken", f"{label} is the label of {owner}, and labels never move", "label")
-    alias_target = (await queries.aliases(tx, manifest.name)).get(label)
+    alias_target = (await store.aliases(tx, manifest.name)).get(label)
     if alias_target is not None:
         raise Refused(
             409, "alias_taken", f"{label} is an alias that names {alias_target}; choose another label", "label"
@@ -165,7 +165,7 @@ async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: Versi
         if name in (rollout.version, rollout.control)
     ]
     reasons += [f"rollout {rollout.rollout_id} is under way with it" for rollout in rollouts]
-    reasons += [f"alias {alias} names it" for alias in await queries.aliases_of(tx, name)]
+    reasons += [f"alias {alias} names it" for alias in await store.aliases_of(tx, name)]
     reasons += ["an operator serves it"] if version.served else []
     query = select(VERSIONS.c.version).where(VERSIONS.c.base == name, VERSIONS.c.retired_ms.is_(None))
     adapters = list((await tx.execute(query.where(VERSIONS.c.state != "withdrawn").limit(3))).scalars())

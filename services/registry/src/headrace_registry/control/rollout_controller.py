@@ -20,9 +20,8 @@ from headrace_registry.metrics import ROLLOUT_UNITS_READ, UNDER_WAY
 from headrace_registry.rollouts import adaptive_split, state_machine
 from headrace_registry.rollouts.evidence import Evidence, Findings
 from headrace_registry.rollouts.findings import Expectations, prompt_kinds
-from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric, MetricFailed, compute_metrics
-from headrace_registry.rollouts.plan import ReadingAge
+from headrace_registry.rollouts.plan import ReadingAge, UnitReading
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.rollouts.state_machine import RolloutDecision
 from headrace_registry.shadow import prompts

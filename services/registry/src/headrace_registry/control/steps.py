@@ -13,7 +13,7 @@ from sqlalchemy import insert, update
 from headrace_registry.rollouts import state_machine
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.rollouts.state_machine import Kind, RolloutDecision
-from headrace_registry.shadow import outcome
+from headrace_registry.shadow import prompt_reader
 from headrace_registry.storage import rollout_store, store
 from headrace_registry.storage.records import AnchorState, ModelRecord
 from headrace_registry.storage.rollout_store import RolloutRecord
@@ -89,7 +89,7 @@ async def apply_decision(transition: Transition, rollout: RolloutRecord, decisio
     model = await store.load_model(transition.tx, rollout.model)
     assert model is not None
     if rollout.phase == "shadow":
-        decision = await outcome.record_outcome(transition.tx, rollout, decision)
+        decision = await prompt_reader.record_outcome(transition.tx, rollout, decision)
     after, _ = state_machine.apply(rollout.plan, await rollout_store.load_model_state(transition.tx, model), decision)
     planned = after.rollouts[rollout.version]
     if decision.kind == "hold":

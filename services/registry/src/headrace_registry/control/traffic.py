@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.metrics import UNITS_FULL
-from headrace_registry.shadow.sampling import PromptSampler
+from headrace_registry.shadow.runner import PromptSampler
 from headrace_registry.storage import rollout_store, unit_store
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.tables import STREAM

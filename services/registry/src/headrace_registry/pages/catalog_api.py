@@ -16,10 +16,10 @@ from headrace_registry.catalog import aliases as serving
 from headrace_registry.catalog import registration as retirement
 from headrace_registry.catalog import registration as tags_and_notes
 from headrace_registry.garbage.collector import GarbageCollector
-from headrace_registry.pages import http, states
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages import http
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.storage import audit, queries, store
+from headrace_registry.storage import audit, store
 from headrace_registry.storage.records import ModelRecord, VersionRecord
 from headrace_registry.versions.transition import Transition
 from headrace_runtime.errors import Refused, Unavailable
@@ -167,7 +167,7 @@ class CatalogApi:
         async with self._database.transaction() as tx:
             record = await store.require_model(tx, request.path_params["name"])
             version = await store.require_version(tx, record, parameters_of(request, "version").get("version", ""))
-            return http.json_response(NoteList(data=await queries.notes(tx, version.version)))
+            return http.json_response(NoteList(data=await store.notes(tx, version.version)))
 
     async def version(self, request: Request) -> Response:
         """Return one version by its full name, of whichever model."""
@@ -175,7 +175,7 @@ class CatalogApi:
         async with self._database.transaction() as tx:
             record = await store.require_model(tx, name.partition("@")[0])
             versions = [await store.require_version(tx, record, name)]
-            return http.json_response(VersionList(data=await states.version_states(tx, versions)))
+            return http.json_response(VersionList(data=await http.version_states(tx, versions)))
 
     async def collect(self, request: Request) -> Response:
         body = await http.read_body(request, GarbageRequest)

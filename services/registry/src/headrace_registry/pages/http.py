@@ -1,23 +1,40 @@
-"""Request bodies, parameters and responses for all pages of the REST interface."""
+"""Shared parts of all pages: request bodies, parameters, responses, models and versions as JSON, and changes that an
+operator requests.
+
+A refused change leaves the state as it was. An answered change is durable and published.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from typing import TypeVar
 
 from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_runtime.errors import Refused
+from headrace_registry.storage import audit, store
+from headrace_registry.storage.leader import LeaderLease, LostLeadership
+from headrace_registry.storage.records import ModelRecord, VersionRecord
+from headrace_registry.versions import probe
+from headrace_registry.versions.transition import Transition
+from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.http.web import require_internal_key
 from headrace_runtime.settings.sections import Common
+from headrace_runtime.stream.processor import Processor
+from headrace_schemas import Event, ModelEvent, Replica
+from headrace_schemas.http.registry_api import ModelState, VersionState
 from headrace_schemas.values.base import Model
 
 _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000
 M = TypeVar("M", bound=Model)
 Page = Callable[[Request], Awaitable[Response]]
+_TROUBLE_LENGTH_MAX = 4096
+Work = Callable[[AsyncConnection, datetime, Transition], Awaitable[str | None]]
+"""Changes the state, or raises `Refused`. Returns the detail that the audit log stores besides the request."""
 
 
 def require_key(common: Common, page: Page) -> Page:
@@ -61,3 +78,129 @@ def number_parameter(parameters: Mapping[str, str], name: str, default: int, mos
     if not (text.isascii() and text.isdecimal()) or len(text) > 19 or not 1 <= int(text) <= most:
         raise Refused(400, "invalid_request", f"{name} must be a number from 1 to {most}", name)
     return int(text)
+
+
+async def model_state(
+    tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica] | None = None
+) -> ModelState:
+    """Return the state of a model. `replicas` are the live ones; without them `trouble` is left out."""
+    return ModelState(
+        id=record.model,
+        champion=record.champion,
+        previous=record.previous,
+        candidate=record.candidate,
+        pinned=record.pinned,
+        paused=record.paused,
+        anchor=record.anchor or record.champion,
+        trials=record.trials,
+        aliases=await store.aliases(tx, record.model),
+        revision=record.revision,
+        trouble=None if replicas is None else await _trouble(tx, record, replicas),
+    )
+
+
+async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
+    """Return why no replica serves the model, or None.
+
+    Without a champion, the reason is the delay of the candidate, or the refusal of the newest version.
+    """
+    if record.champion is not None:
+        reason = probe.unserved_reason(record.champion, replicas)
+        return reason and f"no replica serves the champion {record.champion}: {reason}"[:_TROUBLE_LENGTH_MAX]
+    if record.candidate is not None:
+        reason = probe.unserved_reason(record.candidate, replicas) or "its trial is under way"
+        return f"no version serves yet, the candidate is {record.candidate}: {reason}"[:_TROUBLE_LENGTH_MAX]
+    newest = await store.newest_versions(tx, record.model, 1)
+    decisions = await store.decisions(tx, [version.version for version in newest])
+    if not decisions:
+        return None
+    last = decisions[-1]
+    return f"no version serves, {last.version} was {last.decision}: {last.reason or 'no reason'}"[:_TROUBLE_LENGTH_MAX]
+
+
+async def version_states(tx: AsyncConnection, versions: Sequence[VersionRecord]) -> tuple[VersionState, ...]:
+    """Return the states of versions with their decisions and tags."""
+    names = [version.version for version in versions]
+    decided = await store.decisions(tx, names)
+    tags = await store.tags(tx, names)
+    return tuple(_version(version, decided, tags.get(version.version, ())) for version in versions)
+
+
+def _version(version: VersionRecord, decided: Sequence[ModelEvent], tags: tuple[str, ...]) -> VersionState:
+    return VersionState(
+        id=version.version,
+        model=version.model,
+        lineage=version.lineage,
+        step=version.step,
+        parent=version.parent,
+        base=version.base,
+        state=version.state,
+        registered_at=version.registered,
+        trained=version.trained,
+        label=version.label,
+        served=version.served,
+        retired=version.retired,
+        collected=version.collected,
+        tags=tags,
+        manifest=version.manifest,
+        decisions=tuple(event for event in decided if event.version == version.version),
+    )
+
+
+class RegistryChanges:
+    """Changes requested over REST. Only the leader makes any. `changed` is called after each of them."""
+
+    def __init__(self, processor: Processor, lease: LeaderLease, changed: Callable[[], None]) -> None:
+        self._processor = processor
+        self._lease = lease
+        self._changed = changed
+
+    async def make(self, name: str, action: audit.AuditedAction, work: Work) -> ModelState:
+        """Apply `work` to the model `name` in one transaction, and return the model's state afterwards.
+
+        Raises:
+          Refused: The change is not allowed, this registry is a standby, or the bus or the database is
+              unavailable.
+        """
+        self.require_leadership()
+        model_states: list[ModelState] = []
+        refusals: list[Refused] = []
+
+        async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            model_states.clear()
+            refusals.clear()
+            await self._lease.check(tx)
+            try:
+                async with tx.begin_nested():
+                    transition = Transition(tx, now, action.asker.who or None)
+                    detail = await work(tx, now, transition)
+                    events = await transition.finish()
+                    audited_action = audit.AuditedAction(
+                        action.asker, action.action, action.version, action.why, detail or action.detail
+                    )
+                    await audit.add_entry(tx, now, name, audited_action)
+                    model_states.append(await model_state(tx, await store.require_model(tx, name)))
+            except Refused as error:
+                refusals.append(error)
+                return ()
+            return events
+
+        try:
+            await self._processor.step(step)
+        except LostLeadership:
+            raise _standby() from None
+        except Unavailable as error:
+            raise Refused(503, "unavailable", f"the change was not made, or it is not published yet: {error}") from None
+        if refusals:
+            raise refusals[0]
+        self._changed()
+        return model_states[0]
+
+    def require_leadership(self) -> None:
+        """Raise `Refused` 503 unless this registry is the leader."""
+        if not self._lease.acquired.is_set():
+            raise _standby()
+
+
+def _standby() -> Refused:
+    return Refused(503, "not_leader", "this registry is a standby; send the request to the leader")

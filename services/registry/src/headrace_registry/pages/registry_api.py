@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_registry.pages import http, states
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages import http
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.storage import audit, rollout_store, store
 from headrace_registry.storage.records import ModelRecord
 from headrace_registry.versions import lifecycle, probe, state_changes
@@ -78,13 +78,13 @@ class RegistryApi:
     async def models(self, _request: Request) -> Response:
         async with self._database.transaction() as tx:
             records = [await store.require_model(tx, name) for name in await store.model_names(tx)]
-            data = [await states.model_state(tx, record, self._alive()) for record in records]
+            data = [await http.model_state(tx, record, self._alive()) for record in records]
             return http.json_response(ModelList(data=tuple(data)))
 
     async def model(self, request: Request) -> Response:
         async with self._database.transaction() as tx:
             record = await store.require_model(tx, request.path_params["name"])
-            return http.json_response(await states.model_state(tx, record, self._alive()))
+            return http.json_response(await http.model_state(tx, record, self._alive()))
 
     def _alive(self) -> list[Replica]:
         return probe.live_replicas(self._replicas(), self._clock.now())
@@ -94,7 +94,7 @@ class RegistryApi:
         async with self._database.transaction() as tx:
             record = await store.require_model(tx, request.path_params["name"])
             versions = await store.newest_versions(tx, record.model, limit)
-            return http.json_response(VersionList(data=await states.version_states(tx, versions)))
+            return http.json_response(VersionList(data=await http.version_states(tx, versions)))
 
     async def promote(self, request: Request) -> Response:
         """Make a version the next candidate. Answer 202: the decision is published later, as an event."""

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace_registry.control import steps
 from headrace_registry.control.rollout_reports import rollout_state
 from headrace_registry.pages import http
-from headrace_registry.pages.changes import RegistryChanges
+from headrace_registry.pages.http import RegistryChanges
 from headrace_registry.rollouts.settings import RequestedRollout, RolloutSettings
 from headrace_registry.storage import audit, rollout_store, store
 from headrace_registry.storage.records import ModelRecord

@@ -13,10 +13,9 @@ from typing import Protocol
 
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.adaptive_split import Estimate
-from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success
-from headrace_statistics import spending
+from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success, UnitReading
+from headrace_statistics import e_process
 from headrace_statistics.contrast import Contrast
 from headrace_statistics.e_process import EProcess, MixtureEProcess, SampleRatio
 from headrace_statistics.intervals import ConfidenceSequence, Interval
@@ -148,7 +147,7 @@ class Evidence:
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
-        self.alpha = spending.promotion(plan.alpha, number)
+        self.alpha = e_process.promotion(plan.alpha, number)
         self._monitors: dict[tuple[str, ReadingAge], MetricMonitor] = {}
         self._harms = [
             (
@@ -163,7 +162,7 @@ class Evidence:
             (guardrail.metric, self._monitor(guardrail, last_age).not_inferior(guardrail.margin, self.alpha))
             for guardrail in plan.guardrails
         ]
-        error = spending.success(plan.alpha, number, len(plan.successes))
+        error = e_process.success(plan.alpha, number, len(plan.successes))
         self._successes = [
             (success, self._claim(success, self._monitor(success, last_age), error)) for success in plan.successes
         ]

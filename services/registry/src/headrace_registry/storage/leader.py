@@ -18,7 +18,7 @@ from headrace_registry.metrics import LEADER
 from headrace_registry.storage.tables import LEASE
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import DiskFull, Unavailable
-from headrace_runtime.process import holders
+from headrace_runtime.process import liveness
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.tables import upsert
@@ -44,7 +44,7 @@ class LeaderLease:
         self._database = database
         self._clock = clock
         self._lease_s = lease_s
-        self.holder = holders.new_holder()
+        self.holder = liveness.new_holder()
         self.acquired = asyncio.Event()
         self._seen: tuple[str, int] | None = None
         """The row of another leader as it was last read."""
@@ -107,7 +107,7 @@ class LeaderLease:
                 return await upsert(tx, LEASE, {"name": _NAME}, self._values(0), update=False)
             holder, mark = row
             silent = self._seen == row and now_s - self._seen_s >= self._lease_s
-            if holder == self.holder or silent or holders.is_dead(holder):
+            if holder == self.holder or silent or liveness.is_dead(holder):
                 await tx.execute(update(LEASE).where(LEASE.c.name == _NAME).values(self._values(mark)))
                 return True
         if self._seen != row:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollouts.maturity import Unit, UnitReading
 from headrace_registry.rollouts.metrics import SessionRecord
-from headrace_registry.rollouts.plan import ReadingAge
+from headrace_registry.rollouts.plan import ReadingAge, Unit, UnitReading
 from headrace_registry.rollouts.state_machine import UNDER_WAY
 from headrace_registry.storage.rollout_store import RolloutRecord
 from headrace_registry.storage.tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS

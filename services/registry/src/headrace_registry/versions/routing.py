@@ -11,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.storage import queries, rollout_store, store
+from headrace_registry.storage import rollout_store, store
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.records import ModelRecord
 from headrace_registry.storage.rollout_store import RolloutRecord
@@ -73,11 +73,11 @@ async def _current_routing(tx: AsyncConnection, now: datetime, record: ModelReco
         serve=served,
         names={
             name: rollout
-            for name, rollout in (await queries.routing_names(tx, record.model)).items()
+            for name, rollout in (await store.routing_names(tx, record.model)).items()
             if rollout in served_names
         },
         withdrawn=tuple(await store.withdrawn_versions(tx, record.model, WITHDRAWN_MAX)),
-        untrained=tuple(await queries.untrained_versions(tx, record.model, WITHDRAWN_MAX)),
+        untrained=tuple(await store.untrained_versions(tx, record.model, WITHDRAWN_MAX)),
         pinned=record.pinned,
         paused=record.paused,
         split=_split(under_way),
@@ -101,7 +101,7 @@ async def _serve(tx: AsyncConnection, record: ModelRecord, under_way: Sequence[s
     """Return the versions that replicas must load: those with a role, in a rollout or requested, each adapter after its
     base."""
     served: dict[str, ServedVersion] = {}
-    requested = await queries.requested_versions(tx, record.model)
+    requested = await store.requested_versions(tx, record.model)
     for name in (record.champion, record.previous, *under_way, record.candidate, record.anchor, *requested):
         version = await store.load_version(tx, name) if name else None
         base = await store.load_version(tx, version.base) if version and version.base else None

@@ -25,7 +25,7 @@ from headrace_registry.storage.tables import DECISIONS, MODELS, ROLLOUTS, VERDIC
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Event, ModelEvent, RolloutStep
-from headrace_schemas.events.model_event import STATISTICS_MAX, Decision
+from headrace_schemas.events.checkpoint import STATISTICS_MAX, Decision
 from headrace_schemas.values.ids import uuid7
 from headrace_schemas.values.text import storable
 

@@ -1,19 +1,24 @@
-"""Conversion of a reward function's return value or exception into an outcome. None and failures are not 0.0 (P6)."""
+"""Outcomes of reward functions, from a return value or an exception, and the messages over pipes that carry them.
+None and failures are not 0.0 (P6).
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 import traceback
 from collections.abc import Mapping
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from headrace_schemas import RewardResult
 from headrace_schemas.values.plain_values import describe_error, plain_number
 from headrace_schemas.values.text import storable
+from headrace_scorer.functions.loading import RewardFunction
 
 _REASON_LENGTH_MAX = 4000
+LENGTH = struct.Struct(">I")
 
 
 class Outcome(BaseModel):
@@ -90,3 +95,49 @@ def raised(error: BaseException) -> Outcome:
 
 def _short(reason: str | None) -> str | None:
     return storable(reason[:_REASON_LENGTH_MAX]) if reason else None
+
+
+class LoadRequest(BaseModel):
+    """First message to the process: the functions to load. `sources` has the text of files that were loaded before."""
+
+    specs: tuple[str, ...]
+    sources: dict[str, str] = {}
+    memory_mb: int | None = None
+
+
+class LoadResponse(BaseModel):
+    """Answer to a `LoadRequest`. If `error` is set, no function is loaded and the process ends."""
+
+    functions: tuple[RewardFunction, ...] = ()
+    sources: dict[str, str] = {}
+    uncovered: tuple[str, ...] = ()
+    """Files of the user that the modules read and no digest covers."""
+    error: str | None = None
+
+
+class CallRequest(BaseModel):
+    """Request to call one function. The next message is the trajectory as JSON."""
+
+    kind: Literal["call"] = "call"
+    function: str
+    feedback: tuple[str, ...] = ()
+    """Feedback events as JSON."""
+    context: dict[str, JsonValue] = {}
+
+
+def send(stream: BinaryIO, message: bytes) -> None:
+    """Write one message with its length."""
+    stream.write(LENGTH.pack(len(message)) + message)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> bytes:
+    """Read the next message. Raises `EOFError` when the other side has closed the pipe."""
+    return _read_exactly(stream, LENGTH.unpack(_read_exactly(stream, LENGTH.size))[0])
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the other side has closed the pipe")
+    return data

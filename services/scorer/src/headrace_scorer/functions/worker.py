@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headrace_schemas import Feedback, Trajectory
-from headrace_scorer.functions import outcomes, protocol
+from headrace_scorer.functions import outcomes
 from headrace_scorer.functions.loading import FunctionLoader, LoadError
 from headrace_scorer.functions.outcomes import Outcome
 
@@ -28,29 +28,29 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the scorer, which then ends this process
     inbox, outbox = _take_pipes()
     try:
-        order = protocol.LoadRequest.model_validate_json(protocol.receive(inbox))
+        order = outcomes.LoadRequest.model_validate_json(outcomes.receive(inbox))
         _limit(order.memory_mb)
         loader = FunctionLoader(order.sources)
         try:
             functions = tuple(loader.load(order.specs))
         except LoadError as error:
-            return protocol.send(outbox, protocol.LoadResponse(error=str(error)).model_dump_json().encode())
+            return outcomes.send(outbox, outcomes.LoadResponse(error=str(error)).model_dump_json().encode())
         uncovered = loader.modules.uncovered
-        answer = protocol.LoadResponse(functions=functions, sources=loader.sources, uncovered=uncovered)
-        protocol.send(outbox, answer.model_dump_json().encode())
+        answer = outcomes.LoadResponse(functions=functions, sources=loader.sources, uncovered=uncovered)
+        outcomes.send(outbox, answer.model_dump_json().encode())
         process, folder = os.getpid(), Path.cwd()
         while True:
-            call = protocol.CallRequest.model_validate_json(protocol.receive(inbox))
-            result = run(loader.callables[call.function], call, protocol.receive(inbox))
+            call = outcomes.CallRequest.model_validate_json(outcomes.receive(inbox))
+            result = run(loader.callables[call.function], call, outcomes.receive(inbox))
             if os.getpid() != process:  # a copy that the function has forked; its answer would be taken for the next
                 os._exit(0)
             _restore(folder)
-            protocol.send(outbox, result.model_dump_json().encode())
+            outcomes.send(outbox, result.model_dump_json().encode())
     except (EOFError, BrokenPipeError):
         return None
 
 
-def run(function: Callable[..., object], call: protocol.CallRequest, trajectory: bytes) -> Outcome:
+def run(function: Callable[..., object], call: outcomes.CallRequest, trajectory: bytes) -> Outcome:
     """Call a function and return its outcome. Any exception is a failure, `SystemExit` included."""
     try:
         arguments: dict[str, object] = {

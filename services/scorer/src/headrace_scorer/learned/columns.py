@@ -1,4 +1,5 @@
-"""Columns of numbers from the features of runs, without features that reveal whether a run has a thumb.
+"""Features of a run for a reward model, and columns of numbers from them, without features that reveal whether a run
+has a thumb.
 
 A feature gives up to two columns: its value, and whether the run has it. Both are standardized over all runs; a missing
 value is replaced by the mean. Shapes: `_R` runs, `_D` columns.
@@ -6,12 +7,16 @@ value is replaced by the mean. Shapes: `_R` runs, `_D` columns.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace_schemas import Trajectory
 from headrace_scorer.learned.models import Column, Features
 
 Array = npt.NDArray[np.float64]
@@ -20,6 +25,7 @@ _BINS = 10
 _UNRATED_MIN = 50
 _RARE = 0.01
 _FOREIGN_MAX = 0.1
+FEATURES_MAX = 128
 
 
 def table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
@@ -85,3 +91,47 @@ def _standardized(name: str, count: int, all_runs: Sequence[Features]) -> Iterab
     share = count / len(all_runs)
     if 0 < share < 1:
         yield Column(name, presence=True, mean=share, deviation=math.sqrt(share * (1 - share)))
+
+
+def shape_of(trajectory: Trajectory) -> dict[str, float]:
+    """Return the lengths and counts of a run, each as log(1 + count), and whether it repeated a tool call."""
+    messages = trajectory.messages
+    roles = [message.role for message in messages]
+    counts = {
+        "turns": len(trajectory.turn_ids),
+        "tokens": sum(len(span.logprobs) for branch in trajectory.branches for span in branch.spans),
+        "answer characters": len(trajectory.final_answer),
+        "user messages": roles.count("user"),
+        "tool results": roles.count("tool"),
+        "branches": len(trajectory.branches),
+    }
+    features = {f"run/{name}": math.log1p(count) for name, count in counts.items()}
+    calls = [_calls(message) for message in messages if message.role == "assistant" and message.tool_calls]
+    if calls:
+        features["run/calls again"] = float(any(earlier == later for earlier, later in pairwise(calls)))
+    return features
+
+
+def features_of(
+    trajectory: Trajectory, rows: Iterable[Mapping[str, Any]], counts: Callable[[str], bool]
+) -> dict[str, float]:
+    """Return the features of a run, at most `FEATURES_MAX`, sorted by name.
+
+    Rewards from feedback are never features, because they are the target of the model.
+
+    Args:
+        rows: rewards of the run as rows of the ledger.
+        counts: returns whether the rewards of a source are features.
+    """
+    features = shape_of(trajectory)
+    for row in rows:
+        if row["turn_id"] or row["feedback_id"] is not None or row["outcome"] != "scored" or not counts(row["source"]):
+            continue
+        features[row["source"]] = float(row["value"])
+        criteria = json.loads(row["criteria"]) if row["criteria"] else {}
+        features |= {f"{row['source']}/{name}": float(value) for name, value in criteria.items()}
+    return dict(sorted(features.items())[:FEATURES_MAX])
+
+
+def _calls(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]

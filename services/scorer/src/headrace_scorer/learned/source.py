@@ -13,11 +13,11 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.values.sources import fits_any
+from headrace_schemas.values.ids import fits_any
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store
-from headrace_scorer.learned.features import features_of
+from headrace_scorer.learned.columns import features_of
 from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, LikelyThumb
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from headrace_schemas.values.sources import fits_any
+from headrace_schemas.values.ids import fits_any
 from headrace_scorer.learned.models import (
     Column,
     Features,

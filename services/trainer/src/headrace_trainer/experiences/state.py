@@ -16,6 +16,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
 from headrace_schemas.events.checkpoint import LISTED_MAX, DropReason
 from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.experiences import reports
 from headrace_trainer.experiences.admission import (
     EXCLUDED,
     AdmissionLimits,
@@ -29,14 +30,7 @@ from headrace_trainer.experiences.admission import (
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import PendingUpdate
-from headrace_trainer.experiences.reports import (
-    Offsets,
-    SaveReport,
-    TrainedExperience,
-    Unreported,
-    by_experience,
-    training_outcome,
-)
+from headrace_trainer.experiences.reports import Offsets, SaveReport, TrainedExperience, Unreported
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
@@ -336,7 +330,7 @@ class LineageState:
             if not record.example.part and (record.reappraised or all(earlier.part for earlier in entry.contributions)):
                 update |= {"baseline": record.baseline, "scale": record.scale, "turn_terms": record.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
-        for name, records in by_experience(trained).items():
+        for name, records in reports.by_experience(trained).items():
             experience = records[-1].waiting.experience
             self._remove(name)
             if self.history.first_excluded(versions_of(experience, self.limits.rules)) is not None:
@@ -383,7 +377,7 @@ class LineageState:
     ) -> None:
         """Record an outcome. `records` are the trained examples, of which edits need no logprobs."""
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
-        outcome = training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
+        outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)
         (TRAINED if dropped is None else DROPPED.labels(outcome.reason_name)).inc()
 

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.process import holders
+from headrace_runtime.process import liveness
 from headrace_runtime.process.logs import get_logger
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, OwnerSign
 
@@ -38,7 +38,7 @@ class Lease:
         clock: Clock,
         lease_s: float,
         wait_s: float,
-        died: Callable[[str], bool] = holders.is_dead,
+        died: Callable[[str], bool] = liveness.is_dead,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -96,15 +96,15 @@ class Lease:
     def _note_takeover(self, sign: OwnerSign, *, silent: bool) -> None:
         self.is_waiting = False
         if silent:
-            log.warning("lineage_taken_over", owner=holders.describe(sign.owner), silent_s=self._lease_s)
+            log.warning("lineage_taken_over", owner=liveness.describe(sign.owner), silent_s=self._lease_s)
 
     def _note_waiting(self, sign: OwnerSign, *, since_s: float) -> None:
         """Record that the lineage is owned by another process. Raise `LineageTaken` after `wait_s`."""
         if not self.is_waiting:
             self.is_waiting = True
-            log.info("standing_by", owner=holders.describe(sign.owner))
+            log.info("standing_by", owner=liveness.describe(sign.owner))
         if self._clock.monotonic_s() - since_s > self._wait_s:
             raise LineageTaken(
-                f"{holders.describe(sign.owner)} trains this lineage and was alive for the {self._wait_s:g} s that "
+                f"{liveness.describe(sign.owner)} trains this lineage and was alive for the {self._wait_s:g} s that "
                 "this process waited (trainer.owner_wait_s). Stop one of them, or name another trainer.lineage for it"
             )

@@ -153,7 +153,7 @@ class Pointer(Model):
     epoch: Annotated[int, Field(ge=0)]
     """Number of owners so far. Each owner writes its blobs into an area of its own."""
     owner: str
-    """See `headrace_runtime.process.holders`."""
+    """See `headrace_runtime.process.liveness`."""
     state: BlobRef | None
     """None while the first owner has not saved yet."""
     epochs: dict[Sha256, int]

@@ -21,7 +21,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
-from headrace_runtime.process import holders
+from headrace_runtime.process import liveness
 from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_runtime.storage.records import Record, Records
@@ -63,7 +63,7 @@ class LineageStore:
     the owner."""
 
     def __init__(self, blobs: BlobStore, lineage: str, owner: str | None = None) -> None:
-        self.owner = owner or holders.new_holder()
+        self.owner = owner or liveness.new_holder()
         self._blobs = blobs
         self._lineage = lineage
         self._records = Records(blobs, f"lineages/{lineage}")
@@ -326,7 +326,7 @@ class LineageStore:
         return self._blobs if epoch == _SHARED else self._blobs.area(f"{self._areas}/{epoch:010d}")
 
     def _takeover_message(self, owner: str) -> str:
-        holder = holders.describe(owner) if owner else "somebody who removed its pointer"
+        holder = liveness.describe(owner) if owner else "somebody who removed its pointer"
         return (
             f"lineage {self._lineage} belongs to {holder} now, and this process can save nothing any more; its earlier "
             "saves are kept and are continued there. If two trainers were started, stop one of them or name another "

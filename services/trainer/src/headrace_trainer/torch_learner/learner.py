@@ -22,10 +22,12 @@ from headrace_trainer.learner import (
     WEIGHTS,
     Abandoned,
     Abilities,
+    Frozen,
     LearnerLost,
     NotFinite,
     StepRefused,
     StepResult,
+    WholeCopy,
 )
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
@@ -37,7 +39,6 @@ from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored_tensors import StoredTensors
-from headrace_trainer.whole import Frozen, WholeCopy
 
 log = get_logger(__name__)
 _MEMORY_REMEDY = "free memory on the device, or lower trainer.compute.pack_tokens"

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from headrace_runtime.process import liveness
-from headrace_trainer.learner import OPTIMIZER, WEIGHTS
+from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Frozen
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.stored_tensors import SelectedTensors, layout
-from headrace_trainer.whole import Frozen
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _RANDOM = "random/"

@@ -22,10 +22,18 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, LearnerLost, NotFinite, StepResult
+from headrace_trainer.learner import (
+    GRADIENT_FACTOR,
+    Abandoned,
+    Abilities,
+    Frozen,
+    LearnerLost,
+    NotFinite,
+    StepResult,
+    WholeLearner,
+)
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner import disk as files
-from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.configuration import (
     TrinityJob,
     as_yaml,
@@ -36,10 +44,9 @@ from headrace_trainer.trinity_learner.configuration import (
     vocabulary_of,
 )
 from headrace_trainer.trinity_learner.disk import Disk, Pending, pack_weights, unpack_weights
-from headrace_trainer.trinity_learner.rows import TrinityRow, is_finite, rows_of
+from headrace_trainer.trinity_learner.rows import Buffer, TrinityRow, is_finite, rows_of
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from headrace_trainer.trinity_learner.settings import TrinitySettings
-from headrace_trainer.whole import Frozen, WholeLearner
 
 JOBS_MAX = 3
 """How often a batch is handed over to a new job, if the previous job has ended without its step."""

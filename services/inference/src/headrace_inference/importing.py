@@ -1,4 +1,5 @@
-"""Import of a folder in the layout of Hugging Face, or of an adapter in that of PEFT, as a version. Blocks.
+"""Import of a folder in the layout of Hugging Face, or of an adapter in that of PEFT, as a version, compared with
+transformers' own code. Blocks.
 
 The fingerprint is computed with transformers' own attention. If the loading code of a replica computes other logprobs,
 the folder is refused, because every replica would refuse the version later.
@@ -11,19 +12,22 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
-from headrace_inference.importing import native
 from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_inference.torch_engine.engine import device_and_type
-from headrace_inference.torch_engine.loader import Loader
-from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.loader import Loader, Model, check_whole
 from headrace_inference.torch_engine.probe import probe, tolerance_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.model_folder import find_folder_problems
+from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 from headrace_schemas.values.text import read_user_text
@@ -110,9 +114,7 @@ class Importer:
             template_sha256=versions.template_digest(folder),
         )
         tokenizer = ChatTokenizer(folder, draft)
-        manifest = _with_fingerprint(
-            draft, native.fingerprint_of(folder, None, self._device, self._loader.dtype_of(draft))
-        )
+        manifest = _with_fingerprint(draft, fingerprint_of(folder, None, self._device, self._loader.dtype_of(draft)))
         model = self._loader.load(folder, manifest, None, None)
         _check_tokenizer(tokenizer, model, folder)
         self._check_answers(model, manifest)
@@ -138,7 +140,7 @@ class Importer:
                 template_sha256=base_manifest.template_sha256,
             )
             dtype = self._loader.dtype_of(base_manifest)
-            fingerprint = native.fingerprint_of(base, folder, self._device, dtype)
+            fingerprint = fingerprint_of(base, folder, self._device, dtype)
             manifest = _with_fingerprint(
                 draft, fingerprint.model_copy(update={"dtype": base_manifest.fingerprint.dtype})
             )
@@ -228,3 +230,46 @@ def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> No
         tokenizer.encode(tokenizer.render(_HELLO, None, {}))
     except Refused as error:
         raise VersionUnusable(f"{folder}: {error}") from None
+
+
+def fingerprint_of(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:
+    """Return the fingerprint of the weights in `folder`, with the adapter applied. The model is released afterwards.
+
+    Raises:
+        VersionUnusable: the weights cannot be loaded, or their logprobs are not finite.
+    """
+    try:
+        model = load_model(folder, adapter, dtype).to(device).eval()
+        vocabulary = int(AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size)
+        tokens = fingerprint_tokens(vocabulary)
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, :-1].float()
+        targets = torch.tensor(tokens[1:], device=device)
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+    except VersionUnusable as error:
+        raise VersionUnusable(f"{adapter or folder}: {error}") from error
+    except Exception as error:
+        raise VersionUnusable(f"{adapter or folder}: {type(error).__name__}: {str(error)[:500]}") from error
+    if not bool(torch.isfinite(logprobs).all()):
+        raise VersionUnusable(f"{adapter or folder}: its weights give logprobs that are not finite")
+    return Fingerprint(token_ids=tokens, logprobs=tuple(logprobs.tolist()))
+
+
+def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype | None) -> Any:
+    """Load the model in `folder`, and apply the adapter if there is one."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype or "auto",
+        attn_implementation="eager",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    check_whole(model, info)
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(adapter), is_trainable=False)

@@ -1,1 +1,0 @@
-"""Text charts and summaries of rollouts."""

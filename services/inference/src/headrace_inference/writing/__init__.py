@@ -1,1 +1,0 @@
-"""Tokenization of written conversations, by the same code that builds prompts and parses answers in traffic."""
