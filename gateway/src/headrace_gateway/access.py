@@ -26,7 +26,7 @@ ALL_SCOPES: frozenset[Scope] = _AGENTS | {"admin"}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A request's key, resolved. `key_id` keeps callers apart without telling the key."""
+    """The owner and the permissions of a request's API key. `key_id` identifies the key without revealing it."""
 
     key_id: str
     name: str
@@ -37,21 +37,29 @@ class Caller:
     models: frozenset[str] = frozenset()
 
     def may_use(self, model: str) -> bool:
-        """Whether `model` is one of the key's, which has all when it names none."""
+        """Return whether the key may call `model`. A key without a list of models may call all."""
         return not self.models or model in self.models
 
-    def need(self, scope: Scope) -> None:
-        """Raises `ApiError` 403 when the key lacks `scope`; `admin` has every scope."""
+    def require_scope(self, scope: Scope) -> None:
+        """Check that the key has `scope`. The scope `admin` includes all others.
+
+        Raises:
+            ApiError: 403, or 401 for a request without a key.
+        """
         if scope not in self.scopes and "admin" not in self.scopes:
             if self.key_id == "open":
                 raise ApiError(401, "missing_api_key", "this needs the bearer token of security.internal_key")
             raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
 
     def check_session(self, session_id: str | None, field: str) -> None:
-        """Check that a key that is bound to a session names no other one in `field`.
+        """Check that a request names no other session than the one that its key is bound to.
+
+        Args:
+            session_id: The session that the request names, or None.
+            field: The name of the request's field, for the error.
 
         Raises:
-            ApiError: 403, `session_id` is not the session of the key.
+            ApiError: 403, the key is bound to another session.
         """
         if self.session_id is not None and session_id not in (None, self.session_id):
             message = f"{field}: this API key is bound to one session and may name no other; leave {field} out"
@@ -61,7 +69,7 @@ class Caller:
         """Check that the key may act on several sessions.
 
         Args:
-            what: The name of the request for the message.
+            action: The name of the request, for the error.
 
         Raises:
             ApiError: 403, the key is bound to one session.

@@ -45,10 +45,10 @@ class Admission:
     publisher: Publisher
     _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
-    def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
+    def caller(self, scope: Scope, headers: Mapping[bytes, bytes], required_scope: KeyScope) -> Caller:
         """Return the caller of the request. Raises `ApiError` 401 or 403."""
         caller = self.keys.identify(scope.get(requests.KEY), headers)
-        caller.need(need)
+        caller.require_scope(required_scope)
         if caller.session_id is not None:
             header = headers.get(b"x-session-id")
             caller.check_session(None if header is None else decode_name(header), "X-Session-Id")
@@ -56,14 +56,14 @@ class Admission:
         return caller
 
     @contextlib.asynccontextmanager
-    async def enter(self, scope: Scope, receive: Receive, need: KeyScope) -> AsyncIterator[AdmittedRequest]:
+    async def enter(self, scope: Scope, receive: Receive, required_scope: KeyScope) -> AsyncIterator[AdmittedRequest]:
         """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
         headers = headers_of(scope)
-        caller = self.caller(scope, headers, need)
+        caller = self.caller(scope, headers, required_scope)
         with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit(caller.tenant)
             body = await self._body(headers, receive, self.limits.body_bytes_max(caller))
-            async with contextlib.nullcontext() if need == "chat" else self._turn(caller.tenant):
+            async with contextlib.nullcontext() if required_scope == "chat" else self._turn(caller.tenant):
                 yield AdmittedRequest(caller, headers, body)
 
     def _turn(self, tenant: str) -> asyncio.Semaphore:

@@ -55,7 +55,7 @@ log = get_logger(__name__)
 
 async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled. Open requests then end first, and events that the bus did not take stay in the spool."""
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     keys = read_keys(settings)
     values = common.section_of("scorer", SourceValues)
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
@@ -169,9 +169,11 @@ def trinity_door(
     return web.serve(app, settings.model_copy(update={"port": settings.trinity_port}), security)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log record is worth keeping. Every request of a JDK client offers `Upgrade: h2c`, and uvicorn
-    is meant to stay with HTTP/1.1."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's warnings about upgrades that it does not support.
+
+    The HTTP client of the JDK sends `Upgrade: h2c` with every request, so each would log such a warning.
+    """
     return "upgrade request" not in record.msg and "WebSocket library" not in record.msg
 
 

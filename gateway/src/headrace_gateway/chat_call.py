@@ -106,7 +106,7 @@ _SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", 
 def canonical_request(
     request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling, encoded: Sequence[bytes] | None = None
 ) -> bytes:
-    """All fields that decide the tokens besides the model, in a canonical form.
+    """Return the request's fields, without the model, that determine the sampled tokens, as canonical JSON.
 
     Args:
         request: The request.

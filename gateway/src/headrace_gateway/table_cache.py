@@ -23,8 +23,8 @@ E = TypeVar("E", bound=Event)
 E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
-class FollowedTable(Protocol[E_co]):
-    """A table of the bus, as far as it is needed here (`headrace_runtime.kafka.consumer.Table`)."""
+class SourceTable(Protocol[E_co]):
+    """The compacted topic that the cache is a copy of. `headrace_runtime.kafka.consumer.Table` implements it."""
 
     @property
     def loaded(self) -> asyncio.Event:
@@ -46,7 +46,7 @@ class TableCache(Generic[E]):
         self,
         event: type[E],
         path: Path,
-        table: FollowedTable[E],
+        table: SourceTable[E],
         update: Callable[[str, E | None], None],
         wait_s: float,
         accepts: Callable[[E], bool] = lambda _event: True,

@@ -36,16 +36,16 @@ def test_without_keys_everybody_is_the_default_tenant_with_every_scope() -> None
     caller = KeyRing((), LIMITS).identify(None, bearer("dummy"))
     assert caller.tenant == "default"
     for scope in ("chat", "feedback", "admin"):
-        caller.need(scope)
+        caller.require_scope(scope)
 
 
 def test_a_key_gives_its_tenant_and_its_scopes() -> None:
     ring = KeyRing([key("s3cret", tenant="acme", scopes=("feedback",), session_id="run")], LIMITS)
     caller = ring.identify(None, bearer("s3cret"))
     assert (caller.tenant, caller.session_id) == ("acme", "run")
-    caller.need("feedback")
+    caller.require_scope("feedback")
     with pytest.raises(ApiError) as caught:
-        caller.need("chat")
+        caller.require_scope("chat")
     assert (caught.value.status, caught.value.code, caught.value.kind) == (403, "missing_scope", "permission_error")
 
 
@@ -72,7 +72,7 @@ def test_who_has_no_key_is_refused(path_key: str | None, headers: dict[bytes, by
 
 
 def test_the_internal_key_may_do_everything() -> None:
-    KeyRing([key("s3cret")], LIMITS, "inside").identify(None, bearer("inside")).need("admin")
+    KeyRing([key("s3cret")], LIMITS, "inside").identify(None, bearer("inside")).require_scope("admin")
 
 
 def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_without_keys_agents_call_and_the_internal_key_alone_is_admin() -> None:
     ring = KeyRing((), LimitSettings(), "between-us")
     for headers in ({}, {b"authorization": b"Bearer dummy"}, {b"authorization": b"Basic between-us"}):
         caller = ring.identify(None, headers)
-        caller.need("chat")
-        caller.need("feedback")
+        caller.require_scope("chat")
+        caller.require_scope("feedback")
         with pytest.raises(ApiError, match=r"security\.internal_key") as refusal:
-            caller.need("admin")
+            caller.require_scope("admin")
         assert refusal.value.status == 401
-    ring.identify(None, {b"authorization": b"Bearer between-us"}).need("admin")
-    ring.identify("between-us", {}).need("admin")
-    KeyRing((), LimitSettings()).identify(None, {}).need("admin")
+    ring.identify(None, {b"authorization": b"Bearer between-us"}).require_scope("admin")
+    ring.identify("between-us", {}).require_scope("admin")
+    KeyRing((), LimitSettings()).identify(None, {}).require_scope("admin")
 
 
 class Clock:
