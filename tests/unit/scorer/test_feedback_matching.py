@@ -112,7 +112,7 @@ def test_facts_and_names_of_feedback_go_before_those_of_the_trajectory() -> None
     turn = ask([user("q")])
     fact = feedback("s", turn, value=None, context={"expected": "x"}, task_id="task")
     assert feedback_set(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
-    assert feedback_set(fact).named("task_id", "old") == "task"
+    assert feedback_set(fact).resolve_id("task_id", "old") == "task"
 
 
 def test_what_is_said_of_a_task_comes_first_and_counts_least() -> None:
@@ -126,15 +126,15 @@ def test_what_is_said_of_a_task_comes_first_and_counts_least() -> None:
 
 def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None:
     general = feedback(task_id="session", at=-1)
-    assert feedback_set(general=(general,)).named("task_id", "own") == "own"
-    assert feedback_set(general=(general,)).named("task_id", None) == "session"
-    assert feedback_set().named("task_id", None) is None
+    assert feedback_set(general=(general,)).resolve_id("task_id", "own") == "own"
+    assert feedback_set(general=(general,)).resolve_id("task_id", None) == "session"
+    assert feedback_set().resolve_id("task_id", None) is None
 
 
 def test_a_run_over_several_sessions_has_as_many_parts() -> None:
     first, second = ask([user("q")], session="here"), ask([user("q")], session="there")
-    assert feedback_set(feedback("here", first, second)).parts == 2
-    assert feedback_set(feedback("here", first)).parts == feedback_set().parts == 1
+    assert feedback_set(feedback("here", first, second)).session_count == 2
+    assert feedback_set(feedback("here", first)).session_count == feedback_set().session_count == 1
 
 
 COUNT = 200

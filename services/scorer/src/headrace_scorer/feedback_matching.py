@@ -75,17 +75,16 @@ class FeedbackSet:
         return tuple(event for event in self.all if event.level == "task")
 
     @property
-    def parts(self) -> int:
-        """Number of sessions that the run had."""
+    def session_count(self) -> int:
+        """Number of sessions that the run consists of, by the feedback that lists turns; at least 1."""
         return max((event.run_sessions for event in self.listing), default=1)
 
-    def named(self, field: str, otherwise: str | None) -> str | None:
-        """Return the `task_id` or `run_id` of the trajectory.
+    def resolve_id(self, field: str, default: str | None) -> str | None:
+        """Return the id in `field` (`task_id` or `run_id`) of the trajectory, or None if no event has one.
 
-        The newest feedback that lists turns determines it, else `otherwise`, else the newest feedback about the
-        session.
+        The newest feedback that lists turns decides, then `default`, then the newest feedback about the session.
         """
-        certain = next((getattr(event, field) for event in reversed(self.listing) if getattr(event, field)), otherwise)
+        certain = next((getattr(event, field) for event in reversed(self.listing) if getattr(event, field)), default)
         general = (getattr(event, field) for event in reversed(self.general) if getattr(event, field))
         return certain or next(general, None)
 

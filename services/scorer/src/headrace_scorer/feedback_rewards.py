@@ -45,7 +45,7 @@ async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) 
         name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), [])
         feedback_set = feedback_matching.feedback_for(name, in_session, *about[name])
         matched[name] = MatchedFeedback(feedback_set, feedback_matching.displaced(name, in_session, about[name][1]))
-        task_id = feedback_set.named("task_id", trajectory.task_id)
+        task_id = feedback_set.resolve_id("task_id", trajectory.task_id)
         if task_id is not None:
             tasks[name] = trajectory.tenant, task_id
     for name, of_task in (await store.feedback_about_tasks(tx, tasks)).items():

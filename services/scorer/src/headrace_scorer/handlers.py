@@ -176,9 +176,9 @@ class Scorer:
         trajectory = score.trajectory
         score.change(
             inputs=self.scoring.inputs(feedback_set),
-            task_id=feedback_set.named("task_id", trajectory.task_id),
-            run_id=feedback_set.named("run_id", trajectory.run_id),
-            parts=max(trajectory.parts, feedback_set.parts),
+            task_id=feedback_set.resolve_id("task_id", trajectory.task_id),
+            run_id=feedback_set.resolve_id("run_id", trajectory.run_id),
+            parts=max(trajectory.parts, feedback_set.session_count),
         )
         learned = self.settings.learned
         if learned.model is not None and trajectory.purpose == "train":

@@ -283,7 +283,7 @@ class Rescoring:
     def _feedback_for(self, trajectory: Trajectory) -> FeedbackSet:
         session = self._sessions.get((trajectory.session_key, trajectory.tenant), _Session())
         session_feedback = self._feedback_of_session(trajectory, session)
-        task_id = session_feedback.named("task_id", trajectory.task_id)
+        task_id = session_feedback.resolve_id("task_id", trajectory.task_id)
         copies = self._task_feedback.get((trajectory.tenant, task_id or ""), {}).values()
         of_task = [record for record in copies if record.event.partition == session.partition]
         return feedback_matching.with_task(session_feedback, of_task)
@@ -349,9 +349,9 @@ class Rescoring:
             rewarded=False,
             now=trajectory.time,
             revision=0,
-            task_id=feedback_set.named("task_id", trajectory.task_id),
-            run_id=feedback_set.named("run_id", trajectory.run_id),
-            parts=max(trajectory.parts, feedback_set.parts),
+            task_id=feedback_set.resolve_id("task_id", trajectory.task_id),
+            run_id=feedback_set.resolve_id("run_id", trajectory.run_id),
+            parts=max(trajectory.parts, feedback_set.session_count),
         )
 
 
