@@ -100,7 +100,7 @@ class Gate:
         if spare is None:
             return None
         stack.push_async_callback(spare.release)
-        session = await spare.take()
+        session = await spare.claim()
         present = await asyncio.to_thread(program_digest, self._settings.command)
         if session is not None and session.problem is None and session.sha256 == present:
             return session
@@ -263,17 +263,17 @@ class GateSession:
 
 
 class SpareProgram:
-    """A copy of the program that was started ahead of its trial. A task of its own holds it."""
+    """A gate program that was started before a trial needs it, to save the time of its start."""
 
     def __init__(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
         self._ready: asyncio.Future[GateSession | None] = asyncio.get_running_loop().create_future()
         self._claim = asyncio.Event()
         self.ended = False
-        """Whether the program can not be taken any more, because it failed or no trial came in `_SPARE_S`."""
+        """Whether the program cannot be claimed any more, because it failed or no trial claimed it in `_SPARE_S`."""
         self._task = asyncio.create_task(self._hold(start))
 
-    async def take(self) -> GateSession | None:
-        """Return the session once the program has named its tasks, or None if the program has ended."""
+    async def claim(self) -> GateSession | None:
+        """Take the program for a trial. Return its session once it has listed its tasks, or None if it has ended."""
         self._claim.set()
         return None if self.ended else await asyncio.shield(self._ready)
 

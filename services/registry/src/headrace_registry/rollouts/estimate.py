@@ -59,7 +59,7 @@ MEAN_LOW, MEAN_HIGH = 0.5, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Overlap of one version with the answers of another one."""
+    """Statistics of the importance weights by which recorded answers of one version stand for another version."""
 
     answers: int
     effective: float

@@ -36,7 +36,7 @@ class NotAllowed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The rollout of one version, which is over in a phase outside `UNDER_WAY`."""
+    """Gradual deployment of one version. It has ended once its phase is not in `UNDER_WAY`."""
 
     version: str
     phase: Phase

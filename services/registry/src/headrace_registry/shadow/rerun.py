@@ -17,8 +17,10 @@ from headrace_schemas import FunctionCall, Message, Turn
 
 
 def is_opening(turn: Turn) -> bool:
-    """Return whether the turn can be repeated as a call without an answer before it. The first turn of a session
-    contains its whole prompt."""
+    """Return whether the turn is the first of its session and its prompt contains no answer of a model.
+
+    Such a turn contains all that is needed to call another version with its prompt.
+    """
     roles = {message.role for message in turn.messages}
     return turn.extends is None and turn.rendered and roles <= {"system", "developer", "user"}
 
@@ -159,7 +161,7 @@ class ModelSession(Protocol):
 
 
 class ReadOnlyTools(Protocol):
-    """Calls read-only tools."""
+    """Interface that executes tools which have no side effects."""
 
     async def call(self, function: FunctionCall) -> str:
         """Return the result of the tool. Raises `RerunFailed`."""

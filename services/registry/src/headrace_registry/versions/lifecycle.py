@@ -183,7 +183,7 @@ def _missing_updates(waiting: Sequence[VersionRecord], view: ModelView, inputs: 
 
 
 def incompatibility(version: VersionRecord, view: ModelView) -> str | None:
-    """Return why `version` can never serve this model (P7), or None if it can."""
+    """Return why `version` can never serve this model, or None if it can."""
     if version.retired:
         return "it is retired; register its files again to bring it back"
     champion = view.champion

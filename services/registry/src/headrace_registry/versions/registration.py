@@ -73,10 +73,10 @@ class CheckpointReader:
     connected."""
 
     def __init__(
-        self, processor: Processor, database: Database, bus: BusSettings, registered: Callable[[], None]
+        self, processor: Processor, database: Database, bus: BusSettings, on_registered: Callable[[], None]
     ) -> None:
-        """Create a reader. It calls `registered` after each batch of checkpoints."""
-        self._registered = registered
+        """Create a reader. It calls `on_registered` after each batch of checkpoints."""
+        self._on_registered = on_registered
         self._processor = processor
         self._database = database
         self._bus = bus
@@ -90,7 +90,7 @@ class CheckpointReader:
                 await self._connect(reader)
                 while True:
                     await self._processor.process(await _poll(reader))
-                    self._registered()
+                    self._on_registered()
             except (KafkaError, OSError, _BusAway) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:

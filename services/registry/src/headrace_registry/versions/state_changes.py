@@ -1,7 +1,7 @@
 """Primitive changes of versions, roles and decisions, which run in the caller's transaction and collect its events.
 
 Code that moves an alias (the model controller, a page of an operator, a rollback) need not handle rollouts:
-`end_overtaken` ends those that a change of roles has overtaken, in the transaction of that change. A candidate whose
+`end_stale_rollouts` ends those that contradict the new roles, in the transaction of that change. A candidate whose
 control is no longer the champion has no comparison any more, and a withdrawn candidate is out.
 """
 
@@ -107,9 +107,12 @@ def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
     return bounded
 
 
-async def end_overtaken(changes: StateChanges, name: str) -> None:
-    """End the rollouts of the model that its roles have overtaken. Called before the routing is published, so that both
-    agree."""
+async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
+    """End the rollouts that the model's aliases and states no longer agree with.
+
+    These are rollouts of a version that was promoted, withdrawn or requested again, or whose control is no longer the
+    champion. The caller must call it before it publishes the routing.
+    """
     model = await store.load_model(changes.tx, name)
     assert model is not None
     former_champion = (

@@ -33,7 +33,7 @@ class Transition(StateChanges):
     async def finish(self) -> list[Event]:
         """Return all events that this transaction must publish. Ends the rollouts that its changes have overtaken."""
         for model in sorted(self._changed_models):
-            await state_changes.end_overtaken(self, model)
+            await state_changes.end_stale_rollouts(self, model)
             self.events += await routing.publish(self.tx, self.now, model)
         self._changed_models.clear()
         return self.events
