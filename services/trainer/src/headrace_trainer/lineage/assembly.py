@@ -49,14 +49,13 @@ class SharedWeights:
 
 
 def share_weights(folder: Path) -> SharedWeights | None:
-    """Return the byte ranges of the weights in `folder` that its version files hold too, so that they are stored once.
+    """Split the weights file of the restore point in `folder` into bytes that the version's files contain and the rest.
 
-    The remaining bytes, the frame, are written into `folder`. The version's files are compared byte by byte and not
-    changed.
+    The rest, the frame, is written into `folder`; the shared bytes need not be stored again. The version's files,
+    which are in `folder` too, are compared byte by byte and not changed.
 
     Returns:
-        The shared ranges, or None where the version holds too little of the weights, or where a back end writes files
-        of another layout.
+        The split, or None if the version contains less than half of the file, or if the back end uses another layout.
     """
     weights, version = folder / WEIGHTS, folder / VERSION
     paths = sorted(version.glob("*.safetensors")) if version.is_dir() else []

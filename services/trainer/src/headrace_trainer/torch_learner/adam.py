@@ -52,11 +52,13 @@ class Adam:
     def gain(self, weight: float) -> float:
         """Return the factor of a gradient of this weight, by which the debt grows to its usual size without slowing the
         start."""
-        return 1.0 + (self._debt(self.clock + weight) - self._debt(self.clock)) / weight
+        return 1.0 + (self._unspent_momentum(self.clock + weight) - self._unspent_momentum(self.clock)) / weight
 
-    def _debt(self, clock: float) -> float:
-        """Return the unspent part of a constant gradient of 1 at `clock`; in the limit beta1 / (1 - beta1), as in
-        Adam."""
+    def _unspent_momentum(self, clock: float) -> float:
+        """Return the momentum that a constant gradient of 1 has accumulated and not yet applied after `clock` batches.
+
+        It approaches beta1 / (1 - beta1), as in Adam.
+        """
         beta1 = self._settings.beta1
         return float(beta1 * (1 - beta1**clock) / (1 - beta1))
 
@@ -128,7 +130,7 @@ class Adam:
         these."""
         settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
-        share = weight / (weight + self._debt(self.clock))
+        share = weight / (weight + self._unspent_momentum(self.clock))
         observed = [name for name, _ in self._gradients()] if self.squares_clock else []  # before that they are zero
         for names in self._operation_lists(observed):
             debts = [self._tensor_of(self._unspent, name) for name in names]
@@ -210,7 +212,7 @@ class Adam:
             target[name] = with_layout_of(self.parameters[name], value)
         if CLOCK in state:
             self.clock, self.squares_clock = float(state[CLOCK]), float(state[SQUARES_CLOCK])
-        debt = self._debt(self.clock)
+        debt = self._unspent_momentum(self.clock)
         for name, average in averages.items():  # the remaining effect of the average on the weights
             self._unspent[name] = average.mul_(debt).div_(self._denominator(name))
 

@@ -165,7 +165,7 @@ class Native:
         """Compare the policy's logprobs with the model's own. Raise `SettingError` where they differ."""
         if self._native_N is None:
             return Compared(self._architecture, None, "", 0, self._plan.unseen)
-        difference, place = self._largest(self._differences(policy, self._native_N))
+        difference, place = self._largest(self._logprob_differences(policy, self._native_N))
         bound = self._settings.native.difference_max
         if not difference <= bound * (_COARSE if self._coarse else 1.0):
             raise self._refusal(
@@ -194,8 +194,11 @@ class Native:
             raise SettingError("trainer.base", self._settings.base, remedy) from error
 
     @torch.no_grad()
-    def _differences(self, policy: Policy, native_N: Tensor) -> Tensor:
-        """Return the differences in the order of the plan's rows, packed as in a step."""
+    def _logprob_differences(self, policy: Policy, native_N: Tensor) -> Tensor:
+        """Return the absolute differences between the logprobs of the policy and `native_N`, token by token.
+
+        The policy computes the rows packed, as in a training step. The result has the order of the plan's rows.
+        """
         rows, parts = self._plan.rows, torch.split(native_N, [int(row.loss_mask_T.sum()) for row in self._plan.rows])
         difference: dict[int, Tensor] = {}
         try:

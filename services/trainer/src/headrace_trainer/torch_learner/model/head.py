@@ -189,7 +189,11 @@ class Head:
 
 @contextlib.contextmanager
 def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Record the inputs of `module` inside. Its output is that of `answer`, or one column of its input."""
+    """Record the inputs of `module` and replace its output, as long as the context is open.
+
+    Args:
+        answer: computes the output from the input. By default the output is the first column of the input.
+    """
     inputs: list[Tensor] = []
     before = vars(module).get("forward")
 
