@@ -17,7 +17,7 @@ from email_agent.mailbox import Mailbox
 from email_agent.tasks import stream
 from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
 from example_parts import bpe
-from headrace_inference.chat.tool_calls import ToolCalls
+from headrace_inference.chat.tool_calls import HermesToolReader
 
 from .rendering import render
 
@@ -88,7 +88,7 @@ def test_what_the_template_renders_is_what_the_parser_of_the_engine_reads(box: M
                 continue
             prompt = render(messages[:position], generate=True)
             text = render(messages[: position + 1]).removeprefix(prompt).removesuffix("<|im_end|>\n")
-            parser = ToolCalls()
+            parser = HermesToolReader()
             parsed, rest = parser.feed(text), parser.end()
             calls = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
             expected = [call["function"] for call in message.get("tool_calls", [])]

@@ -21,7 +21,7 @@ from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN, ToolCalls
+from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN, HermesToolReader
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.written import ConversationWriter, Unwritable, open_writer, write_row
 from headrace_runtime.chat_messages import argument_value
@@ -260,7 +260,7 @@ pieces = st.lists(
 
 
 def read(portions: list[str]) -> Read:
-    reader = ToolCalls()
+    reader = HermesToolReader()
     content, calls_found = "", []
     for portion in [*portions, None]:
         news = reader.end() if portion is None else reader.feed(portion)

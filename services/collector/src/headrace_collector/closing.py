@@ -166,7 +166,7 @@ async def close_runs(
     if still_open:
         await references.detach_open_turns(tx, session_key)
     await store.update_open_size(tx, session_key, still_open, round(settings.idle_s * 1000))
-    await store.mark_used(tx, feedback_targets.used_feedback(feedback, still_open, turns), now)
+    await store.mark_used(tx, feedback_targets.settled_feedback_ids(feedback, still_open, turns), now)
     return events
 
 

@@ -51,10 +51,15 @@ def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback],
     ]
 
 
-def used_feedback(
+def settled_feedback_ids(
     feedback: Sequence[OrderedFeedback], open_runs: Sequence[SessionRun], closed: Iterable[TurnFacts]
 ) -> list[str]:
-    """Return the ids of feedback that can concern neither the remaining `open_runs` nor later turns."""
+    """Return the ids of the feedback that no later run can get.
+
+    Args:
+        open_runs: The runs of the session that stay open.
+        closed: The turns of the session so far.
+    """
     open_turns = {turn for run in open_runs for turn in run.turn_ids}
     closed_turns = {turn.turn_id for turn in closed}
     return [

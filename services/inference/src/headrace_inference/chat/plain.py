@@ -65,8 +65,12 @@ class PlainText:
         self._normalizes = inner.normalizer is not None and made_up
 
     @cached_property
-    def _bare(self) -> Any:
-        """Tokenizer like `inner` whose only added token is `_SECRET`, which precedes texts that are not the first."""
+    def _plain_tokenizer(self) -> Any:
+        """Copy of `inner` without control tokens. `_SECRET` is its only added token.
+
+        `_SECRET` is put before a text that is not at the beginning of the prompt, and its id is dropped, so that the
+        tokenizer does not add the space of a beginning.
+        """
         from tokenizers import AddedToken, Tokenizer
 
         without: dict[str, object] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -151,7 +155,7 @@ class PlainText:
         """Tokenize `text` without control tokens. `first`: whether it is at the beginning of the prompt."""
         if not text:
             return []
-        ids = ids_of(self._bare, text) if first else ids_of(self._bare, _SECRET + text)[1:]
+        ids = ids_of(self._plain_tokenizer, text) if first else ids_of(self._plain_tokenizer, _SECRET + text)[1:]
         if self._forbidden.isdisjoint(ids) or len(text) == 1:
             return ids
         half = self._cut_position(text)  # a vocabulary may contain a control token as an ordinary word

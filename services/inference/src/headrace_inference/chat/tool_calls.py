@@ -24,8 +24,8 @@ NO_ARGUMENTS = "{}"
 """Arguments of a call for which the model wrote none, `null`, `""` or `{}`."""
 
 
-class ToolCalls:
-    """A `ToolReader` of hermes-style calls."""
+class HermesToolReader:
+    """Incremental parser of the hermes-style tool calls in one answer. Implements `parsers.ToolReader`."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -103,7 +103,7 @@ def form(name: str) -> tuple[str, str]:
     return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{CLOSE}"
 
 
-HERMES = ToolParser(ToolCalls, (OPEN, CLOSE), form=form)
+HERMES = ToolParser(HermesToolReader, (OPEN, CLOSE), form=form)
 
 
 def parse_call(text: str) -> Call | None:

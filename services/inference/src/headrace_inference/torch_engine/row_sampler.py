@@ -111,7 +111,7 @@ class RowSampler:
         self.counts[row] = torch.bincount(sampled, minlength=self._model.vocabulary)
 
     def move(self, source: int, target: int) -> None:
-        """Copy the counts of a row to another row."""
+        """Copy the penalty counts of row `source` to row `target`, to which its sequence moves."""
         if self.counts is not None:
             self.counts[target] = self.counts[source]
 
