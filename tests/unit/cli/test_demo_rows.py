@@ -26,13 +26,13 @@ from headrace_cli.demo import performance, recipe, runner
 from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
 from headrace_cli.demo.measures import (
     BeforeAfter,
+    CheckResult,
     DemoMeasure,
     MeasuredPlays,
-    PromisedLine,
     Row,
     RowsRecipe,
-    lines,
-    row_lines,
+    check_measures,
+    check_rows,
 )
 from headrace_cli.demo.performance import TrainingWait
 from headrace_cli.demo.report import Report, SeedsReport, ShownTask
@@ -131,7 +131,7 @@ def test_of_several_seeds_the_medians_count_and_a_failed_request_of_one_does_too
 
 def test_the_median_gain_is_that_of_a_seed_and_no_difference_of_medians() -> None:
     seeds = [{"x": BeforeAfter(*pair)} for pair in ((0.0, 0.5), (0.4, 0.5), (0.5, 0.6))]
-    (line,) = lines({"x": DemoMeasure(field="score", gain_min=0.1)}, seeds)
+    (line,) = check_measures({"x": DemoMeasure(field="score", gain_min=0.1)}, seeds)
     assert (line.found, line.holds) == ("0.10", True)
 
 
@@ -197,18 +197,18 @@ def rows(*values: float) -> tuple[Row, ...]:
     ],
 )
 def test_each_row_of_werewolf_is_held(values: tuple[float, ...], fails: list[str]) -> None:
-    failed = [line.name for line in row_lines(WEREWOLF.measures, [rows(*values)]) if not line.holds]
+    failed = [line.name for line in check_rows(WEREWOLF.measures, [rows(*values)]) if not line.holds]
     assert failed == [f"{WINS}: {name}" for name in fails]
 
 
 def test_of_several_seeds_the_median_of_each_row_counts() -> None:
     seeds = [rows(0.5, 0.6, 0.7, value) for value in (0.2, 0.85, 0.9)]
-    assert all(line.holds for line in row_lines(WEREWOLF.measures, seeds))
-    assert not all(line.holds for line in row_lines(WEREWOLF.measures, [*seeds, seeds[0], seeds[0]]))
+    assert all(line.holds for line in check_rows(WEREWOLF.measures, seeds))
+    assert not all(line.holds for line in check_rows(WEREWOLF.measures, [*seeds, seeds[0], seeds[0]]))
 
 
 def test_checks_without_services_count() -> None:
-    failed = PromisedLine("ablation: hide alone", "< 80%", "81%", holds=False)
+    failed = CheckResult("ablation: hide alone", "< 80%", "81%", holds=False)
     good = {name: demo_report().measures["accuracy"] for name in WEREWOLF.measures}
     failed_report = replace(demo_report(), measures=good, rows=rows(0.5, 0.6, 0.7, 0.9), checks=(failed,))
     failing = [line.name for line in SeedsReport.of(WEREWOLF, WEREWOLF.goal, [failed_report]).lines if not line.holds]
@@ -236,7 +236,7 @@ def test_rows_begin_with_0_and_rise(wrong: list[int]) -> None:
 def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
     line: dict[str, Any] = {"name": "a", "wanted": "< 1", "found": "0", "holds": True}
     assert runner.run_recipe_checks([sys.executable, "-c", f"print({json.dumps(json.dumps(line))})"], {}) == (
-        PromisedLine(**line),
+        CheckResult(**line),
     )
     for program in ("print('{}')", "raise SystemExit(1)", "print('yes')"):
         with pytest.raises(StartFailed, match="the checks of the demo did not run"):

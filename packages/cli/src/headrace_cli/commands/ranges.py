@@ -66,8 +66,8 @@ class RangeOptions:
     ] = None
     tenant: Annotated[str, typer.Option(help="Tenant of the sessions.", rich_help_panel=PANEL)] = "default"
 
-    def of(self, topic: str) -> Range:
-        """Return the range of `topic`.
+    def range_of(self, topic: str) -> Range:
+        """Return the records of `topic` that the options select.
 
         Raises:
             UsageError: `since` or `until` is not a time.

@@ -49,7 +49,7 @@ def events(
     """
     import asyncio
 
-    topic_range = range_options.of(topic)
+    topic_range = range_options.range_of(topic)
     address = bus_options.address
     with ExitStack() as stack:
         target: IO[str] | None = None if count else sys.stdout

@@ -269,7 +269,7 @@ def _request(lineage: str, changes: Changes, range_options: ReplayRange, setting
     cuts_changed = changes.algorithm or any(name.startswith(_BATCH_SETTINGS) for name in changed)
     return make(
         lineage,
-        range_options.of(changes.topic),
+        range_options.range_of(changes.topic),
         overrides,
         settings_options.address(overrides),
         of=changes.of,

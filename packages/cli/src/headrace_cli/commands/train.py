@@ -82,7 +82,7 @@ def train(
     elif (topic := source_topic(source_names)) is not None:
         if check or preview:
             raise UsageError("--check and --preview apply to rows of files; use `headrace replay plan` for a topic")
-        _train_on_topic(kind, range_options.of(topic), training, location, json=json)
+        _train_on_topic(kind, range_options.range_of(topic), training, location, json=json)
     else:
         job = job_of(kind, source_names, rows, training, location)
         if check or preview:

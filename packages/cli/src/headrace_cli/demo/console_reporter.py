@@ -84,7 +84,7 @@ class ConsoleReporter:
             yield update
 
     def print_summary(self, report: Report, shortfalls: list[str]) -> None:
-        """Print the summary of a demo and its missed promises."""
+        """Print the summary of a demo, followed by the checks that failed."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in report.turns_dropped.items()) or "none"
         takeover_s = takeover_mean_s(report.versions)
         serving = "" if takeover_s is None else f", {takeover_s:.1f} s after they were published"

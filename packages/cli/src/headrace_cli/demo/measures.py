@@ -55,7 +55,7 @@ class BeforeAfter:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlays:
-    """Lines that `measure` printed for one version, one for each play; never empty."""
+    """Lines that `measure` printed for one version: one for each play, a task that an agent tried once. Never empty."""
 
     lines: tuple[Mapping[str, Any], ...]
 
@@ -72,7 +72,7 @@ class MeasuredPlays:
         return statistics.fmean(self.numbers(name))
 
     def numbers(self, name: str) -> list[float]:
-        """Return the values of a field, one for each play.
+        """Return the values of a numeric field, one for each play.
 
         Raises:
             UsageError: a play has no number in this field.
@@ -89,8 +89,11 @@ class MeasuredPlays:
 
 
 @dataclass(frozen=True, slots=True)
-class PromisedLine:
-    """A promise about a measure of one seed or the median of several seeds, and whether it holds."""
+class CheckResult:
+    """Result of one check of a demo: the limit, the measured value, and whether the value is within the limit.
+
+    The fields have the names of `reports/demo.json`.
+    """
 
     name: str
     wanted: str
@@ -98,9 +101,11 @@ class PromisedLine:
     holds: bool
 
 
-def lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> list[PromisedLine]:
-    """Return the promises of all measures, checked with the medians over `seeds`."""
-    return [line for name, measure in measures.items() for line in _lines(name, measure, medians(name, seeds))]
+def check_measures(
+    measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]
+) -> list[CheckResult]:
+    """Compare the medians over `seeds` with the limits of all measures."""
+    return [line for name, measure in measures.items() for line in _check_measure(name, measure, medians(name, seeds))]
 
 
 def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[float, float, float]:
@@ -115,7 +120,7 @@ def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[floa
     return before, after, gain
 
 
-def _lines(name: str, measure: DemoMeasure, measured: tuple[float, float, float]) -> Iterable[PromisedLine]:
+def _check_measure(name: str, measure: DemoMeasure, measured: tuple[float, float, float]) -> Iterable[CheckResult]:
     before, after, gain = measured
     limits = (
         ("before", before, measure.before_min, measure.before_max),
@@ -125,9 +130,9 @@ def _lines(name: str, measure: DemoMeasure, measured: tuple[float, float, float]
     for column, value, minimum, maximum in limits:
         text = measure.text(value)
         if minimum is not None:
-            yield PromisedLine(f"{name}: {column}", f">= {measure.text(minimum)}", text, value >= minimum - ROUNDING)
+            yield CheckResult(f"{name}: {column}", f">= {measure.text(minimum)}", text, value >= minimum - ROUNDING)
         if maximum is not None:
-            yield PromisedLine(f"{name}: {column}", f"<= {measure.text(maximum)}", text, value <= maximum + ROUNDING)
+            yield CheckResult(f"{name}: {column}", f"<= {measure.text(maximum)}", text, value <= maximum + ROUNDING)
 
 
 class RowsRecipe(BaseModel):
@@ -185,15 +190,15 @@ def median_row(name: str, seeds: Sequence[Sequence[Row]]) -> list[float]:
     return [statistics.median(row.measures[name] for row in same) for same in zip(*seeds, strict=True)]
 
 
-def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]]) -> Iterable[PromisedLine]:
-    """Yield the promises about rows, checked with the medians over `seeds`. A row without a measurement fails."""
+def check_rows(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]]) -> Iterable[CheckResult]:
+    """Compare the medians over `seeds` with the limits of single rows. A row without a measurement fails."""
     at = [row.at for row in seeds[0]]
     for name, measure in measures.items():
         values = dict(zip(at, median_row(name, seeds), strict=True))
         for position, minimum in measure.at_min.items():
             value = values.get(position, math.nan)
             text = measure.text(value) if position in values else "not measured"
-            yield PromisedLine(
+            yield CheckResult(
                 f"{name}: at {position}", f">= {measure.text(minimum)}", text, value >= minimum - ROUNDING
             )
         if measure.rises:
@@ -201,7 +206,7 @@ def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]
                 value < next_value for value, next_value in itertools.pairwise(values.values())
             )
             text = ", ".join(map(measure.text, values.values()))
-            yield PromisedLine(f"{name}: rises", "each row above the row before", text, increases)
+            yield CheckResult(f"{name}: rises", "each row above the row before", text, increases)
 
 
 def _margin(numbers: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace_cli.demo.measures import BeforeAfter, PromisedLine, Row, lines, row_lines
+from headrace_cli.demo.measures import BeforeAfter, CheckResult, Row, check_measures, check_rows
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_operations.charts import FAINT, INK, LINE, pyplot, save
 from headrace_operations.turn_account import TurnAccount
@@ -72,7 +72,7 @@ class Report:
     shown: ShownTask | None = None
     rows: tuple[Row, ...] = ()
     """The same measures at each row of the recipe."""
-    checks: tuple[PromisedLine, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
     """Results of the checks without services."""
 
     @classmethod
@@ -149,16 +149,16 @@ class SeedsReport:
 
     title: str
     seeds: tuple[Report, ...]
-    lines: tuple[PromisedLine, ...]
+    lines: tuple[CheckResult, ...]
 
     @classmethod
     def of(cls, recipe: Recipe, goal: Goal, reports: Sequence[Report]) -> SeedsReport:
-        promises = lines(recipe.measures, [report.measures for report in reports])
+        promises = check_measures(recipe.measures, [report.measures for report in reports])
         if recipe.rows is not None:
-            promises += row_lines(recipe.measures, [report.rows for report in reports])
+            promises += check_rows(recipe.measures, [report.rows for report in reports])
         promises += reports[0].checks  # equal for all seeds
         promises += [
-            PromisedLine(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
+            CheckResult(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
             for report in reports
             for shortfalls in [report.shortfalls(goal)]
         ]

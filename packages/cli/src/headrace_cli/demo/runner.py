@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.registry import ModelRegistry
 from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
-from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays, PromisedLine
+from headrace_cli.demo.measures import BeforeAfter, CheckResult, MeasuredPlays
 from headrace_cli.demo.performance import Options, Performance, StackAddress, command_environment, service_environment
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
@@ -27,10 +27,10 @@ from headrace_operations.supervisor.state import StartFailed
 from headrace_schemas.programs.models import StoredLine
 
 _CHECKS_S_MAX = 120.0
-_LINE: TypeAdapter[PromisedLine] = TypeAdapter(PromisedLine)
+_LINE: TypeAdapter[CheckResult] = TypeAdapter(CheckResult)
 
 
-def run_recipe_checks(command: Sequence[str], environ: Mapping[str, str]) -> tuple[PromisedLine, ...]:
+def run_recipe_checks(command: Sequence[str], environ: Mapping[str, str]) -> tuple[CheckResult, ...]:
     """Run the checks and return their lines, which have `name`, `wanted`, `found` and `holds`.
 
     Raises:
@@ -163,7 +163,7 @@ async def perform(recipe: Recipe, options: Options, stack: StackAddress, reporte
     )
 
 
-def _run_checks(recipe: Recipe, options: Options) -> tuple[PromisedLine, ...]:
+def _run_checks(recipe: Recipe, options: Options) -> tuple[CheckResult, ...]:
     return (
         run_recipe_checks(recipe.command("checks", options.values), command_environment(recipe))
         if recipe.checks

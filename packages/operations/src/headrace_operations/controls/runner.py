@@ -51,7 +51,7 @@ class Request:
         return {**self.settings, "data_dir": self.scratch, "blobs.url": (self.scratch / "blobs").as_uri()}
 
     def overrides(self, additional: Mapping[str, object] | None = None) -> Overrides:
-        """Return the environment of a program, with additional settings."""
+        """Return the settings for a program of the experiment. `additional` settings replace those of the request."""
         return Overrides(self.config, {**self.settings_with_scratch, **(additional or {})}, self.environ)
 
 

@@ -28,11 +28,11 @@ class TrainingPosition:
 
 
 @dataclass(slots=True)
-class Contents:
-    """Revisions that the weights of one lineage contain. `add` its reports in the order of the saves.
+class TrainedRevisions:
+    """Experience revisions that the weights of one lineage were trained on, from its `training-metrics`.
 
-    A report that was added before changes nothing. A revision that was undone is not contained, unless it was restored
-    or trained again.
+    Pass the events to `add` in the order of the lineage's saves; an event that is passed twice has no effect. A
+    revision whose training was undone is left out until it is restored or trained again.
     """
 
     lineage: str
@@ -147,7 +147,7 @@ async def trace_version(topics: Reader, version: str, *, everything: bool, after
     checkpoint = await _checkpoint(topics, version)
     lineage = checkpoint.lineage if checkpoint else await _lineage_of(topics, version)
     parent = checkpoint.parent if checkpoint else None
-    contents, reports = await _read(topics, Contents(lineage, base=None if everything else parent), version)
+    contents, reports = await _read(topics, TrainedRevisions(lineage, base=None if everything else parent), version)
     begin = -1 if everything else contents.accounts.get(parent or "", -1)
     revisions = contents.revisions_since_base()
     entries = await _describe(topics, revisions[after : after + limit])
@@ -175,7 +175,7 @@ async def revisions_of(topics: Reader, version: str) -> set[RevisionKey]:
     """
     checkpoint = await _checkpoint(topics, version)
     lineage = checkpoint.lineage if checkpoint else await _lineage_of(topics, version)
-    contents, _ = await _read(topics, Contents(lineage), version)
+    contents, _ = await _read(topics, TrainedRevisions(lineage), version)
     return set(contents.revisions)
 
 
@@ -194,7 +194,9 @@ async def _lineage_of(topics: Reader, version: str) -> str:
     raise UsageError(f"{version}: no trainer has reported this version; registered versions were trained elsewhere")
 
 
-async def _read(topics: Reader, contents: Contents, version: str) -> tuple[Contents, Sequence[TrainingMetrics]]:
+async def _read(
+    topics: Reader, contents: TrainedRevisions, version: str
+) -> tuple[TrainedRevisions, Sequence[TrainingMetrics]]:
     """Return the lineage's contents at the version's save, and the reports up to it without their outcomes."""
     lineage, reports = contents.lineage, []
     async for entry in topics.read(Range(TrainingMetrics.topic)):
