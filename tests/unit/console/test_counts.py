@@ -249,7 +249,9 @@ async def test_record_of_a_tenant_beyond_the_bound_of_names_is_skipped_and_other
         monkeypatch.setattr(f"headrace_console.read_model.rows.{name}", limit)
     common = Common.model_validate({"data_dir": data_dir})
     blobs = BlobStore.open(common)
-    reader = TopicFollower(common.bus, database, blobs, SystemClock(), lambda: None, titles=True, retention_days=30)
+    reader = TopicFollower(
+        common.bus, database, blobs, SystemClock(), lambda _topics: None, titles=True, retention_days=30
+    )
     records = []
     for number, tenant in enumerate([*(f"tenant-{number}" for number in range(20)), "tenant-0"]):
         key = session_key(tenant, str(number))
