@@ -205,7 +205,7 @@ check_coding-agents = $(PROGRAM) coding-agents $(SEED_OPTION) $(ARGS)
 #: NAME=compose        every image, built, and the shortened demo through the containers (Docker or podman)
 check_compose = $(PROGRAM) compose --seed $(SEED) $(ARGS)
 
-#: NAME=console        every page in a real browser, decisions, ratings by keyboard, hostile texts, planted causes (ONLY="browser pairs hostile causes")
+#: NAME=console        every page in a real browser, decisions, ratings by keyboard, hostile texts, planted causes, kills (ONLY="browser pairs hostile causes kills")
 needs_check_console = .venv-browser/installed
 check_console = $(PROGRAM) console $(ONLY_OPTION) $(SEED_OPTION) $(ARGS)
 

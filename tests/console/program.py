@@ -1,4 +1,4 @@
-"""The console of running stacks: every page in a real browser, decisions, and planted causes of missing training."""
+"""The console of running stacks: every page in a real browser, decisions, planted causes of missing training, kills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from tests.console import causes, memory_stack, pictures, walk
+from tests.console import causes, kills, memory_stack, pictures, walk
 from tests.support import presence, tiny_model
 from tests.system.line import Line, at_most
 from tests.system.program import Program, Run
@@ -19,8 +19,10 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
     "pairs": memory_stack.pair_lines,
     "hostile": memory_stack.hostile_lines,
     "causes": causes.lines,
+    "kills": kills.lines,
 }
 """Parts by name. Each gets a folder of its own and the folder of a base model."""
+_WITHOUT_BROWSER = ("causes", "kills")
 _PICTURE_BYTES_MAX = 100_000
 
 
@@ -32,7 +34,7 @@ def play(run: Run) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     base = tiny_model.build(run.folder / "base", seed=run.seed % 1000)
     for name in run.options.only:
-        if name != "causes" and (reason := presence.missing()):
+        if name not in _WITHOUT_BROWSER and (reason := presence.missing()):
             run.skip(f"{name}, in a browser", reason)
             continue
         run.add_all(PARTS[name](run.folder / name, base))
