@@ -107,12 +107,12 @@ class DiskUse:
     def _bound(self, version: int, point: int) -> tuple[int, tuple[int, int]]:
         """Return the allowed bytes of the folder, and the bytes of a version and of a restore point.
 
-        The folder may hold the versions and restore points up to their limits, and a save in progress, whose version
-        exists both in the scratch folder and among the blobs.
+        The folder may hold the versions and restore points up to their limits, and a save in progress: a version and a
+        restore point.
         """
         versions = self._bounds.versions_bytes or default_limit({"": {"": version}})
         points = self._bounds.points_bytes or default_points_bytes(point)
-        return versions + points + 2 * version + point + version + OVERHEAD_BYTES, (version, point)
+        return versions + points + version + point + OVERHEAD_BYTES, (version, point)
 
     @contextlib.asynccontextmanager
     async def _training(self) -> Any:
@@ -206,13 +206,14 @@ class _Peak:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files below `folder`."""
-    total = 0
+    """Return the bytes of all files below `folder`. A file with several names counts once."""
+    sizes: dict[int, int] = {}
     for directory, _, names in os.walk(folder):  # ignores folders that are removed meanwhile
         for name in names:
             with contextlib.suppress(OSError):
-                total += (Path(directory) / name).stat().st_size
-    return total
+                status = (Path(directory) / name).stat()
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 async def measure(

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -197,13 +198,19 @@ def a_copy_is_of_its_moment(open_one: Opener, folder: Path) -> None:
     copy = learner.copy(VERSION)
     learner.step(batch(10), GOING_ON)
     for turn in ("first", "again"):
-        copy.write(new(folder, turn))
+        target, at_weights = new(folder, turn), list[tuple[bytes, Mapping[str, bytes]]]()
+        copy.write(target, partial(_read_weights, target, at_weights))
+        assert at_weights == [(then.weights, files(folder / "then"))], "reported once, when they are complete"
         assert (folder / turn / WEIGHTS).read_bytes() == then.weights
         assert (folder / turn / OPTIMIZER).read_bytes() == then.optimizer
         assert files(folder / turn / FILES) == files(folder / "then")
     copy.drop()
     assert copy.fingerprint == answers
     assert frozen(learner).weights != then.weights, "and what was copied goes on"
+
+
+def _read_weights(folder: Path, contents: list[tuple[bytes, Mapping[str, bytes]]]) -> None:
+    contents.append(((folder / WEIGHTS).read_bytes(), files(folder / FILES)))
 
 
 def lineages_share_no_blob(open_one: Opener, _: Path) -> None:

@@ -154,8 +154,8 @@ class CopiesLate(RememberingLearner):
         learner, copied = self, super().copy(base)
 
         class Late(WholeCopy):
-            def write(self, folder: Path) -> None:
-                WholeCopy(learner.freeze(), copied.fingerprint, copied.version).write(folder)
+            def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
+                WholeCopy(learner.freeze(), copied.fingerprint, copied.version).write(folder, on_weights)
 
         return Late(copied.frozen, copied.fingerprint, copied.version)
 

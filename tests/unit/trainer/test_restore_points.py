@@ -1,21 +1,19 @@
-"""Restore points: stored once with their versions, bounded by bytes, and no save begins on a full disk.
+"""Restore points are stored once with their versions.
 
 Reports of the state when weights go back and forward: undone, restored and queued experiences.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from headrace_runtime.storage.blobs import BlobStore, digest_of
+from headrace_runtime.storage.blobs import digest_of
 from headrace_schemas import Experience
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
@@ -23,14 +21,12 @@ from headrace_trainer.learner import VERSION, WEIGHTS
 from headrace_trainer.lineage import assembly, opening, saving
 from headrace_trainer.lineage.assembly import assemble, share_weights
 from headrace_trainer.lineage.saving import sum_bytes
-from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import MemorySettings
 from headrace_trainer.torch_learner import tensors
-from tests.support.full_disk import small_disk
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_state import ledger_on, step
-from tests.unit.trainer.test_store import POINTER, saved_of, stored, trained
+from tests.unit.trainer.test_store import POINTER, saved_of, trained
 from tests.unit.trainer.world import START, World, experience
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,61 +109,6 @@ async def test_state_that_stores_whole_weights_is_continued(
     assert new.steps == old.steps + 1
     assert new.present.assembly is not None
     assert new.restore_points.items() >= old.restore_points.items()
-
-
-@pytest.mark.parametrize("points", [3, 12])
-@pytest.mark.parametrize("bytes_max", [1, 5, 8])
-async def test_restore_points_keep_to_their_bytes_and_the_needed_ones_stay(
-    world: World, make: Make, points: int, bytes_max: int
-) -> None:
-    size = sum_bytes([(await trained(world, make)).present])
-    memory: dict[str, Any] = {"restore_points": points, "restore_points_bytes": bytes_max * size}
-    version = world.bus.checkpoints[0].version
-    world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(200, 240)))
-    saved = saved_of(await world.run(make(memory=memory, max_staleness=40)))
-    needed = {saved.versions[0].version, saved.head, *saved.promoted}
-    restore_points = saved.restore_points
-    assert restore_points.keys() >= needed
-    assert len(restore_points) <= max(points, len(needed))
-    assert restore_points.keys() == needed or sum_bytes([saved.present, *restore_points.values()]) <= bytes_max * size
-    assert len(restore_points) == min(points, max(len(needed), bytes_max)) or bytes_max == 1 or points == 12
-    newest = [published.version for published in saved.versions if published.version in restore_points]
-    assert newest[-1] == saved.head
-    assert stored(world) >= set(saved.blobs())
-    assert LineageStore(world.blobs, "main").read() == saved
-    assert saved_of(await world.run(make(memory=memory, max_staleness=40))) == saved, "it is continued from there"
-
-
-async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_path: Path, make: Make) -> None:
-    with small_disk(tmp_path / "disk", 48) as disk:
-        world = World(disk.path)
-        await world.run(make())
-        version = world.bus.checkpoints[0].version
-        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(8)))
-        ballast = disk.path / "ballast"
-        ballast.write_bytes(bytes(disk.free_bytes - 2_000_000))  # above what is written next, below what stays free
-        left = disk.free_bytes
-        trainer = world.trainer(make())
-        running = asyncio.create_task(trainer.run())
-        async with asyncio.timeout(60):
-            while trainer.room.trouble is None:  # noqa: ASYNC110 (it has no event)
-                await asyncio.sleep(0.01)
-        assert str(trainer.paused).startswith("training is paused: disk: ")
-        assert f"free on {disk.path}/blobs" in str(trainer.paused)
-        assert not running.done()
-        assert world.bus.fates == {}
-        async with asyncio.timeout(60):  # the check of the disk writes a megabyte and removes it, a save would stay
-            while disk.free_bytes < left - 100_000:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        ballast.unlink()
-        await asyncio.gather(running, return_exceptions=True)
-        assert trainer.paused is None
-        assert set(world.bus.fates.values()) == {"trained"}
-        assert len(world.bus.fates) == 8
-
-
-def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
-    assert BlobStore("memory://restore-points").space_problem(1 << 60, None) is None
 
 
 def test_saved_bytes_are_those_that_the_library_writes() -> None:

@@ -167,8 +167,8 @@ async def test_who_is_writing_when_the_lineage_is_taken_is_told_so(world: World,
     assert save.copy is not None
     written = save.copy.write
 
-    def late(folder: Path) -> None:
-        written(folder)
+    def late(folder: Path, on_weights: Callable[[], None] | None = None) -> None:
+        written(folder, on_weights)
         open_lineage(make(), world.blobs, world.clock).save(publish=False)
 
     save.copy = Late(save.copy.fingerprint, late)
@@ -183,7 +183,7 @@ class Late:
     """A copy that is written at some point."""
 
     fingerprint: Fingerprint | None
-    write: Callable[[Path], None]
+    write: Callable[..., None]
 
     def drop(self) -> None: ...
 

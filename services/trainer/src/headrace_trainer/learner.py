@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -105,7 +105,7 @@ class Copy(Protocol):
         They are computed from the copied weights, rounded as in the files. None where no version was requested.
         """
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
         """Write the copy into the empty `folder`, so that any process of this back end can continue from it.
 
         - `WEIGHTS`: the trained weights. Equal weights give equal bytes, and different weights different bytes.
@@ -115,6 +115,11 @@ class Copy(Protocol):
 
         The trainer calls it in another thread while `step` runs, and again (with another folder) after the disk or the
         blob store was unavailable.
+
+        Args:
+            folder: The folder.
+            on_weights: Called once, when `WEIGHTS` and `VERSION` are complete. It may move or remove them. A learner
+                that can calls it before it writes `OPTIMIZER`, so that the disk never holds all three files.
 
         Raises:
             LearnerLost: The learner has failed.
@@ -257,12 +262,14 @@ class WholeCopy:
     fingerprint: Fingerprint | None = None
     version: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
         _write(folder / WEIGHTS, self.frozen.weights)
-        _write(folder / OPTIMIZER, self.frozen.optimizer)
         if self.version is not None:
             shutil.copytree(self.version.name, folder / VERSION)
             liveness.progress()
+        if on_weights is not None:
+            on_weights()
+        _write(folder / OPTIMIZER, self.frozen.optimizer)
 
     def drop(self) -> None:
         if self.version is not None:

@@ -187,10 +187,10 @@ class MemorySettings(Section):
     """Largest number of examples of one experience: its branch, its edits, and its sides of preferences. With more it
     is dropped."""
     restore_points: Annotated[int, Field(ge=3)] = 6
-    """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
+    """Versions whose weights and optimizer are kept to go back to, base, newest version and champions among them."""
     restore_points_bytes: Count | None = None
-    """Bytes that these may take on the disk; the oldest are removed first. Those of base, newest version, champion and
-    previous champion always stay. None: 1 GiB, or three times the size of one where that is more."""
+    """Bytes that these may take on the disk. The oldest are removed first, champions' last, those of base and newest
+    version never. None: 1 GiB, or the size of one if that is more. A version without one restarts the optimizer."""
     outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
     """Number of training outcomes, or ranges of records read, that cause a save."""
 
@@ -250,8 +250,9 @@ class TrainerSettings(ServiceSettings):
     """Steps between two published versions."""
     max_steps: Count | None = None
     """Stop after this many steps in the lineage; none: without a limit."""
-    save_interval_s: Positive = 30.0
-    """How long a training outcome may wait to be made durable and reported when no version is published."""
+    save_interval_s: Positive | None = None
+    """How long a training outcome may wait to be made durable and reported when no version is published. None: 30 s;
+    after a step, a second for each megabyte of weights and optimizer if that is more, and half an hour at most."""
     save_beside: bool = False
     """Continue with steps while a save is written. Weights and optimizer are copied to the host's memory first, which
     needs as much room there as a save has; otherwise a save needs none. For models whose saves take as long as

@@ -35,6 +35,9 @@ from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
+_SAVE_INTERVAL_S, _SAVE_INTERVAL_S_MAX = 30.0, 1800.0
+_SAVE_BYTES_PER_S = 1_000_000
+"""Mean rate at which saves between versions may write, without a setting."""
 
 
 class Lineage:
@@ -98,9 +101,17 @@ class Lineage:
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
         if stepped and self.is_version_due:
             return True
-        late = since_s >= self._settings.save_interval_s
+        late = since_s >= self._save_interval_s(stepped=stepped)
         full = max(outcomes, len(self.state.read)) >= self._settings.memory.outcomes
         return full or (late and (stepped or outcomes > 0))
+
+    def _save_interval_s(self, *, stepped: bool) -> float:
+        """Return the seconds between two saves without a version. `stepped`: weights and optimizer are saved too."""
+        if self._settings.save_interval_s is not None:
+            return self._settings.save_interval_s
+        present = self.saved.present
+        written = present.weights.size + present.optimizer.size if stepped else 0
+        return min(max(_SAVE_INTERVAL_S, written / _SAVE_BYTES_PER_S), _SAVE_INTERVAL_S_MAX)
 
     def is_finished(self) -> bool:
         """Return whether the lineage has taken all its steps. Each step may change the result."""
@@ -284,7 +295,11 @@ class Lineage:
             with self._store.open_tensors(point) as folder:
                 self.learner.restore(folder, with_random=False)
         else:
-            log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
+            log.warning(
+                "optimizer_starts_afresh",
+                version=version,
+                remedy="raise memory.restore_points and memory.restore_points_bytes",
+            )
             versions.load(self._blobs, self._manifest(version), self.learner)
         self._tensors_moved, self._differs_from_head = True, False
         self.health = self.health.after_rewind()

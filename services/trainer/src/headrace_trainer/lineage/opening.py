@@ -21,7 +21,7 @@ from headrace_trainer.learner import VERSION, Learner
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.lineage import Lineage
-from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed_versions
 from headrace_trainer.settings import TrainerSettings
 
@@ -99,9 +99,9 @@ def _begin_lineage(
     copy = learner.copy(None)
     with store.scratch() as folder:
         copy.write(folder)
-        weights = tuple(file for file in manifest.files if file.path.endswith(".safetensors"))
-        files.fetch_files(blobs, weights, folder / VERSION)
-        present = store.store_tensors(folder, share_weights(folder), manifest.files)
+        versions.fetch_weights(blobs, manifest, folder / VERSION)
+        weights, assembly = store.store_weights(folder, share_weights(folder), manifest.files)
+        present = Tensors(weights=weights, optimizer=store.store_optimizer(folder), assembly=assembly)
     copy.drop()
     version = manifest.version
     saved = Saved(

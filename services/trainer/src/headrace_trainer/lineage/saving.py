@@ -31,13 +31,13 @@ from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.health import Health
-from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.saved import Assembly, Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 
-_POINTS_BYTES_MIN, _POINTS_OF_SIZE = 1 << 30, 3
-"""The bound on restore points without a setting: 1 GiB, or three times their size."""
+_POINTS_BYTES_MIN = 1 << 30
+"""The bound on restore points without a setting, unless a single one is larger."""
 log = get_logger(__name__)
 _CHECK_INTERVAL_S = 1.0
 """Seconds between two checks of a full disk."""
@@ -100,8 +100,7 @@ class Save:
             with store.scratch() as folder:
                 present, published = self.previous.present, None
                 if self.copy is not None:
-                    self.copy.write(folder)
-                    present, published = self._store_tensors(folder)
+                    present, published = self._store_tensors(self.copy, folder)
             history = self._history_with(published[0].version, published[1]) if published else self.snapshot.history
             saved = self._build_saved(history, present, published)
             store.save(saved)
@@ -109,15 +108,38 @@ class Save:
                 self.copy.drop()
         self.result = saved, history, published is not None
 
-    def _store_tensors(self, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
-        """Store the files that the copy has written: weights and optimizer, and the new version if there is one."""
+    def _store_tensors(self, copy: Copy, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
+        """Write the copy into `folder` and store its files: weights and optimizer, and the new version if there is one.
+
+        The weights are stored before the optimizer is written, so that less of the disk is needed.
+        """
+        stored: list[tuple[BlobRef, Assembly | None]] = []
+        versions_made: list[tuple[Manifest, BlobRef]] = []
+
+        def store_weights() -> None:
+            weights, published = self._store_weights(folder)
+            stored.append(weights)
+            versions_made.extend([published] if published else [])
+
+        copy.write(folder, store_weights)
+        ((weights, assembly),) = stored
+        present = Tensors(weights=weights, optimizer=self.resources.store.store_optimizer(folder), assembly=assembly)
+        return present, versions_made[0] if versions_made else None
+
+    def _store_weights(self, folder: Path) -> tuple[tuple[BlobRef, Assembly | None], tuple[Manifest, BlobRef] | None]:
+        """Store the weights in `folder`, and its version if there is a new one."""
         store, head = self.resources.store, self.previous.restore_points.get(self.snapshot.history.head)
         if head is not None and head.weights.sha256 == digest_of(folder / WEIGHTS)[0]:
             # The weights equal the version's, whatever files the version has.
-            return store.store_tensors(folder, like=head), None
+            (folder / WEIGHTS).unlink()
+            return (head.weights, head.assembly), None
+        if head is None and not self.publishes:  # the version's files may hold these weights
+            manifest = self._manifest_of_head()
+            versions.fetch_weights(self.resources.blobs, manifest, folder / VERSION)
+            return store.store_weights(folder, share_weights(folder), manifest.files), None
         shared = share_weights(folder)  # before the version's files are moved away
         published, version_files = self._publish_version(folder)
-        return store.store_tensors(folder, shared, version_files), published
+        return store.store_weights(folder, shared, version_files), published
 
     def _publish_version(self, folder: Path) -> tuple[tuple[Manifest, BlobRef] | None, tuple[File, ...]]:
         """Publish a new version, unless its weights equal its parent's.
@@ -139,9 +161,13 @@ class Save:
             parent=history.head,
             kind=self.previous.kind,
         )
-        parent = files.read_manifest(resources.blobs, history[history.head].manifest)
+        parent = self._manifest_of_head()
         same = versions.weight_digests(manifest) == versions.weight_digests(parent)
         return None if same else (manifest, ref), manifest.files
+
+    def _manifest_of_head(self) -> Manifest:
+        history = self.snapshot.history
+        return files.read_manifest(self.resources.blobs, history[history.head].manifest)
 
     def _history_with(self, version: str, manifest: BlobRef) -> History:
         history = self.snapshot.history
@@ -201,15 +227,21 @@ class Save:
         return previous.model_copy(update=update)
 
     def _restore_points(self, history: History, present: Tensors, version: str | None) -> dict[str, Tensors]:
-        """Return the restore points of base, head, champion and previous champion, and the newest of the rest."""
+        """Return the restore points of base and head, and those that fit beside them.
+
+        The oldest are removed first, the previous champion's and the champion's last. Versions without one are loaded
+        from their files.
+        """
         points = dict(self.previous.restore_points)
         if version is not None:
             points[version] = present
-        keep = {self.resources.first.version, history.head, *self.snapshot.promoted}
+        needed, champions = {self.resources.first.version, history.head}, self.snapshot.promoted
+        spares = [name for name in points if name not in {*needed, *champions}]
         memory = self.resources.settings.memory
         bytes_max = memory.restore_points_bytes or default_points_bytes(sum_bytes([present]))
-        for spare in [name for name in points if name not in keep]:  # the oldest first
-            if len(points) <= memory.restore_points and sum_bytes([present, *points.values()]) <= bytes_max:
+        for spare in [*spares, *(name for name in reversed(champions) if name in points.keys() - needed)]:
+            is_counted = spare in champions or len(points) <= memory.restore_points
+            if is_counted and sum_bytes([present, *points.values()]) <= bytes_max:
                 break
             del points[spare]
         return points
@@ -217,7 +249,7 @@ class Save:
 
 def default_points_bytes(point: int) -> int:
     """Return the default bound for restore points of `point` bytes."""
-    return max(_POINTS_BYTES_MIN, _POINTS_OF_SIZE * point)
+    return max(_POINTS_BYTES_MIN, point)
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:

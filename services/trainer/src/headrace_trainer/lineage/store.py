@@ -190,40 +190,35 @@ class LineageStore:
                 raise
             raise disk.full_error(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
-    def store_tensors(
-        self,
-        folder: Path,
-        shared: SharedWeights | None = None,
-        files: Sequence[File] = (),
-        *,
-        like: Tensors | None = None,
-    ) -> Tensors:
-        """Store the files that a copy wrote into `folder` for the next save, and remove them from the folder.
+    def store_weights(
+        self, folder: Path, shared: SharedWeights | None = None, files: Sequence[File] = ()
+    ) -> tuple[BlobRef, Assembly | None]:
+        """Store the weights that a copy wrote into `folder` for the next save, and remove them from the folder.
 
         Args:
             folder: A folder of `scratch`.
             shared: How the weights follow from `files` of a version, which are stored already.
             files: The files of that version.
-            like: A point of the present state whose weights equal those in `folder`.
+
+        Returns:
+            The fields `weights` and `assembly` of `Tensors`.
 
         Raises:
             Exception: As `save` does.
         """
-
-        def put(path: Path) -> BlobRef:
-            return self._put(partial(BlobStore.put_file, path=path, move=True), self._area(self._epoch))
-
-        optimizer = put(folder / OPTIMIZER)
-        if like is not None:
-            (folder / WEIGHTS).unlink()
-            return like.model_copy(update={"optimizer": optimizer})
         if shared is None:
-            return Tensors(weights=put(folder / WEIGHTS), optimizer=optimizer)
+            return self._put_file(folder / WEIGHTS), None
         sha256, size = digest_of(folder / WEIGHTS)
-        frame = put(shared.frame)
+        frame = self._put_file(shared.frame)
         (folder / WEIGHTS).unlink()
-        weights = BlobRef(uri=frame.uri, sha256=sha256, size=size)
-        return Tensors(weights=weights, optimizer=optimizer, assembly=shared.assembly(files, frame))
+        return BlobRef(uri=frame.uri, sha256=sha256, size=size), shared.assembly(files, frame)
+
+    def store_optimizer(self, folder: Path) -> BlobRef:
+        """Store the optimizer that a copy wrote into `folder`, as `store_weights` does."""
+        return self._put_file(folder / OPTIMIZER)
+
+    def _put_file(self, path: Path) -> BlobRef:
+        return self._put(partial(BlobStore.put_file, path=path, move=True), self._area(self._epoch))
 
     def save(self, saved: Saved) -> None:
         """Make `saved` the current state; its blobs are stored already (`packed`).

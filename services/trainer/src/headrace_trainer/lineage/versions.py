@@ -113,6 +113,12 @@ def load(blobs: BlobStore, manifest: Manifest, learner: Learner) -> None:
         learner.load(folder)
 
 
+def fetch_weights(blobs: BlobStore, manifest: Manifest, folder: Path) -> None:
+    """Fetch the weights of a version into `folder`. Blocks. Raise `CorruptBlob` or `Unavailable`."""
+    weights = (file for file in manifest.files if file.path.endswith(".safetensors"))
+    store.fetch_files(blobs, weights, folder)
+
+
 def weight_digests(manifest: Manifest) -> frozenset[str]:
     """Return the digests of the weights, by which two versions of one lineage differ."""
     return frozenset(file.blob.sha256 for file in manifest.files if file.path.endswith(".safetensors"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class RayCopy:
     sizes: Mapping[str, int]
     fingerprint: Fingerprint | None
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
         for name, size in self.sizes.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("xb") as file:
@@ -41,6 +41,8 @@ class RayCopy:
         for rank, own_pieces in enumerate(written):
             pieces += self._fetch_pieces(rank, folder) if own_pieces is None else own_pieces
         check(folder, self.sizes, pieces)
+        if on_weights is not None:
+            on_weights()
 
     def _fetch_pieces(self, rank: int, folder: Path) -> list[Piece]:
         """Fetch the pieces of a rank that cannot access the folder, one at a time, and write them here."""

@@ -54,7 +54,8 @@ class TorchCopy:
 
     def __init__(
         self,
-        write_state: Callable[[Path], None],
+        write_weights: Callable[[Path], None],
+        write_optimizer: Callable[[Path], None],
         freeze: Callable[[], Frozen],
         write_version: Callable[[Path], None] | None,
         fingerprint: Fingerprint | None,
@@ -62,28 +63,33 @@ class TorchCopy:
         """Create a copy of the present state.
 
         Args:
-            write_state: Writes weights and optimizer into a folder.
+            write_weights: Writes the weights into a folder.
+            write_optimizer: Writes the optimizer into a folder.
             freeze: Returns the same files as bytes.
             write_version: Writes the version's files into a folder. None where no version was requested.
             fingerprint: The fingerprint of the version.
         """
         self.fingerprint = fingerprint
-        self._write_state = write_state
+        self._write_weights = write_weights
+        self._write_optimizer = write_optimizer
         self._freeze = freeze
         self._write_version = write_version
         self._lock = threading.Lock()
         self._detached: WholeCopy | None = None
         self._dropped = False
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
         with self._lock:
             if self._detached is not None:
-                self._detached.write(folder)
+                self._detached.write(folder, on_weights)
                 return
-            self._write_state(folder)
+            self._write_weights(folder)
             if self._write_version is not None:
                 (folder / VERSION).mkdir()
                 self._write_version(folder / VERSION)
+            if on_weights is not None:
+                on_weights()
+            self._write_optimizer(folder)
 
     def detach(self) -> None:
         """Copy the state into memory, unless the copy was dropped. Calling it again has no effect."""
@@ -180,7 +186,7 @@ class TorchLearner:
     def copy(self, base: str | None) -> TorchCopy:
         writes = None if base is None else partial(self._write_version, base=base)
         answers = None if base is None else self._version_fingerprint()
-        self._copy = TorchCopy(self._write_state, self.freeze, writes, answers)
+        self._copy = TorchCopy(self._write_weights, self._write_optimizer, self.freeze, writes, answers)
         if self._settings.save_beside:  # steps go on while it is written
             self._copy.detach()
         return self._copy
@@ -194,8 +200,11 @@ class TorchLearner:
         """Return the weights and everything else that the next step depends on, as bytes."""
         return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
 
-    def _write_state(self, folder: Path) -> None:
-        tensors.write(folder, self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
+    def _write_weights(self, folder: Path) -> None:
+        tensors.write_weights(folder, self.policy, self._settings.lineage)
+
+    def _write_optimizer(self, folder: Path) -> None:
+        tensors.write_optimizer(folder, self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
 
     def _appraiser_state(self) -> Mapping[str, Tensor] | None:
         return self._appraiser.state() if self._appraiser is not None else None

@@ -34,13 +34,18 @@ def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mappin
     return Frozen(_bytes(weights, about), _bytes(state, about))
 
 
-def write(
+def write_weights(folder: Path, policy: Policy, lineage: str) -> None:
+    """Write the weights of `freeze` into `folder`, one tensor after the other, without a copy of them in memory."""
+    weights = policy.parameters
+    write_file(folder / WEIGHTS, weights, about_state(lineage), weights.__getitem__)
+
+
+def write_optimizer(
     folder: Path, policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the result of `freeze` into `folder`, one tensor after the other, without a copy of them in memory."""
-    about, (weights, state) = about_state(lineage), _references(policy, optimizer, appraiser)
-    write_file(folder / WEIGHTS, weights, about, weights.__getitem__)
-    write_file(folder / OPTIMIZER, state, about, state.__getitem__)
+    """Write the optimizer of `freeze` into `folder`, as `write_weights` does."""
+    _, state = _references(policy, optimizer, appraiser)
+    write_file(folder / OPTIMIZER, state, about_state(lineage), state.__getitem__)
 
 
 def _references(
