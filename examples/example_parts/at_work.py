@@ -125,7 +125,8 @@ async def run(users_of: Callable[[AsyncOpenAI, argparse.Namespace], Users[Any]],
         if options.duration:
             loop.call_later(options.duration, enough)
         with users.tally.displayed(enabled=sys.stderr.isatty() and not options.quiet):
-            await users.ask()
+            async with users.tally.written(options.out):
+                await users.ask()
         return users.tally
 
 
@@ -149,7 +150,5 @@ def parser(description: str, model: str) -> argparse.ArgumentParser:
 def report_and_exit(tally: Tally, out: Path | None) -> None:
     """Print the summary, and exit with a message if requests failed."""
     print(tally.line())
-    if out:
-        tally.write(out)
     if tally.failures:
         sys.exit(f"{tally.failed_requests} requests failed, the first one with: {tally.failures[0]}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from example_parts.react import Episode
 
 FAILURES_MAX = 10
-UPDATE_S = 0.5
+UPDATE_S, WRITE_S = 0.5, 1.0
 
 
 class Tally:
@@ -67,7 +68,28 @@ class Tally:
             "wall_s": round(time.monotonic() - self._began, 3),
             "seed": self._seed,
         }
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    @contextlib.asynccontextmanager
+    async def written(self, path: Path | None) -> AsyncIterator[None]:
+        """Write the counts to `path` during the block, once a second and at its end."""
+        if path is None:
+            yield
+            return
+
+        async def write_regularly(path: Path) -> None:
+            while True:
+                self.write(path)
+                await asyncio.sleep(WRITE_S)
+
+        task = asyncio.create_task(write_regularly(path))
+        try:
+            yield
+        finally:
+            task.cancel()
+            self.write(path)
 
     @contextlib.contextmanager
     def displayed(self, *, enabled: bool) -> Iterator[None]:

@@ -10,20 +10,24 @@ Options of `headrace demo` and the arguments of the demo that they set.
 from __future__ import annotations
 
 import asyncio
+import io
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
-from headrace_cli.demo import performance, recipe, runner
+from headrace_cli.demo import console_reporter, performance, recipe, runner
 from headrace_cli.demo.console_reporter import Watch
 from headrace_cli.demo.performance import Options, Performance, StackAddress
 from headrace_cli.demo.report import Report
+from headrace_cli.progress import ProgressDisplay
 from headrace_operations.catalog import transfer
 from headrace_operations.supervisor.state import Lock, StartFailed
 from tests.support.processes import alive, wait_until
@@ -268,3 +272,19 @@ def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
     assert not running
     assert path.is_file()
     assert f"logs trainer --data-dir {tmp_path / 'data'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tasks", "line"), [(1600, "12 of 1,600 tasks at most"), (0, "of 7,200 s at most")])
+def test_progress_of_the_agent_counts_its_tasks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tasks: int, line: str
+) -> None:
+    monkeypatch.setattr(console_reporter, "ProgressDisplay", partial(ProgressDisplay, interval_s=0.01))
+    output, summary = io.StringIO(), tmp_path / "agent.json"
+    assert performance._finished_tasks(summary) == 0
+    summary.write_text('{"tasks":')
+    assert performance._finished_tasks(summary) == 0
+    summary.write_text('{"tasks": 12}')
+    reporter = console_reporter.ConsoleReporter(Console(file=output, width=200))
+    with reporter.agent_progress(tasks, 7200.0) as update:
+        update(Watch("bus", "m"), performance._finished_tasks(summary))
+        wait_until(lambda: line in output.getvalue(), 20, "a line of the log")

@@ -17,6 +17,8 @@ from email_agent.mailbox import Mailbox
 from email_agent.tasks import Kind, tasks
 from email_agent.tools import TURNS_MAX, Mailtools, play
 from email_agent.warm_up import Schedule, conversations
+from example_parts.react import Episode
+from example_parts.tally import Tally
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_schemas import Dialogue, Message, Trajectory
@@ -111,6 +113,22 @@ def test_against_any_other_server_it_works_and_says_what_failed(
     assert (summary["tasks"], summary["accepted"], summary["calls"]) == (7, 6, 19)
     assert (summary["failed_requests"], summary["feedback_taken"]) == (1, False)
     assert "7 questions, 86% of the answers accepted, 19 model calls" in capsys.readouterr().out
+
+
+async def test_counts_are_written_while_the_agent_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("example_parts.tally.WRITE_S", 0.01)
+    out, tally = tmp_path / "agent.json", Tally(1, "questions", "of the answers accepted")
+
+    def finished() -> int:
+        return int(json.loads(out.read_text())["tasks"]) if out.exists() else -1
+
+    async with tally.written(out), asyncio.timeout(20):
+        for count in range(3):
+            while finished() != count:  # noqa: ASYNC110 (a file has no event)
+                await asyncio.sleep(0.01)
+            tally.count("kind", Episode(messages=[]), accepted=True)
+    assert finished() == 3
+    assert not out.with_name(".agent.json").exists()
 
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

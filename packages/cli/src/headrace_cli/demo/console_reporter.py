@@ -70,16 +70,23 @@ class ConsoleReporter:
         self._console.print(f"[dim]{activity}: {time.monotonic() - began:.1f} s[/]")
 
     @contextlib.contextmanager
-    def agent_progress(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
-        """Show the progress of the agent, which works for at most `seconds` and may stop earlier."""
-        began = time.monotonic()
-        with ProgressDisplay(
-            "the agent works", seconds, unit="s at most", estimate=False, console=self._console
-        ) as progress:
+    def agent_progress(self, tasks: int, seconds: float) -> Iterator[Callable[[Watch, int], None]]:
+        """Show the progress of the agent, which may stop earlier.
 
-            def update(watch: Watch) -> None:
+        Args:
+            tasks: Number of its tasks. 0 for an agent that is bounded by time alone.
+            seconds: Maximum time of its work.
+
+        Returns:
+            A function that takes the registry's decisions and the number of finished tasks.
+        """
+        began = time.monotonic()
+        total, unit = (tasks, "tasks at most") if tasks else (seconds, "s at most")
+        with ProgressDisplay("the agent works", total, unit=unit, estimate=False, console=self._console) as progress:
+
+            def update(watch: Watch, finished: int) -> None:
                 status = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
-                progress.update(time.monotonic() - began, doing=status)
+                progress.update(finished if tasks else time.monotonic() - began, doing=status)
 
             yield update
 

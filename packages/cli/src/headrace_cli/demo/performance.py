@@ -246,9 +246,9 @@ class Performance:
         summary_file = self.options.out / "agent.json"
         summary_file.unlink(missing_ok=True)  # remove the summary of an earlier row
         async with running_agent(command, command_environment(self.recipe)) as process:
-            with self.reporter.agent_progress(traffic_s_max) as update:
+            with self.reporter.agent_progress(self.options.goal.tasks, traffic_s_max) as update:
                 while process.returncode is None and time.monotonic() < deadline and not self._goal_reached():
-                    update(self.watch)
+                    update(self.watch, _finished_tasks(summary_file))
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), 0.5)
             if "row" in values and process.returncode is None:
@@ -277,6 +277,14 @@ class Performance:
 
     def _values(self) -> dict[str, object]:
         return {**self.options.values, "base_url": self.stack.base_url, "gateway": self.stack.gateway}
+
+
+def _finished_tasks(summary: Path) -> int:
+    """Return the number of tasks in the agent's summary, or 0 while there is none that can be read."""
+    try:
+        return int(json.loads(summary.read_text(encoding="utf-8")).get("tasks", 0))
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 @contextlib.asynccontextmanager

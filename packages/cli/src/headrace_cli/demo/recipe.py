@@ -77,7 +77,8 @@ class Recipe(BaseModel):
     base: tuple[str, ...]
     """Command that builds the base model unless it exists; the last line of its output is the folder."""
     agent: tuple[str, ...]
-    """Command of the agent. It ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`."""
+    """Command of the agent. It ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`. The progress
+    display shows the `tasks` of a summary that it replaces while it works."""
     measure: tuple[str, ...]
     """Command that plays the audit tasks with `{version}` and other seeds than the registry, and prints a line of JSON
     with a `score` for each play."""
