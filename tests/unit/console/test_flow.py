@@ -12,7 +12,14 @@ import pytest
 from headrace_console.charts import Line, Mark, interval_chart
 from headrace_console.flow import Cause, Facts, find_cause
 from headrace_console.flow_rules import RewardRules
-from headrace_console.learning import GateRule, describe_learning, describe_rule, describe_trial, scored_versions
+from headrace_console.learning import (
+    GateRule,
+    describe_learning,
+    describe_numbers,
+    describe_rule,
+    describe_trial,
+    scored_versions,
+)
 from headrace_console.pages.loop import reward_chart
 from headrace_console.pages.models import describe_decision
 from headrace_console.sources.services import Progress, ServiceReport, StackReport, parse_samples
@@ -225,6 +232,23 @@ def test_the_sentence_states_scores_versions_and_interval() -> None:
     assert described.swapped_at == BEGAN + timedelta(minutes=2)
 
 
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
+        ((0.4, 0.8, 0.8, 0.79), ""),
+        ((0.4, 0.6, 0.8, 0.8, 0.79, 0.8), "No rise in the last 3 versions: step 2 reached 0.80."),
+        ((0.4, 0.8, 0.8, 0.8, 0.8, 0.81), ""),
+    ],
+)
+def test_a_model_that_learned_is_stated_not_to_rise_after_three_versions(
+    scores: tuple[float, ...], sentence: str
+) -> None:
+    versions = [version(step, score) for step, score in enumerate(scores)][::-1]
+    described = describe_learning("m", versions[0].id, versions)
+    assert described.verdict == "learns"
+    assert described.sentence.partition("). ")[2] == sentence
+
+
 def test_the_rule_has_the_numbers_of_the_settings() -> None:
     assert "no gate is set" in describe_rule(GateRule())
     rule = describe_rule(GateRule(command=("play",), margin=0.2, anchor_margin=0.03, alpha=0.01, minimum_score=0.4))
@@ -246,6 +270,21 @@ def test_the_last_decision_of_the_gate_is_stated_with_its_numbers() -> None:
     assert describe_trial(versions) == f"Last decision: {expected}"
     sentence = describe_decision(versions[0].model_copy(update={"decisions": (refused, audit)}))
     assert sentence == "m@000000000002 was refused after 253 tasks (-0.10 ± 0.04 against the champion, margin 0.05)"
+
+
+@pytest.mark.parametrize(
+    ("difference", "sentence"),
+    [
+        (0.0, "identical to the champion on every task, margin 0.05"),
+        (0.25, "+0.25 against the champion, margin 0.05"),
+    ],
+)
+def test_equal_differences_have_no_interval(difference: float, sentence: str) -> None:
+    numbers = {"tasks": 9.0, "difference": difference, "standard_error": 0.0, "margin": 0.05}
+    event = ModelEvent(
+        decision_id="r", time=BEGAN, model="m", version="m@000000000002", decision="promoted", statistics=numbers
+    )
+    assert describe_numbers(event) == f"after 9 tasks ({sentence})"
 
 
 def test_a_score_without_failures_has_an_interval() -> None:

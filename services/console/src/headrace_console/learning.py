@@ -13,6 +13,8 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import VersionState
 
 Z95 = 1.96
+_PLATEAU_VERSIONS_MIN = 3
+"""Versions without a higher score from which on a model that learned is said not to rise any more."""
 REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 
@@ -100,9 +102,13 @@ def describe_numbers(event: ModelEvent) -> str:
     for name, prefix in (("champion", ""), ("anchor", "anchor_")):
         if (difference := numbers.get(f"{prefix}difference")) is not None:
             error = numbers.get(f"{prefix}standard_error")
-            width = "" if error is None else f" ± {Z95 * error:.2f}"
             margin = numbers.get(f"{prefix}margin")
             limit = "" if margin is None else f", margin {margin:g}"
+            if difference == error == 0:
+                parts.append(f"identical to the {name} on every task{limit}")
+                continue
+            # A standard error of 0 from equal differences is no certainty.
+            width = f" ± {Z95 * error:.2f}" if error else ""
             parts.append(f"{difference:+.2f}{width} against the {name}{limit}")
     against = f" ({'; '.join(parts)})" if parts else ""
     return f"after {numbers['tasks']:,.0f} tasks{against}"
@@ -144,7 +150,21 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
         f"(95 %: {lower:+.2f} to {upper:+.2f})"
     )
     if lower > 0:
-        return Learning("learns", f"{model} learns: {numbers}.", swapped_at)
+        course = [version for version in scored if version.step <= last.step]
+        return Learning("learns", f"{model} learns: {numbers}.{_describe_plateau(course)}", swapped_at)
     if upper < 0:
         return Learning("worse", f"{model} got worse: {numbers}.", swapped_at)
     return Learning("unclear", f"{model} is not shown to change: {numbers}.", swapped_at)
+
+
+def _describe_plateau(scored: Sequence[ScoredVersion]) -> str:
+    """Return since when no version had a higher score than all before it; empty if one of the last two had.
+
+    Args:
+        scored: versions by step, at least one.
+    """
+    highest = max(scored, key=lambda version: version.score)  # the first one of several
+    count = len({version.step for version in scored if version.step > highest.step})
+    if count < _PLATEAU_VERSIONS_MIN:
+        return ""
+    return f" No rise in the last {count} versions: step {highest.step} reached {highest.score:.2f}."
