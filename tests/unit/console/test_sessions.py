@@ -95,6 +95,10 @@ async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_p
         ("status=trained", True),
         ("status=dropped", False),
         (f"version={VERSION}", True),
+        ("version=0123456789ab", True),
+        ("version=m@012345678", False),
+        ("version=other@0123456789ab", False),
+        ("evaluation=shown", True),
         ("version=m@000000000000", False),
         ("model=m&task=invoices", True),
         ("task=other", False),
@@ -118,7 +122,17 @@ async def test_list_applies_filter(stand: Stand, query: str, *, is_listed: bool)
 
 
 @pytest.mark.parametrize(
-    "query", ["thumb=sideways", "since=now", "reward_max=low", "after=x", "after=1", "order=reward", "status=lost"]
+    "query",
+    [
+        "thumb=sideways",
+        "since=now",
+        "reward_max=low",
+        "after=x",
+        "after=1",
+        "order=reward",
+        "status=lost",
+        "evaluation=no",
+    ],
 )
 async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> None:
     client = await stand.signed_in()
@@ -226,8 +240,9 @@ async def test_response_id_of_a_long_session_leads_to_the_page_that_shows_it(sta
         ("s1", f"/s/{KEY}"),
         (KEY, f"/s/{KEY}"),
         (VERSION, "/sessions?version=m%40"),
-        ("x", "/sessions?task=x"),
-        ("", "/"),
+        ("0123456789ab", "/sessions?version=0123456789ab"),
+        ("invoices", "/sessions?task=invoices"),
+        ("", "/sessions"),
     ],
 )
 async def test_find_leads_to_what_the_text_names(stand: Stand, text: str, target: str) -> None:
@@ -235,6 +250,29 @@ async def test_find_leads_to_what_the_text_names(stand: Stand, text: str, target
     client = await stand.signed_in()
     reply = await client.get("/find", params={"q": text})
     assert reply.headers["location"].startswith(target)
+
+
+async def test_find_states_what_was_searched_without_a_match(stand: Stand) -> None:
+    await apply(stand, session_events())
+    client = await stand.signed_in()
+    for text in ("unheard", "ffffffffffff", "m@ffffffffffff"):
+        reply = await client.get("/find", params={"q": text})
+        assert reply.status_code == 404
+        assert "not found among response ids, sessions, versions (12 digits or more) and tasks" in reply.text
+
+
+async def test_list_hides_evaluation_sessions_unless_they_are_asked_for(stand: Stand) -> None:
+    await apply(stand, [turn(TURN_ID, session_key=KEY, session_id="s1", purpose="eval")])
+    client = await stand.signed_in("reviewer")
+    page = (await client.get("/sessions")).text
+    assert f'href="/s/{KEY}"' not in page
+    assert "apart from evaluation sessions" in page
+    address = re.search(r'href="(\?[^"]*evaluation=shown)">Show them', page)
+    assert address is not None
+    shown = (await client.get(f"/sessions{address[1]}")).text
+    assert f'href="/s/{KEY}"' in shown
+    assert "Show them" not in shown
+    assert 'href="/review/new"' in shown, "a queue has no such filter"
 
 
 async def test_foreign_and_unknown_ids_answer_alike(stand: Stand) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, capitalized
 from headrace_console.flow_rules import BatchRules, RewardRules
 from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
@@ -16,27 +17,6 @@ from headrace_schemas.http.registry_api import ModelState
 _LOOP = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
 _STALLED_AFTER_WAITS, _STALLED_AFTER_S_MIN = 4, 10.0
 """Training counts as stalled after four times `trainer.batch_wait_s` without a trained experience, at least 10 s."""
-LEFT_OUT_REMEDIES = {
-    "truncated_sampling": "your agent samples with temperature=0, top_p or top_k, so the probabilities of its tokens "
-    "are unknown: call with temperature=1 and without top_p and top_k",
-    "retried": "the client repeated these calls, and only the last answer counts",
-    "undelivered": "the client had gone before the answer ended: raise its timeout",
-    "empty": "the answers have no tokens: raise max_tokens",
-}
-DROP_REMEDIES = {
-    "stale": "they waited too long for the present version: raise trainer.max_staleness, or give the trainer more "
-    "compute",
-    "foreign_version": "a version that this trainer does not train answered: call the model that it trains",
-    "no_logprobs": "your agent samples with temperature=0, or in another way that leaves the probabilities unknown: "
-    "call with temperature=1, or train corrections by sft",
-    "no_signal": "the algorithm does not train this kind of feedback: send rewards, or choose another algorithm",
-    "temperature": "your agent samples at a temperature near 0: call with temperature=1",
-    "no_reward": "no source scored these runs: add a reward function, or send feedback",
-    "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
-    "singleton": "a group needs several runs of one task: repeat tasks, or choose an algorithm without groups",
-    "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
-    "withdrawn": "their feedback was withdrawn",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +188,7 @@ def _left_out(facts: Facts) -> Cause | None:
     return Cause(
         "left_out",
         f"Turns were left out of training: {_counts(reasons)}.",
-        _sentence(LEFT_OUT_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+        capitalized(LEFT_OUT_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
     )
 
 
@@ -255,7 +235,7 @@ def _dropped(facts: Facts) -> Cause | None:
     return Cause(
         "stale" if reason == "stale" else "dropped",
         f"The trainer dropped experiences: {_counts(reasons)}.",
-        _sentence(DROP_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+        capitalized(DROP_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
     )
 
 
@@ -374,7 +354,3 @@ def _counts(numbers: Mapping[str, float]) -> str:
 
 def _plural(number: float, singular: str, plural: str) -> str:
     return f"{number:,.0f} {singular if number == 1 else plural}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."

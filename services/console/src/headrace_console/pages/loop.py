@@ -10,7 +10,8 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from headrace_console import charts, learning
-from headrace_console.flow import Facts, find_cause
+from headrace_console.drop_reasons import describe_reason, sessions_query
+from headrace_console.flow import Cause, Facts, find_cause
 from headrace_console.learning import Learning, ScoredVersion
 from headrace_console.pages.page import Page, Visit
 from headrace_console.read_model import queries
@@ -84,12 +85,23 @@ async def flow(visit: Visit) -> Response:
     cause = find_cause(facts)
     return visit.render(
         "flow.html",
+        title=_flow_title(facts, cause),
+        counts=await _counts(visit),
+        describe_reason=describe_reason,
+        sessions_query=sessions_query,
         cause=cause,
         facts=facts,
         problem=problem,
         stages=_stages(facts),
         as_of=visit.parts.clock.now(),
     )
+
+
+def _flow_title(facts: Facts, cause: Cause | None) -> str:
+    """Return the heading of the Why page, which depends on whether experiences are trained."""
+    if facts.trains:
+        return "What is not trained, and why"
+    return "Why nothing trains" if cause is not None else "Is anything trained?"
 
 
 async def _facts(visit: Visit) -> tuple[Facts, str]:
@@ -177,7 +189,7 @@ def _stages(facts: Facts) -> list[tuple[str, str, float]]:
         ("gateway", "calls captured", "headrace_gateway_turns_total"),
         ("collector", "sessions open", "headrace_collector_open_sessions"),
         ("collector", "runs closed", "headrace_collector_trajectories_total"),
-        ("collector", "turns left out", "headrace_collector_left_out_total"),
+        ("collector", "turns left out, also of evaluation", "headrace_collector_left_out_total"),
         ("scorer", "runs that wait for rewards", "headrace_scorer_waiting_trajectories"),
         ("scorer", "experiences sent", "headrace_scorer_experiences_total"),
         ("trainer", "experiences that wait for a batch", "headrace_trainer_waiting_experiences"),

@@ -29,13 +29,17 @@ CHOICES = {
     "outcome": tuple(name for name in get_args(Outcome) if name in tables.FLAGS),
     "status": tables.STATUSES,
 }
+LIST_CHOICES = {**CHOICES, "evaluation": ("hidden", "shown")}
+"""Choices of the list. Review queues have no filter of evaluation sessions."""
 _POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
 
 
 async def sessions(visit: Visit) -> Response:
     """List the sessions of a tenant, the newest first."""
-    parameters = {name: text for name, text in visit.parameters(*FILTERS, "tenant", "after").items() if text}
+    query = visit.parameters(*FILTERS, "evaluation", "tenant", "after")
+    parameters = {name: text for name, text in query.items() if text}
+    evaluation = parameters.setdefault("evaluation", "hidden")
     selection = parse_filter(parameters)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
@@ -50,9 +54,10 @@ async def sessions(visit: Visit) -> Response:
         rows=[_session(row, texts) for row in page.rows],
         tenants=list(tenants),
         tenant=tenant,
-        choices=CHOICES,
+        choices=LIST_CHOICES,
         parameters=parameters,
         is_filtered=any(name in parameters for name in FILTERS),
+        with_evaluation=_with_evaluation(parameters) if evaluation == "hidden" else None,
         following=following,
         queue_query=_queue_query(parameters) if visit.user.has_role("reviewer") else None,
         searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
@@ -70,25 +75,42 @@ async def turn(visit: Visit) -> Response:
 
 
 async def find(visit: Visit) -> Response:
-    """Redirect to the turn, the session, the version or the task of this name."""
+    """Redirect to the turn, the session, the version or the task of this name.
+
+    Raises:
+        Refused: nothing that the user may see has this name (404).
+    """
     text = visit.parameters("q").get("q", "").strip()
+    if not text:
+        return RedirectResponse("/sessions", 303)
     async with visit.transaction() as tx:
-        address = await _turn_address(tx, visit.user, text) if text else None
-        if address is not None:
-            return RedirectResponse(address, 303)
+        address = await _turn_address(tx, visit.user, text)
+        tenants = await queries.tenants(tx, visit.user.scope)
         keys = [text] if _KEY.fullmatch(text) else []
-        keys += [session_key(tenant, text) for tenant in await queries.tenants(tx, visit.user.scope)]
+        keys += [session_key(tenant, text) for tenant in tenants]
         for key in keys:
-            if await queries.session_of(tx, visit.user.scope, key) is not None:
-                return RedirectResponse(f"/s/{key}", 303)
-        is_version = "@" in text and bool(await queries.numbers_of(tx, [text]))
-    kind = "version" if is_version else "task"
-    return RedirectResponse(f"/sessions?{urlencode({kind: text})}" if text else "/sessions", 303)
+            if address is None and await queries.session_of(tx, visit.user.scope, key) is not None:
+                address = f"/s/{key}"
+        if address is None and await queries.numbers_of_versions(tx, text):
+            address = f"/sessions?{urlencode({'version': text, 'evaluation': 'shown'})}"
+        for tenant, number in tenants.items():
+            if address is None and await queries.has_task(tx, number, text):
+                address = f"/sessions?{urlencode({'task': text, 'evaluation': 'shown', 'tenant': tenant})}"
+    if address is None:
+        searched = "response ids, sessions, versions (12 digits or more) and tasks"
+        raise Refused(404, "not_found", f"{printable(text)!r}: not found among {searched}", "q")
+    return RedirectResponse(address, 303)
+
+
+def _with_evaluation(parameters: Mapping[str, str]) -> str:
+    """Return the query of the list from its beginning, with evaluation sessions."""
+    selection = {name: text for name, text in parameters.items() if name != "after"}
+    return f"?{urlencode({**selection, 'evaluation': 'shown'})}"
 
 
 def _queue_query(parameters: Mapping[str, str]) -> str:
     """Return the query that fills the form of a new review queue with the filter of the list."""
-    selection = {name: text for name, text in parameters.items() if name != "after"}
+    selection = {name: text for name, text in parameters.items() if name not in ("evaluation", "after")}
     return f"?{urlencode(selection)}" if selection else ""
 
 
@@ -131,7 +153,7 @@ def parse_position(text: str) -> tuple[int, int]:
 
 def parse_filter(parameters: dict[str, str]) -> Filter:
     """Return the filter of query parameters. Raises `Refused` 400 for a value that a parameter does not accept."""
-    for name, choices in CHOICES.items():
+    for name, choices in LIST_CHOICES.items():
         text = parameters.get(name)
         if text is not None and text not in choices:
             raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
@@ -158,6 +180,7 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         status=parameters.get("status"),
         task=parameters.get("task"),
         since_ms=since,
+        hides_evaluation=parameters.get("evaluation") == "hidden",
         after=parse_position(parameters["after"]) if "after" in parameters else None,
     )
 

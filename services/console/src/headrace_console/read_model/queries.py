@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ PAGE_ROWS = 100
 SEARCHED_MAX = 5_000
 """Sessions that one page reads at most to find those that match filters without an index."""
 SESSION_TURNS_MAX = 200
+_VERSION = re.compile(r"(?:([^@]+)@)?([0-9a-f]{12,64})")
+"""Name of a version, as a whole or as pages show it."""
+_VERSIONS_MAX = 16
 _SESSION_ROWS_MAX = 1_000
 
 
@@ -38,7 +42,7 @@ class Counts:
 class Filter:
     """Sessions to list. A filter that is None selects all sessions.
 
-    `status`, `outcome` and `arm` are names, `after` is a position in the list.
+    `version` is a name that may be short, `status`, `outcome` and `arm` are names, `after` is a position in the list.
     """
 
     model: str | None = None
@@ -50,6 +54,7 @@ class Filter:
     status: str | None = None
     task: str | None = None
     since_ms: int | None = None
+    hides_evaluation: bool = False
     after: tuple[int, int] | None = None
 
 
@@ -69,6 +74,27 @@ async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int
     table = tables.names
     rows = await tx.execute(select(table.c.name, table.c.id).where(table.c.name.in_(list(texts))))
     return {row.name: row.id for row in rows}
+
+
+async def numbers_of_versions(tx: AsyncConnection, name: str) -> list[int]:
+    """Return the numbers of the versions with a name, which may be short: without model, and with a cut digest."""
+    table, match = tables.names, _VERSION.fullmatch(name)
+    if match is None:
+        return list((await numbers_of(tx, [name])).values()) if "@" in name else []
+    model, digest = match.groups()
+    if model:
+        is_named = table.c.name.startswith(f"{model}@{digest}", autoescape=True)
+    else:
+        is_named = table.c.name.contains(f"@{digest}", autoescape=True)
+    rows = await tx.execute(select(table.c.name, table.c.id).where(is_named).limit(_VERSIONS_MAX))
+    return [row.id for row in rows if _VERSION.fullmatch(row.name)]
+
+
+async def has_task(tx: AsyncConnection, tenant: int, task: str) -> bool:
+    """Return whether a tenant has a session of a task."""
+    table = tables.sessions
+    query = select(table.c.id).where(table.c.tenant == tenant, table.c.task_id == task).limit(1)
+    return await tx.scalar(query) is not None
 
 
 async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[int, str]:
@@ -139,11 +165,11 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
     most `SEARCHED_MAX` sessions.
     """
     table = tables.sessions
-    texts = [text for text in (selection.model, selection.version) if text is not None]
-    numbers = await numbers_of(tx, texts)
-    if len(numbers) < len(texts):
-        return SessionPage((), None, None)
-    conditions = _conditions(selection, numbers)
+    conditions = _conditions(selection)
+    if selection.model is not None:
+        conditions["model"] = table.c.model.in_((await numbers_of(tx, [selection.model])).values())
+    if selection.version is not None:
+        conditions["version"] = table.c.version.in_(await numbers_of_versions(tx, selection.version))
     indexed = next((name for name in ("task_id", "version", "thumb", "status") if name in conditions), None)
     query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
     if indexed is not None:
@@ -172,13 +198,9 @@ def _page(rows: Sequence[RowMapping]) -> SessionPage:
     return SessionPage([dict(row) for row in page], last, None)
 
 
-def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, ColumnElement[bool]]:
-    """Return the conditions of a filter by column."""
+def _conditions(selection: Filter) -> dict[str, ColumnElement[bool]]:
+    """Return the conditions of a filter by column, except those for model and version."""
     table, conditions = tables.sessions, {}
-    for name in ("model", "version"):
-        text = getattr(selection, name)
-        if text is not None:
-            conditions[name] = table.c[name] == numbers[text]
     if selection.task is not None:
         conditions["task_id"] = table.c.task_id == selection.task
     if selection.thumb is not None:
@@ -190,6 +212,8 @@ def _conditions(selection: Filter, numbers: Mapping[str, int]) -> dict[str, Colu
     for name, flag in (("arm", selection.arm), ("outcome", selection.outcome)):
         if flag is not None:
             conditions[name] = table.c.flags.bitwise_and(tables.FLAGS[flag]) != 0
+    if selection.hides_evaluation:
+        conditions["evaluation"] = table.c.flags.bitwise_and(tables.FLAGS["eval"]) == 0
     return conditions
 
 

@@ -1,0 +1,59 @@
+"""Reasons why turns and experiences are not trained: what each of them means, and what to do about it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+LEFT_OUT_REMEDIES = {
+    "truncated_sampling": "your agent samples with temperature=0, top_p or top_k, so the probabilities of its tokens "
+    "are unknown: call with temperature=1 and without top_p and top_k",
+    "retried": "the client repeated these calls, and only the last answer counts",
+    "undelivered": "the client had gone before the answer ended: raise the client's timeout, such as "
+    "OpenAI(timeout=600)",
+    "empty": "the answers have no tokens: raise max_tokens",
+}
+DROP_REMEDIES = {
+    "stale": "they waited too long for the present version: raise trainer.max_staleness, or give the trainer more "
+    "compute",
+    "foreign_version": "a version that this trainer does not train answered: call the model that it trains",
+    "no_logprobs": "your agent samples with temperature=0, or in another way that leaves the probabilities unknown: "
+    "call with temperature=1, or train corrections by sft",
+    "no_signal": "the algorithm does not train this kind of feedback: send rewards, or choose another algorithm",
+    "temperature": "your agent samples at a temperature near 0: call with temperature=1",
+    "no_reward": "no source scored these runs: add a reward function, or send feedback",
+    "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
+    "singleton": "a group needs several runs of one task: repeat tasks, or choose an algorithm without groups",
+    "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
+    "withdrawn": "their feedback was withdrawn",
+}
+_MEANINGS = {
+    "eval": "The call was an evaluation (purpose eval), which is never trained.",
+    "dead_letter": "A service refused the record; it is among the dead letters.",
+    "undone": "The weights went back to a version from before this training.",
+    "registered": "A fixed version answered, which is never trained.",
+    "side_call": "The client made the call beside its task, for example for a title.",
+    "superseded": "A later revision of the reward replaced this one before it was trained.",
+    "already_trained": "The revision was trained before.",
+    "unchanged": "The revision changes nothing that was trained.",
+    "invalid": "The experience does not fit the model, for example by its tokens.",
+    "retried": "The client repeated the call, and only the last answer counts.",
+}
+
+
+def describe_reason(reason: str) -> str:
+    """Return a sentence about a reason why turns are not trained, such as `stale` or `truncated_sampling (grammar)`."""
+    name = reason.partition(" (")[0]
+    remedy = DROP_REMEDIES.get(name) or LEFT_OUT_REMEDIES.get(name)
+    if name in _MEANINGS or remedy is None:
+        return _MEANINGS.get(name, "Read the pitfalls about this reason in the documentation.")
+    return capitalized(remedy)
+
+
+def sessions_query(reason: str) -> str:
+    """Return the query of the list of sessions that were dropped, with evaluation sessions if that is the reason."""
+    return urlencode({"status": "dropped"} | ({"evaluation": "shown"} if reason == "eval" else {}))
+
+
+def capitalized(text: str) -> str:
+    """Return a clause as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}."
