@@ -11,7 +11,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_console.pages.session import new_messages
 from headrace_console.read_model import queries
 from headrace_console.read_model.batch import Batch, Fact
 from headrace_console.read_model.queries import Filter
@@ -70,7 +69,7 @@ async def test_list_shows_a_session_with_its_numbers(stand: Stand) -> None:
     assert f'href="/s/{KEY}"' in page
     assert "Who sent it? &lt;script&gt;" in page
     assert "\\u202eevil" in page
-    for text in ("0.50", "down", "1 trained", "abstained"):
+    for text in ("0.50", "down", "1 trained", "reward source: abstained"):
         assert f">{text}<" in page, text
     assert "<script>alert" not in page
 
@@ -196,7 +195,7 @@ async def test_session_page_shows_turns_outcomes_and_rewards(stand: Stand) -> No
     for text in (
         TURN_ID,
         "trained",
-        "step 0 of lineage main, first in m@0123456789ab",
+        '(step 0 of lineage main), first in <a href="/models/m/0123456789ab">m@0123456789ab</a>',
         "concise",
         "0.400",
         "abstained",
@@ -351,12 +350,3 @@ async def test_queries_never_scan_whole_tables(stand: Stand) -> None:
         problems = await scans(tx, statements, partial=frozenset(), rows_max=1_000)
     harmless = re.compile(rf"SCAN ([0-9]+ CONSTANT ROWS|({'|'.join(allowed)})\b)")
     assert [text for text in problems if not harmless.match(text)] == []
-
-
-def test_new_messages_are_those_that_the_turn_before_lacks() -> None:
-    user, agent, again = (Message(role=role, content=text) for role, text in
-                          (("user", "a"), ("assistant", "x"), ("user", "b")))  # fmt: skip
-    first = turn("a", messages=(user,))
-    assert new_messages(turn("b", messages=(user, agent, again)), first) == (again,)
-    assert new_messages(turn("b", messages=(again,)), first) == (again,)
-    assert new_messages(first, None) == (user,)

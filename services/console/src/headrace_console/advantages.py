@@ -123,9 +123,21 @@ def pushes_by_turn(
 
 def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
     """Return the step of an outcome, with the version that contains it first."""
-    step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
-    name = f"step {step} of lineage {texts.get(lineage, '')}"
-    return f"{name}, first in {texts[version]}" if version else name
+    version = first_version(entry, steps, texts)
+    name = step_name(entry, steps, texts)
+    return f"{name}, first in {version}" if version else name
+
+
+def step_name(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
+    """Return the step of an outcome and its lineage."""
+    step, lineage, _ = steps.get((entry.lineage, entry.save), (0, 0, 0))
+    return f"step {step} of lineage {texts.get(lineage, '')}"
+
+
+def first_version(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
+    """Return the first version that contains the step of an outcome, or an empty text before it is saved."""
+    _, _, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
+    return texts[version] if version else ""
 
 
 @dataclass(frozen=True, slots=True)

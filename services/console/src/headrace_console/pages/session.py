@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.responses import Response
 
-from headrace_console.advantages import Steps, describe, describe_step, pushes_by_turn
+from headrace_console.advantages import Steps, describe, first_version, pushes_by_turn, step_name
+from headrace_console.drop_reasons import describe_reason
 from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
@@ -32,7 +33,8 @@ async def session(visit: Visit) -> Response:
         if session is None:
             raise NotFound
         rows = await queries.session_records(tx, session["id"], before)
-        histories = [history_of(row["history"]) for row in rows.experiences]
+        in_order = sorted(rows.experiences, key=lambda row: min(unpack_numbers(row["turns"]), default=0))
+        histories = [history_of(row["history"]) for row in in_order]
         entries = [entry for history in histories for entry in history]
         steps = await queries.steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
         numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
@@ -42,7 +44,7 @@ async def session(visit: Visit) -> Response:
     rewards = await visit.parts.records.read_rows("rewards", rows.rewards[:_SPEAKERS_MAX])
     feedback = await visit.parts.records.read_rows("feedback", rows.feedback[:_SPEAKERS_MAX])
     outcomes = await _outcomes(visit, rows, feedback)
-    experiences = [unpack_numbers(row["turns"]) for row in rows.experiences]
+    experiences = [unpack_numbers(row["turns"]) for row in in_order]
     numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
     pushes = pushes_by_turn(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
     first = rows.turns[0] if rows.turns else None
@@ -54,10 +56,9 @@ async def session(visit: Visit) -> Response:
         statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
         turns=_turns(rows, turns, texts, pushes),
         earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
-        experiences=[
-            _experience(row, history, steps, texts) for row, history in zip(rows.experiences, histories, strict=True)
-        ],
-        rewards=[_reward(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
+        experiences=[_experience(row, history, steps, texts) for row, history in zip(in_order, histories, strict=True)],
+        absence=describe_absence(texts.get(row["status"], "") for row in rows.turns),
+        rewards=[reward_values(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
         feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
         speakers_max=_SPEAKERS_MAX,
         can_give_feedback=visit.user.has_role("reviewer"),
@@ -147,8 +148,23 @@ def message_text(message: Message) -> str:
 
 
 def message_values(message: Message) -> dict[str, object]:
-    """Return the role and the text of a message, with its tool calls in the text."""
-    return {"role": message.role, "text": message_text(message)}
+    """Return the role and the text of a message with its tool calls in the text, and its kind as an answer."""
+    kind = "answer" if not message.tool_calls else "answer and tool call" if message.text else "tool call"
+    return {"role": message.role, "text": message_text(message), "kind": kind}
+
+
+def describe_absence(statuses: Iterable[str]) -> str:
+    """Return why a session has no experience, from the statuses of its turns."""
+    details = list(dict.fromkeys(split_status(name) for name in statuses if name))
+    waiting = {"session": "the session is open", "reward": "its reward is awaited"}
+    awaited = [waiting.get(detail, detail) for status, detail in details if status == "waiting"]
+    if awaited:
+        return f"No experience yet: {', and '.join(awaited)}."
+    dropped = [detail for status, detail in details if status == "dropped"]
+    if not dropped:
+        return "No experience yet."
+    names = ", ".join(detail.replace("_", " ") for detail in dropped)
+    return f"No experience: the turns were dropped ({names}). {' '.join(map(describe_reason, dropped))}"
 
 
 def _experience(
@@ -158,26 +174,33 @@ def _experience(
     texts: Mapping[int, str],
 ) -> dict[str, object]:
     """Return the template values of an experience, with the outcome of each revision, the newest outcome first."""
-    sentences = [f"rev {entry.revision}: {_outcome(entry, steps, texts)}" for entry in reversed(history)]
+    outcomes = [
+        {
+            "sentence": f"revision {entry.revision}: {_outcome(entry, steps, texts)}",
+            "version": first_version(entry, steps, texts),
+        }
+        for entry in reversed(history)
+    ]
     return {
         "id": unpack_id(row["name"]),
         "revision": row["revision"],
         "reward": row["reward"],
         "no_reward": texts.get(row["no_reward"] or 0, "").replace("_", " "),
         "refused": row["refused"],
-        "outcomes": sentences,
+        "outcomes": outcomes,
     }
 
 
 def _outcome(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    step_name = describe_step(entry, steps, texts)
+    step = step_name(entry, steps, texts)
     if entry.kind == "dropped":
-        return f"dropped, {texts[entry.reason].replace('_', ' ')} ({step_name})"
+        return f"dropped, {texts[entry.reason].replace('_', ' ')} ({step})"
     effect = describe(entry.advantage)
-    return f"{entry.kind}{effect and f': {effect}'} ({step_name})"
+    return f"{entry.kind}{effect and f': {effect}'} ({step})"
 
 
-def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
+def reward_values(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
+    """Return the template values of a reward. Its run and its reason are known while its record is."""
     event = events.get(position_of(row))
     reward = event if isinstance(event, Reward) else None
     return {
@@ -186,6 +209,7 @@ def _reward(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[i
         "value": row["value"],
         "revision": row["revision"],
         "turn": row["turn"],
+        "run": reward.trajectory_id if reward is not None else "",
         "at": from_epoch_ms(row["at_ms"]),
         "reason": reward.reason if reward is not None else None,
     }

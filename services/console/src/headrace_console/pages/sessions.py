@@ -198,8 +198,14 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
         "reward": row["reward"],
         "thumb": thumb,
         "status": ", ".join(statuses),
-        "flags": ", ".join(name.replace("_", " ") for name, bit in tables.FLAGS.items() if row["flags"] & bit),
+        "flags": ", ".join(_mark(name) for name, bit in tables.FLAGS.items() if row["flags"] & bit),
     }
+
+
+def _mark(flag: str) -> str:
+    """Return the words of a flag. An outcome names the reward sources that it is of."""
+    words = "evaluation" if flag == "eval" else flag.replace("_", " ")
+    return f"reward source: {words}" if flag in CHOICES["outcome"] else words
 
 
 PAGES = (
