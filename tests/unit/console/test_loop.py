@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import jinja2
 import pytest
 
+from headrace_console.flow import Cause, Facts
 from headrace_console.live import Changes
+from headrace_console.pages.loop import flow_title
+from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.rows import Names
 from headrace_console.sources.services import StackReport, parse_samples, read_left_out
 from headrace_runtime.services import installed
 from headrace_schemas import TrainingMetrics, Turn
+from tests.support.account_events import trajectory, turn
 from tests.unit.console.support import Stand
 
 METRICS = """# HELP headrace_gateway_turns_total Turns captured
@@ -51,6 +57,60 @@ async def test_the_loop_of_a_stack_that_is_away_says_so(tmp_path: Path) -> None:
         fragment = await client.get("/", headers={"hx-request": "true"})
         assert "<h1>" not in fragment.text
         assert "The broker does not answer." in fragment.text
+
+
+async def test_an_unexpected_error_has_a_page_without_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Stand(tmp_path) as stand:
+        client = await stand.signed_in()
+
+        async def report() -> StackReport:
+            raise KeyError("secret detail")
+
+        monkeypatch.setattr(stand.console._stack, "report", report)
+        page = await client.get("/flow")
+        assert page.status_code == 500
+        assert "/flow: the console failed to make this page." in page.text
+        assert '<nav aria-label="Pages">' in page.text
+        assert "secret detail" not in page.text
+
+
+async def test_templates_are_read_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Stand(tmp_path) as stand:
+        client = await stand.signed_in()
+        monkeypatch.setattr(jinja2.FileSystemLoader, "get_source", None)
+        for address in ("/sessions", "/rewards", "/review", "/nowhere"):
+            assert (await client.get(address)).status_code in (200, 404)
+
+
+@pytest.mark.parametrize(
+    ("untrained_s", "cause", "title"),
+    [
+        (1.0, None, "What is not trained, and why"),
+        (1.0, Cause("equal_rewards", "Equal.", ""), "What is not trained, and why"),
+        (None, Cause("no_traffic", "No call.", ""), "Why nothing trains"),
+        (None, None, "Is anything trained?"),
+    ],
+)
+def test_the_heading_of_the_why_page_depends_on_training(
+    untrained_s: float | None, cause: Cause | None, title: str
+) -> None:
+    assert flow_title(Facts(StackReport({}), untrained_s=untrained_s), cause) == title
+
+
+async def test_the_why_page_explains_each_reason_of_dropped_turns(tmp_path: Path) -> None:
+    events = [turn("a", purpose="eval"), turn("b"), trajectory("T", left_out={"b": "undelivered"})]
+    async with Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1")) as stand:
+        async with stand.console.database.transaction() as tx:
+            await Batch(tx, Names(), titles=True, day=1).apply(
+                [Fact(event, 0, offset) for offset, event in enumerate(events)]
+            )
+        client = await stand.signed_in()
+        page = (await client.get("/flow")).text
+        assert 'href="/sessions?status=dropped&amp;evaluation=shown">eval</a>' in page
+        assert "OpenAI(timeout=600)" in page
+        assert "Why nothing trains" in page
 
 
 async def test_a_subscriber_gets_each_change_at_most_once_a_second() -> None:

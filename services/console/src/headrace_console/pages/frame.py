@@ -54,6 +54,8 @@ class Templates:
             "exp": math.exp,
         }
         self._environment.globals["ui"] = self._environment.get_template("macros.html").module
+        for name in self._environment.list_templates():  # an upgrade beneath a running process must not mix releases
+            self._environment.get_template(name)
         self._theme_cookie = "__Host-headrace-theme" if behind_tls else "headrace-theme"
 
     @property

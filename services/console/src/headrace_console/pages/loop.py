@@ -85,7 +85,7 @@ async def flow(visit: Visit) -> Response:
     cause = find_cause(facts)
     return visit.render(
         "flow.html",
-        title=_flow_title(facts, cause),
+        title=flow_title(facts, cause),
         counts=await _counts(visit),
         describe_reason=describe_reason,
         sessions_query=sessions_query,
@@ -97,7 +97,7 @@ async def flow(visit: Visit) -> Response:
     )
 
 
-def _flow_title(facts: Facts, cause: Cause | None) -> str:
+def flow_title(facts: Facts, cause: Cause | None) -> str:
     """Return the heading of the Why page, which depends on whether experiences are trained."""
     if facts.trains:
         return "What is not trained, and why"

@@ -29,9 +29,11 @@ from headrace_console.users import Role, User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.database import Database
 from headrace_schemas.values.text import printable, storable
 
+log = get_logger(__name__)
 _FORM_BYTES_MAX = 1_048_576
 _FORM_FIELDS_MAX = 200
 _REASON_LENGTH_MAX = 2000
@@ -146,6 +148,10 @@ class PageRoutes:
                 return await page.handler(Visit(self._parts, request, user))
             except Refused as error:
                 return self._parts.templates.error(request, user, error)
+            except Exception:
+                log.exception("page failed", path=request.url.path)
+                problem = f"{printable(request.url.path)}: the console failed to make this page. Read its log."
+                return self._parts.templates.error(request, user, Refused(500, "internal_error", problem))
 
         return Route(page.path, endpoint, methods=[page.method])
 
