@@ -33,7 +33,7 @@ from headrace_trainer.torch_learner.model import (
     adapters,
     attention,
     configuration,
-    devices,
+    cpu,
     forward,
     masters,
     norms,
@@ -77,7 +77,7 @@ class Policy:
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
         if device.type == "cpu":
-            devices.prepare()
+            cpu.prepare()
         compute = resolve_types(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)
