@@ -9,11 +9,16 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.system.program import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))  # examples are not installed
 
 from example_parts import bpe, warm_up
 from example_parts.base_model import Recipe, chat_tokenizer, new_model

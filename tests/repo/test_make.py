@@ -1,4 +1,4 @@
-"""Commands of make that pages and messages name exist, and former names of targets still run the same.
+"""Commands of make that pages and messages name exist, former names of targets still run the same, and programs load.
 
 Every service starts thin: help without heavy imports, and a clear refusal of useless settings.
 
@@ -80,6 +80,23 @@ def test_a_former_name_prints_the_present_one_and_runs_it(former: str) -> None:
     assert f"make {former} is now: make {FORMER[former]}\n" in run.stdout
     target, _, name = FORMER[former].partition(" ")
     assert dry_run(target, *filter(None, [name.replace('"', "")]), "SEED=7").stdout in run.stdout
+
+
+_LOAD_PROGRAMS = """
+import sys
+from tests.system.program import MODULES, load
+path = list(sys.path)
+for name in MODULES:
+    sys.path[:] = path
+    load(name)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_every_test_program_is_imported_without_the_paths_of_pytest() -> None:
+    command = [sys.executable, "-c", _LOAD_PROGRAMS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("arguments", ["check", "check NAME=nothing", "bench NAME=nothing", "test-nothing"])
