@@ -57,6 +57,23 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
+def test_the_largest_tile_comes_first_so_that_its_memory_holds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 1 << 6)
+    buffers = tiles._Buffers()
+    monkeypatch.setattr(tiles, "_buffers", buffers)
+    product, sizes = buffers.product, set()
+
+    def noted(left: Tensor, right: Tensor, buffer: int) -> Tensor:
+        result = product(left, right, buffer)
+        sizes.add(buffers._numbers.numel())
+        return result
+
+    monkeypatch.setattr(buffers, "product", noted)
+    q, k, v = drawn(1, 2, 1, 320)
+    torch.autograd.grad(tiles.attend(q, k, v, blocks.of(320, CAUSAL), None).sum(), [q, k, v])
+    assert len(sizes) == 1, "the memory of a tile is allocated once"
+
+
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("mask_args", [CAUSAL, WINDOW], ids=["causal", "window"])
 @pytest.mark.parametrize("length", [1, 31, 300])

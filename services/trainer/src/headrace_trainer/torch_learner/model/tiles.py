@@ -69,9 +69,17 @@ class _Tile:
 
     @classmethod
     def all(cls, cut: tuple[Block, ...], heads: int, groups: int) -> Iterator[_Tile]:
-        """Yield all tiles. `heads` is the number of key heads of all sequences, `groups` that of query heads of
-        each."""
-        for block in cut:
+        """Yield all tiles, those with most keys first.
+
+        Each of the others then fits into memory that an earlier one freed. In the other order a heap that keeps freed
+        memory grows with each tile of a long sequence, to tens of gigabytes at 100,000 tokens.
+
+        Args:
+            cut: The blocks of one sequence.
+            heads: The number of key heads of all sequences.
+            groups: The number of query heads that share a key head.
+        """
+        for block in reversed(cut):
             hidden = _above(block.queries) if block.mask is None else _hidden(block.mask[0, 0])
             several = max(1, TILE // (groups * block.queries * block.keys))
             for head in range(0, heads, several):
