@@ -18,6 +18,7 @@ END = 5
 ANSWER_TOKENS = 24
 _FIRST_TOKEN = 300
 _TOKENS = 1000
+VOCABULARY = _FIRST_TOKEN + _TOKENS
 
 
 def prompt_of(messages: list[dict[str, Any]]) -> list[int]:

@@ -38,7 +38,7 @@ from headrace_runtime.kafka.consumer import record_of
 from headrace_runtime.kafka.wire import Record, decode
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import Experience, Replica, Trajectory, Turn
+from headrace_schemas import Experience, Trajectory, Turn
 from headrace_schemas.events.envelope import is_blob_reference
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.broker_process import BrokerProcess
@@ -76,6 +76,13 @@ class Stack:
     gateway: GatewayProcess
     broker: BrokerProcess
     services: Mapping[str, ServiceProcess]
+    replica_url: str
+
+    async def serve(self, version: str, revision: int = 1) -> None:
+        """Route all calls to a version, of which the replica plays the answers."""
+        await self.view.producer.send(routing(version, revision=revision))
+        replica = FakeReplica("replica", versions=(version,), url=self.replica_url)
+        await self.view.producer.send(replica.heartbeat(ttl_s=3600.0))
 
     @property
     def blobs(self) -> BlobStore:
@@ -134,13 +141,13 @@ async def running(folder: Path) -> AsyncIterator[Stack]:
         await asyncio.to_thread(wait_open, port, 60)
         await asyncio.to_thread(broker.start)
         async with bus_view(broker.address, folder / "data") as view:
-            await view.producer.send(routing(VERSION))
-            await view.producer.send(_heartbeat(f"http://127.0.0.1:{port}"))
+            stack = Stack(folder, view, view.settings, gateway, broker, services, f"http://127.0.0.1:{port}")
+            await stack.serve(VERSION)
             await asyncio.to_thread(gateway.start)
             await asyncio.to_thread(wait_healthy, gateway.url)
             for service in services.values():
                 await asyncio.to_thread(service.start)
-            yield Stack(folder, view, view.settings, gateway, broker, services)
+            yield stack
     finally:
         for service in services.values():
             service.stop()
@@ -153,10 +160,6 @@ async def running(folder: Path) -> AsyncIterator[Stack]:
 def _start(command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
-
-
-def _heartbeat(url: str) -> Replica:
-    return FakeReplica("replica", url=url).heartbeat(ttl_s=3600.0)
 
 
 @dataclass

@@ -44,8 +44,13 @@ def build(
     heads: int = 2,
     kv_heads: int = 1,
     feed_forward: int | None = None,
+    context: int = 2048,
+    token_ids: int | None = None,
 ) -> Path:
-    """Write config, random float32 weights, tokenizer and template to `folder` and return it. About a second."""
+    """Write config, random float32 weights, tokenizer and template to `folder` and return it. About a second.
+
+    `token_ids`: the number of ids of the model; None for those of its tokenizer, which may be fewer.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -61,9 +66,9 @@ def build(
     )
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(fast), hidden_size=hidden, intermediate_size=feed_forward or 2 * hidden,
+        vocab_size=token_ids or len(fast), hidden_size=hidden, intermediate_size=feed_forward or 2 * hidden,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
         tie_word_embeddings=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.float32)

@@ -4,16 +4,18 @@ The bus dies and comes back: the services wait or are restarted, and no event is
 
 kill -9 in the middle: every turn is in one trajectory, every trajectory has one experience, without doubles.
 
-A session of 500 calls with 100k tokens of context survives kill -9 of every service as one branch.
+A session of 500 calls with 100k tokens of context survives kill -9 of every service, and is trained as one branch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import httpx
@@ -22,13 +24,16 @@ import pytest
 from benchmarks import _sessions_replica
 from benchmarks.sessions import Conversation, Stack, end_session, running, wait_for_experiences
 from headrace_runtime.kafka.wire import Outgoing
-from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
+from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics, Trajectory, Turn
+from headrace_schemas.events.checkpoint import TrainingOutcome
 from tests.integration.streams.rig import StreamsRig, account, episode, play, rig_on
+from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import wait_healthy
 from tests.support.service_process import ServiceProcess
 
 POISON = b'{"poison": '
+E = TypeVar("E", bound=Event)
 
 
 @pytest.mark.timeout(180)
@@ -145,10 +150,11 @@ CONTEXT_TOKENS = 100_000
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 async def test_long_session_is_trained_whole_after_each_service_was_killed(tmp_path: Path) -> None:
-    async with running(tmp_path) as stack, aiohttp.ClientSession() as http:
-        kills = {TURNS * (at + 1) // 6: kill for at, kill in enumerate(_kills(stack))}
+    base = tiny_model.build(tmp_path / "base", layers=1, heads=1, context=2**17, token_ids=_sessions_replica.VOCABULARY)
+    async with running(tmp_path) as stack, aiohttp.ClientSession() as http, _training(stack, base) as trainer:
+        kills = {TURNS * (at + 1) // 6: kill for at, kill in enumerate([*_kills(stack), _restart(trainer)])}
         agent = Conversation(stack, http, "coding", OPENING_BYTES, MESSAGE_BYTES)
         for number in range(TURNS):
             if number in kills:
@@ -156,6 +162,8 @@ async def test_long_session_is_trained_whole_after_each_service_was_killed(tmp_p
             await agent.call(attempts=60)
         await end_session(stack, http, "coding")
         await wait_for_experiences(stack, ["coding"])
+        await asyncio.to_thread(_restart(trainer))
+        outcome = await _outcome(stack, trainer)
         (trajectory,) = await stack.events(Trajectory.topic, ["coding"])
         (experience,) = await stack.events(Experience.topic, ["coding"])
         turns: list[Turn] = await stack.events(Turn.topic, ["coding"])
@@ -168,6 +176,8 @@ async def test_long_session_is_trained_whole_after_each_service_was_killed(tmp_p
     assert list(branch.token_ids) == prompt + _sessions_replica.answer_of(prompt)
     assert len(branch.token_ids) > CONTEXT_TOKENS
     assert experience.branch == branch, "the trainer reads the same tokens"
+    assert (outcome.experience_id, outcome.dropped, outcome.left_out) == (experience.experience_id, None, ())
+    assert list(outcome.turn_ids) == agent.response_ids, "each turn is trained, once"
     whole_turns = [turn for turn in turns if turn.extends is None]
     assert len(whole_turns) < TURNS / 20, (
         "whole are the first turn, the first one after the gateway's death, and key frames"
@@ -186,11 +196,51 @@ def _kills(stack: Stack) -> list[Callable[[], None]]:
         stack.broker.kill()
         stack.broker.start()
 
-    def service(name: str) -> Callable[[], None]:
-        def restart() -> None:
-            stack.services[name].kill()
-            stack.services[name].start(ready=False)
+    return [_restart(stack.services["collector"]), gateway, broker, _restart(stack.services["scorer"])]
 
-        return restart
 
-    return [service("collector"), gateway, broker, service("scorer")]
+def _restart(service: ServiceProcess) -> Callable[[], None]:
+    """Return a function that kills a service and starts it again on the same data."""
+
+    def restart() -> None:
+        service.kill()
+        service.start(ready=False)
+
+    return restart
+
+
+@contextlib.asynccontextmanager
+async def _training(stack: Stack, base: Path) -> AsyncIterator[ServiceProcess]:
+    """Run a trainer, and let the replica serve its version."""
+    trainer = ServiceProcess(
+        "trainer", stack.folder / "data", stack.broker.address, TRAINER__BASE=str(base), TRAINER__MODEL="tiny",
+        TRAINER__BATCH_EXPERIENCES=1, TRAINER__STEPS_PER_VERSION=1, TRAINER__SAVE_INTERVAL_S=1.0,
+        TRAINER__MEMORY__SEQUENCE_TOKENS=2**17, TRAINER__NATIVE__TOKENS=512, TRAINER__HEALTH__MISMATCH_MAX=0.0,
+    )  # fmt: skip
+    trainer.begin()
+    try:
+        (checkpoint,) = await _events(stack, Checkpoint, trainer)
+        await stack.serve(checkpoint.version, revision=2)
+        yield trainer
+    finally:
+        trainer.stop()
+
+
+async def _outcome(stack: Stack, trainer: ServiceProcess) -> TrainingOutcome:
+    """Return the one outcome of training."""
+    while True:
+        accounts = await _events(stack, TrainingMetrics, trainer)
+        outcomes = [outcome for account in accounts for outcome in account.verdicts]
+        if outcomes:
+            (outcome,) = outcomes
+            return outcome
+        await asyncio.sleep(5)
+
+
+async def _events(stack: Stack, kind: type[E], trainer: ServiceProcess) -> list[E]:
+    """Return the events of a topic, once there are some."""
+    while True:
+        assert trainer.running(), trainer.log[-3000:]
+        if events := await stack.view.read(kind):
+            return events
+        await asyncio.sleep(0.5)
