@@ -187,9 +187,8 @@ def _stack(folder: Path, base: Path) -> HeadraceUp:
         "trainer.batch_experiences_min": 1,
         "trainer.batch_wait_s": 5.0,
         "trainer.steps_per_version": 1,
-        "trainer.max_staleness": 16,  # the agents that keep running begin before the first version
-        "trainer.optimizer.learning_rate": 1e-3,
-        "trainer.loss.updates_per_step": 4,
+        "trainer.max_staleness": 256,  # the agents that keep running begin before the first of some dozens of versions
+        "trainer.optimizer.learning_rate": 3e-4,
         "scorer.reward_wait_s": 1.0,
         "collector.idle_s": 600.0,
         "gateway.sticky.idle_s": _STICKY_S,
@@ -230,8 +229,9 @@ def _request_lines(outcome: Outcome, metrics: str, account: TurnAccount) -> Iter
     yield equals("captured calls", account.captured, answered)
     side_calls = account.dropped.get(SIDE_CALL, 0)
     yield equals("turns trained, all but side calls", account.trained, account.captured - side_calls)
-    yield equals("turns that wait or are dropped for other reasons",
-                 sum(account.waiting.values()) + sum(account.dropped.values()) - side_calls, 0)  # fmt: skip
+    others = sum(account.waiting.values()) + sum(account.dropped.values()) - side_calls
+    yield Line("turns that wait or are dropped for other reasons", str(others), "0", others == 0,
+               {"waiting": account.waiting, "dropped": account.dropped})  # fmt: skip
 
 
 def _run_lines(outcome: Outcome, observed: Observed) -> Iterator[Line]:

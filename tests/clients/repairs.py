@@ -24,6 +24,8 @@ OPERATORS: Mapping[str, str] = {
 TASK = "The tests of calc.py fail. Repair it."
 INSTRUCTIONS = "You repair programs."
 _STEPS_MAX = 8
+_ANSWER_TOKENS_MAX = 512
+"""Limit of an answer of Claude Code, so that a model that never ends its answer does not fill its context."""
 _ASK_TIMEOUT_S = 90.0
 _TESTS_TIMEOUT_S = 30.0
 _LINE_BYTES_MAX = 16 << 20
@@ -177,6 +179,7 @@ class ClaudeCode(Agent):
         return [str(self._programs / "claude"), "-p", *options], {
             "ANTHROPIC_BASE_URL": self._url,
             "ANTHROPIC_API_KEY": "none",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_ANSWER_TOKENS_MAX),
         }
 
     async def _ask(self, text: str) -> None:
