@@ -148,8 +148,8 @@ async def test_another_version_answers_the_same_prompt_as_evaluation(
     comparison = (await reviewer.get(reply.headers["location"])).text
     assert comparison.count("<section") == 2
     assert OTHER[:14] in comparison
-    listed = (await reviewer.get("/sessions")).text
-    assert re.search(r"<td>1 dropped</td><td>eval</td>", listed), "the turn is counted as evaluation"
+    listed = (await reviewer.get("/sessions", params={"evaluation": "shown"})).text
+    assert re.search(r"<td>1 dropped</td><td>evaluation</td>", listed), "the turn is counted as evaluation"
 
 
 async def test_answer_of_another_version_needs_a_reviewer_a_served_version_and_a_gateway(

@@ -69,7 +69,8 @@ async def test_session_page_shows_which_answers_training_pushed_and_where(stand:
     left_out = session.outcome(0.25, revision=1).model_copy(update={"left_out": (third,)})
     await apply(stand, [*session.events, saved(FIRST, 3, session.outcome(0.5, *by_turn)), saved(None, 4, left_out)])
     page = (await (await stand.signed_in()).get(f"/s/{session.key}")).text
-    assert f"trained: pushed up, advantage +0.5 (step 3 of lineage main, first in {FIRST})" in page
+    link = f'<a href="/models/m/{FIRST[2:]}">{FIRST[:14]}</a>'
+    assert f"trained: pushed up, advantage +0.5 (step 3 of lineage main), first in {link}" in page
     turns = dict(zip(session.turn_ids, page.split('class="turn"')[1:], strict=True))
     pushed = {name: re.findall(r"This answer was pushed [^<]*", text) for name, text in turns.items()}
     where = f"by step 3 of lineage main, first in {FIRST}."

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import numbers_of
+from headrace_console.read_model.queries import numbers_of, turn_row, turns_query
 
 SESSIONS_MAX = 5_000
 """Newest sessions of a version that are summed up."""
@@ -83,8 +83,8 @@ async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str
         .group_by(table.c.session)
         .subquery()
     )
-    named = await tx.execute(select(last.c.session, table.c.name).join(table, table.c.id == last.c.turn))
-    names = {row.session: unpack_id(row.name) for row in named}
+    newest = (await tx.execute(turns_query().join(last, last.c.turn == table.c.id))).mappings()
+    names = {turn["session"]: unpack_id(turn["name"]) for turn in map(turn_row, newest)}
     return [
         SharedTask(row.task_id, names[row.first], names[row.second])
         for row in rows
