@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from headrace_cli.commands import replay_train
 from headrace_cli.commands.ranges import RangeOptions
@@ -114,6 +113,8 @@ def add_to(parent: typer.Typer) -> None:
 
 def as_json(report: Report) -> str:
     """Return all counts of the report."""
+    from pydantic import BaseModel
+
     output: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(report)}
     for name, part in output.items():
         output[name] = part.model_dump(mode="json") if isinstance(part, BaseModel) else part

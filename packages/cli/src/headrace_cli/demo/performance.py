@@ -283,7 +283,7 @@ def _finished_tasks(summary: Path) -> int:
     """Return the number of tasks in the agent's summary, or 0 while there is none that can be read."""
     try:
         return int(json.loads(summary.read_text(encoding="utf-8")).get("tasks", 0))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return 0
 
 
