@@ -153,7 +153,7 @@ NOT_RUN = {
     ): "takes up to twelve minutes; its parts are tested in tests/unit",
     (
         "examples/smollm2/README.md",
-        "pip install",
+        "make install",
     ): "needs a package of 93 MB and 20 minutes; tests/unit/smollm2 tests its parts",
     ("examples/werewolf/README.md", "cd examples\nOPENAI_API_KEY"): "needs somebody else's server",
     (
