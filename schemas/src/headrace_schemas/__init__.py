@@ -31,16 +31,9 @@ if TYPE_CHECKING:
     )
     from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
     from headrace_schemas.events.envelope import EVENTS
-    from headrace_schemas.events.experience import (
-        Edit,
-        Experience,
-        PreferenceSide,
-        Reward,
-        RewardPart,
-        RewardResult,
-        TurnReward,
-    )
+    from headrace_schemas.events.experience import Edit, Experience, PreferenceSide, RewardPart, TurnReward
     from headrace_schemas.events.feedback import Feedback, SessionEnd
+    from headrace_schemas.events.reward import Reward, RewardResult
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
     from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
     from headrace_schemas.events.turn import Choice, SubAgent, Turn, UnitAssignment, Usage
@@ -74,16 +67,9 @@ else:
                 "Undone",
             ),
             "headrace_schemas.events.dead_letter": ("DeadLetter", "DeadLetterDecision"),
-            "headrace_schemas.events.experience": (
-                "Edit",
-                "Experience",
-                "PreferenceSide",
-                "Reward",
-                "RewardPart",
-                "RewardResult",
-                "TurnReward",
-            ),
+            "headrace_schemas.events.experience": ("Edit", "Experience", "PreferenceSide", "RewardPart", "TurnReward"),
             "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
+            "headrace_schemas.events.reward": ("Reward", "RewardResult"),
             "headrace_schemas.events.routing": (
                 "Arm",
                 "LoadedVersion",

@@ -128,6 +128,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_one_event_imports_no_other() -> None:
-    code = "import sys; from headrace_schemas import Feedback; print('headrace_schemas.events.turn' in sys.modules)"
+    code = "import sys; from headrace_schemas import Reward; print('headrace_schemas.events.turn' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"

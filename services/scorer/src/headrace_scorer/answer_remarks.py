@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from headrace_schemas import Branch, Edit, Message, PreferenceSide, TurnReward
-from headrace_schemas.events.experience import Outcome
+from headrace_schemas.events.reward import Outcome
 from headrace_scorer.feedback_entries import ANY_CHOICE, Answer, EntryKey
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 

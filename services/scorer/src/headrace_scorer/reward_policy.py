@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Literal
 
 from headrace_schemas import RewardPart
-from headrace_schemas.events.experience import NoReward, Outcome
+from headrace_schemas.events.experience import NoReward
+from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import fits, fits_any
 
 PARTS_MAX = 64

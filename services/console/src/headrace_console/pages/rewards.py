@@ -13,7 +13,7 @@ from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model import queries, tables
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_schemas.events.experience import Outcome
+from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.text import printable
 
 OUTCOMES = get_args(Outcome)

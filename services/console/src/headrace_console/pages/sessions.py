@@ -17,7 +17,7 @@ from headrace_console.read_model.queries import SESSION_TURNS_MAX, Filter
 from headrace_console.users import User
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_schemas.events.experience import Outcome
+from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import session_key
 from headrace_schemas.values.text import printable
 
