@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlencode
 
 LEFT_OUT_REMEDIES = {
@@ -43,17 +44,15 @@ _MEANINGS = {
 def describe_reason(reason: str) -> str:
     """Return a sentence about a reason why turns are not trained, such as `stale` or `truncated_sampling (grammar)`."""
     name = reason.partition(" (")[0]
-    remedy = DROP_REMEDIES.get(name) or LEFT_OUT_REMEDIES.get(name)
-    if name in _MEANINGS or remedy is None:
-        return _MEANINGS.get(name, "Read the pitfalls about this reason in the documentation.")
-    return capitalized(remedy)
+    return _MEANINGS.get(name) or remedy(name, LEFT_OUT_REMEDIES | DROP_REMEDIES)
+
+
+def remedy(reason: str, remedies: Mapping[str, str]) -> str:
+    """Return the remedy for a reason as a sentence."""
+    clause = remedies.get(reason, "read the pitfalls about this reason in the documentation")
+    return f"{clause[:1].upper()}{clause[1:]}."
 
 
 def sessions_query(reason: str) -> str:
     """Return the query of the list of sessions that were dropped, with evaluation sessions if that is the reason."""
     return urlencode({"status": "dropped"} | ({"evaluation": "shown"} if reason == "eval" else {}))
-
-
-def capitalized(text: str) -> str:
-    """Return a clause as a sentence."""
-    return f"{text[:1].upper()}{text[1:]}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, capitalized
+from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, remedy
 from headrace_console.flow_rules import BatchRules, RewardRules
 from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
@@ -188,7 +188,7 @@ def _left_out(facts: Facts) -> Cause | None:
     return Cause(
         "left_out",
         f"Turns were left out of training: {_counts(reasons)}.",
-        capitalized(LEFT_OUT_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+        remedy(reason, LEFT_OUT_REMEDIES),
     )
 
 
@@ -235,7 +235,7 @@ def _dropped(facts: Facts) -> Cause | None:
     return Cause(
         "stale" if reason == "stale" else "dropped",
         f"The trainer dropped experiences: {_counts(reasons)}.",
-        capitalized(DROP_REMEDIES.get(reason, "read the pitfalls about this reason in the documentation")),
+        remedy(reason, DROP_REMEDIES),
     )
 
 
@@ -244,12 +244,12 @@ def _small_batch(facts: Facts) -> Cause | None:
     rules = facts.batches
     if not waiting or waiting >= rules.batch_experiences:
         return None
-    few = waiting < rules.batch_experiences_min
+    few = waiting < rules.experiences_after_wait
     return Cause(
         "batch_not_full",
         f"{_plural(waiting, 'experience waits', 'experiences wait')} for a batch of {rules.batch_experiences}.",
-        f"A step needs {rules.batch_experiences_min} of them after {rules.batch_wait_s:g} s: send more calls, or lower "
-        "trainer.batch_experiences_min."
+        f"A step needs {rules.experiences_after_wait} of them after {rules.batch_wait_s:g} s: send more calls, or "
+        "lower trainer.batch_experiences_min."
         if few
         else f"The next step is taken within {rules.batch_wait_s:g} s.",
     )

@@ -61,13 +61,13 @@ async def compare(visit: Visit) -> Response:
 
 async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionState], name: str) -> VersionState | None:
     """Return the second version, or None if the model has no other. Raises `NotFound` for an unknown name."""
-    champion = (await visit.parts.registry.model(first.model)).champion
-    names = [name] if name else [first.parent, champion, *(version.id for version in versions)]
     by_id = {version.id: version for version in versions if version.id != first.id}
-    second = next((by_id[candidate] for candidate in names if candidate in by_id), None)
-    if name and second is None:
-        raise NotFound
-    return second
+    if name:
+        if name not in by_id:
+            raise NotFound
+        return by_id[name]
+    champion = (await visit.parts.registry.model(first.model)).champion
+    return next((by_id[default] for default in (first.parent, champion, *by_id) if default in by_id), None)
 
 
 def _rows(
