@@ -113,18 +113,11 @@ class Save:
 
         The weights are stored before the optimizer is written, so that less of the disk is needed.
         """
-        stored: list[tuple[BlobRef, Assembly | None]] = []
-        versions_made: list[tuple[Manifest, BlobRef]] = []
-
-        def store_weights() -> None:
-            weights, published = self._store_weights(folder)
-            stored.append(weights)
-            versions_made.extend([published] if published else [])
-
-        copy.write(folder, store_weights)
-        ((weights, assembly),) = stored
+        stored: list[tuple[tuple[BlobRef, Assembly | None], tuple[Manifest, BlobRef] | None]] = []
+        copy.write(folder, lambda: stored.append(self._store_weights(folder)))
+        (((weights, assembly), published),) = stored
         present = Tensors(weights=weights, optimizer=self.resources.store.store_optimizer(folder), assembly=assembly)
-        return present, versions_made[0] if versions_made else None
+        return present, published
 
     def _store_weights(self, folder: Path) -> tuple[tuple[BlobRef, Assembly | None], tuple[Manifest, BlobRef] | None]:
         """Store the weights in `folder`, and its version if there is a new one."""
