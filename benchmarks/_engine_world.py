@@ -29,7 +29,7 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Choice, Message, Sampling, Turn, Usage

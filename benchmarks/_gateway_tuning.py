@@ -30,17 +30,17 @@ _REST_S = 20.0
 _UNTUNED = """
 import asyncio, time
 from headrace_runtime import main
-from headrace_runtime.process import loop_watch
+from headrace_runtime.process import event_loop
 
 main.tune_garbage_collection = lambda threshold: None
 
 async def run(self):
     while True:
-        before = time.monotonic(), time.thread_time(), loop_watch.waited_for_core_s()
+        before = time.monotonic(), time.thread_time(), event_loop.waited_for_core_s()
         await asyncio.sleep(0.02)
-        time.monotonic(), time.thread_time(), loop_watch.waited_for_core_s()
+        time.monotonic(), time.thread_time(), event_loop.waited_for_core_s()
 
-loop_watch.LoopWatch.run = run
+event_loop.LoopWatch.run = run
 """
 
 

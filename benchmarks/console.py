@@ -37,7 +37,7 @@ from headrace_console.read_model.rows import Names
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
 from headrace_runtime.kafka.wire import Record, encode
-from headrace_runtime.process.loop_watch import LoopWatch
+from headrace_runtime.process.event_loop import LoopWatch
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore

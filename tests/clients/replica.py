@@ -27,7 +27,7 @@ from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import parse
 from headrace_runtime.errors import Refused
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support import tiny_model

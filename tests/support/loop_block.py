@@ -8,7 +8,7 @@ import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from headrace_runtime.process.loop_watch import LoopWatch
+from headrace_runtime.process.event_loop import LoopWatch
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
 from headrace_runtime.clock import Clock
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas.values import ids
 
 UNDELIVERED_WAIT_S = 10.0

@@ -18,7 +18,7 @@ from headrace_gateway.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
 from headrace_runtime.process import logs
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas import Replica
 
 _RESPONSE_BYTES_MAX = 67_108_864

@@ -37,7 +37,7 @@ from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.settings.source_values import SourceValues
 

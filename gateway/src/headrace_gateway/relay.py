@@ -24,8 +24,8 @@ from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.transcript import Transcript
 from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
+from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.loop_watch import run_off_loop
 from headrace_schemas.events.routing import PROMPT
 
 _ERRORS_MAX = 3

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.request_context import RequestContext
 from headrace_runtime.kafka.wire import more_values_than
-from headrace_runtime.process.loop_watch import run_off_loop
+from headrace_runtime.process.event_loop import run_off_loop
 from headrace_schemas.values.ids import decode_segment
 from headrace_schemas.values.text import closest, printable
 

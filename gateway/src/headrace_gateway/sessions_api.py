@@ -24,7 +24,7 @@ from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, refusal_of
 from headrace_runtime.clock import Clock
 from headrace_runtime.kafka.topics import catalogue
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import Event, Feedback, SessionEnd, Trajectory
 from headrace_schemas.rules.ingest import KnownModels, find_objection

@@ -24,7 +24,7 @@ from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_schemas import Probe
 from headrace_schemas.values.blobs import Manifest

@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace_runtime.http import protocol, web
-from headrace_runtime.process.loop_watch import INTERVAL_S, LoopWatch, WorkerThreads, watch_loop
+from headrace_runtime.process.event_loop import INTERVAL_S, LoopWatch, WorkerThreads, watch_loop
 from headrace_runtime.settings.sections import ServiceSettings
 from tests.support.loop_block import blocked
 
@@ -79,7 +79,7 @@ async def test_work_on_much_is_done_beside_the_loop() -> None:
 
 
 async def test_the_longest_block_is_a_metric_and_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_runtime.process.loop_watch._WINDOW_S", 0.05)
+    monkeypatch.setattr("headrace_runtime.process.event_loop._WINDOW_S", 0.05)
     watch = LoopWatch(0.001)
     running = asyncio.create_task(watch.run())
 

@@ -30,7 +30,7 @@ from headrace_gateway.responses_api.output import Json
 from headrace_gateway.responses_api.request import resolved
 from headrace_gateway.settings import RequestRules
 from headrace_runtime.http.web import parameters_of
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import JsonObject
 from headrace_schemas.values.text import printable

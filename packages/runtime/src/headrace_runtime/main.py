@@ -181,7 +181,7 @@ async def _until_stopped(run: Run[S], common: Common, settings: S, pipe: int | N
 
     The event loop sends heartbeats to `pipe` from before the first step until after the last one (`liveness`).
     """
-    from headrace_runtime.process.loop_watch import watch_loop
+    from headrace_runtime.process.event_loop import watch_loop
 
     task = asyncio.ensure_future(watch_loop(run(common, settings)))
     loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
-from headrace_runtime.process.loop_watch import run_off_loop
+from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.storage.isolation import each
 from headrace_schemas import Event, Feedback, LeftOut, Tool, Trajectory, Turn
 from headrace_schemas.events.trajectory import SIDE_CALL, EndReason, LeftOutReason

@@ -21,8 +21,8 @@ from headrace_collector.runs import SessionRun
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.loop_watch import run_off_loop
 from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable

@@ -27,8 +27,8 @@ from headrace_runtime.http.guard import signed
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.loop_watch import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import VersionCache

@@ -21,7 +21,7 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_runtime.kafka import damage
 from headrace_runtime.process import logs
-from headrace_runtime.process.loop_watch import run_off_loop
+from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope, Headers, is_own, parse_record

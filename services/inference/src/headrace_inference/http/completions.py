@@ -19,7 +19,7 @@ from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.errors import Refused
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas import TokenGrammar
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT, TOOL_CHOICE

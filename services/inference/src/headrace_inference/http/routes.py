@@ -25,7 +25,7 @@ from headrace_inference.http.request import ChatRequest, parse
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
 from headrace_runtime.process import logs
-from headrace_runtime.process.loop_watch import WorkerThreads
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSION_HEADER, ScoredAnswers, ScoreRequest
 
