@@ -80,7 +80,7 @@ def ask(
     prompt = fields.pop("prompt_token_ids", None) or render(messages)
     choices = tuple(_choice(index, text, stop) for index, text in enumerate(replies or ("ok",)))
     digest = sha256(repr([message.model_dump() for message in messages]).encode()).hexdigest()
-    given = {
+    defaults = {
         "time": START + timedelta(seconds=at + 1),
         "turn_id": ids.response_id(key, uuid.UUID(int=next(_count))),
         "session_key": key,
@@ -98,7 +98,7 @@ def ask(
         "usage": Usage(prompt_tokens=len(prompt), completion_tokens=sum(len(choice.token_ids) for choice in choices)),
         "started_at": START + timedelta(seconds=at),
     }
-    return Turn.model_validate({**given, **fields})
+    return Turn.model_validate({**defaults, **fields})
 
 
 def _choice(index: int, text: str, stop: bool) -> Choice:
@@ -155,7 +155,7 @@ def feedback(
     **fields: Any,
 ) -> Feedback:
     """Feedback that lists `turns`, or is about the session when there are none."""
-    given = {
+    defaults = {
         "time": START + timedelta(seconds=at),
         "feedback_id": f"f{next(_count)}",
         "session_key": ids.session_key(tenant, session),
@@ -163,7 +163,7 @@ def feedback(
         "value": value,
         "msg_ids": tuple(turn.turn_id for turn in turns),
     }
-    return Feedback.model_validate({**given, **fields})
+    return Feedback.model_validate({**defaults, **fields})
 
 
 def end(session: str = "s", *, tenant: str = "default", at: float = 50.0) -> SessionEnd:
@@ -199,7 +199,7 @@ def closed(*turns: Turn, session: str = "s", at: float = 10.0, **fields: Any) ->
     """A trajectory that was closed `at` seconds after the start of time, a branch for each turn."""
     run_turns = turns or (ask([user("q")], session=session),)
     first = run_turns[0]
-    given = {
+    defaults = {
         "time": START + timedelta(seconds=at),
         "trajectory_id": derived_id("trajectory", first.session_key, first.turn_id),
         "session_key": first.session_key,
@@ -211,4 +211,4 @@ def closed(*turns: Turn, session: str = "s", at: float = 10.0, **fields: Any) ->
         "end_reason": "end_call",
         "started_at": first.started_at,
     }
-    return Trajectory.model_validate({**given, **fields})
+    return Trajectory.model_validate({**defaults, **fields})

@@ -16,7 +16,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 class SettingDoc(BaseModel):
-    """Description of one setting. `name` is its dotted path. `default` is None without a default or if None is it."""
+    """Description of one setting. `name` is its dotted path. `default` is None if the setting has no default, too."""
 
     name: str
     kind: str
