@@ -60,8 +60,8 @@ FAULTS: list[tuple[str, str, str, Any, str]] = [
     ("Mistral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
     ("Llama 4", "attention.SequenceMask.of", "blocks", without_mask, "beyond attention_chunk_size = 32"),
     ("Mixtral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
-    ("Llama, longrope", "rope.steady", "blocks", lambda _: None, "nats in short sequences"),
-    ("Llama, longrope", "rope.steady", "padded", lambda _: None, "nats in short sequences"),
+    ("Llama, longrope", "attention.steady", "blocks", lambda _: None, "nats in short sequences"),
+    ("Llama, longrope", "attention.steady", "padded", lambda _: None, "nats in short sequences"),
     ("Gemma 2", "policy._padded_attention", "padded", lambda _: None, r"0\.0\d+ nats"),
 ]
 
