@@ -112,8 +112,8 @@ class Chat:
         context = RequestContext(
             self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant)
         )
-        stored_bytes = 0 if view is None else min(view.stored_bytes, bytes_max)
-        size_bytes = len(admitted.body) + stored_bytes  # a short body may refer to all of them
+        referred_bytes = 0 if view is None else min(view.bytes_referred_by(admitted.body), bytes_max)
+        size_bytes = len(admitted.body) + referred_bytes
         request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
         await self._routing_is_known()
         by_agent = PURPOSE_HEADER not in admitted.headers

@@ -29,6 +29,8 @@ CONVERSATION_PREFIX = "conv_"
 _CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
 _AGE_MAX_MS = timedelta(days=30) // timedelta(milliseconds=1)
 """Age of a response that nobody can refer to any more, as in OpenAI's API."""
+_REFERRING = (b"previous_response_id", b"conversation", b'"id"', b"\\u")
+"""A body without any of these refers to nothing that is stored. The last one may hide each of the others."""
 _ENTRY_BYTES = 1024
 """Estimated bytes of an entry without its texts, so that the bound of bytes bounds the number of entries, too."""
 
@@ -288,6 +290,10 @@ class CallerResponses:
     def stored_bytes(self) -> int:
         """Bytes of the entries of the caller's tenant."""
         return self._store.bytes_of(self._tenant)
+
+    def bytes_referred_by(self, body: bytes) -> int:
+        """Return the most bytes of entries that a request with this body may refer to."""
+        return self.stored_bytes if any(word in body for word in _REFERRING) else 0
 
     def add(self, entry: Entry) -> None:
         """Store a response or a conversation of the caller."""

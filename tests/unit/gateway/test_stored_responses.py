@@ -165,7 +165,7 @@ async def test_a_conversation_is_bounded_with_all_that_it_refers_to(tmp_path: Pa
         assert [message.text[:1] for message in server.turns[-1].messages] == ["h", "y", "y", "y"]
 
 
-async def test_a_short_body_that_refers_to_a_long_conversation_is_read_beside_the_loop(
+async def test_a_short_body_that_may_refer_to_a_long_conversation_is_read_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
@@ -178,8 +178,14 @@ async def test_a_short_body_that_refers_to_a_long_conversation_is_read_beside_th
     async with served(tmp_path, FakeReplica()) as (_, client):
         response = await client.responses.create(model="tiny", input="hi", store=False)
         response = await client.responses.create(model="tiny", input="x" * 100_000)
+        await client.responses.create(model="tiny", input="y")
         response = await client.responses.create(model="tiny", input="y", previous_response_id=response.id)
-    assert threads == [threading.current_thread().name, "worker", "worker"]
+        body = json.dumps({"model": "tiny", "input": "y", "previous_response_id": response.id})
+        await client.post("/responses", content=body.replace("p", "\\u0070").encode(), cast_to=object)
+        reference: Any = {"id": response.output[0].id}
+        await client.responses.create(model="tiny", input=[reference])
+    loop = threading.current_thread().name
+    assert threads == [loop, "worker", loop, "worker", "worker", "worker"]
 
 
 @contextlib.asynccontextmanager

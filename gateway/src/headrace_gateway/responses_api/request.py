@@ -266,13 +266,13 @@ def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet)
         items = (MessageItem(role="system", content=request.instructions), *items)
     extra = request.model_extra or {}
     choice = request.tool_choice
-    allowed = choice.names if isinstance(choice, AllowedTools) else None
+    functions = tools.functions(choice.names if isinstance(choice, AllowedTools) else None)
     reasoning = {name: value for name, value in (request.reasoning or {}).items() if name in ("effort", "enabled")}
     body: dict[str, Any] = {
         "model": request.model,
         "messages": messages_of(items),
-        "tools": tools.functions(allowed) or None,
-        "tool_choice": _choice(request, tools),
+        "tools": functions or None,
+        "tool_choice": _choice(request, functions),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _format(request.text.format) if request.text else None,
         "stream": request.stream,
@@ -296,13 +296,13 @@ def _labels(request: ResponsesRequest) -> JsonValue:
     return {CLIENT_SESSION: request.conversation, **(request.metadata or {})}
 
 
-def _choice(request: ResponsesRequest, tools: ToolSet) -> JsonValue:
+def _choice(request: ResponsesRequest, functions: list[Json]) -> JsonValue:
     choice = request.tool_choice
     if isinstance(choice, AllowedTools):
         return choice.mode
     if isinstance(choice, NamedTool):
         return {"type": "function", "function": {"name": choice.name}}
-    if choice == "required" or tools.functions():
+    if choice == "required" or functions:
         return choice
     return None
 
