@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from example_parts import bpe, warm_up
 from example_parts.base_model import Lesson
-from example_parts.react import Agent
-from example_parts.tools import ERROR, WrongCall, definition, only_argument
+from example_parts.react import ERROR, Agent, WrongCall, definition, only_argument
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

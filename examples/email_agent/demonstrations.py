@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from email_agent.tasks import Kind, Task
 from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
-from example_parts.tools import ERROR
+from example_parts.react import ERROR
 
 Message = dict[str, Any]
 

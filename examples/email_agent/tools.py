@@ -9,8 +9,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
-from example_parts.react import Agent
-from example_parts.tools import ERROR, WrongCall, definition, only_argument
+from example_parts.react import ERROR, Agent, WrongCall, definition, only_argument
 
 HITS = 2
 """Maximum number of threads in a result."""

@@ -18,8 +18,7 @@ from email_agent.build_base import LESSON
 from email_agent.demonstrations import Message
 from email_agent.rewards import same_answer
 from email_agent.tools import AGENT
-from example_parts.react import TEMPERATURE, Agent, Episode, Tools
-from example_parts.tools import WrongCall, definition, only_argument
+from example_parts.react import TEMPERATURE, Agent, Episode, Tools, WrongCall, definition, only_argument
 
 if TYPE_CHECKING:
     from headrace_schemas import Trajectory

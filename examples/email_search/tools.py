@@ -11,8 +11,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from example_parts.react import Agent
-from example_parts.tools import ERROR, WrongCall, definition, named_arguments
+from example_parts.react import ERROR, Agent, WrongCall, definition, named_arguments
 
 LIMIT, LIMIT_MAX = "limit", 20
 _MAILS = "SELECT number, sender, mails.subject FROM mails JOIN threads ON threads.id = thread WHERE "

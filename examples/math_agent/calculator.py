@@ -9,8 +9,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
-from example_parts.react import Agent
-from example_parts.tools import ERROR, WrongCall, definition, only_argument
+from example_parts.react import ERROR, Agent, WrongCall, definition, only_argument
 
 NAME, PARAMETER = "calculator", "expression"
 LENGTH_MAX = 64

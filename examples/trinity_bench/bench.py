@@ -13,9 +13,8 @@ from pathlib import Path
 
 from headrace_schemas.programs.models import Play
 from trinity_bench.configuration import Job, as_yaml, configuration, plays_timeout_s
-from trinity_bench.processes import environment, start, stop
+from trinity_bench.processes import environment, scratch, start, stop
 from trinity_bench.results import BenchFailed, last_error, scores
-from trinity_bench.scratch import scratch
 from trinity_bench.settings import Row, Settings
 
 _STARTED, _TIMED_OUT = b"Ray runtime started", b"timed out during startup"

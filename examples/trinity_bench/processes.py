@@ -1,4 +1,7 @@
-"""Processes of Trinity's environment, which end with this process, however it ends."""
+"""Processes of Trinity's environment, which end with this process, however it ends.
+
+Temporary folder of a gate. The registry ends gates with SIGKILL, so that another process must remove it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import asyncio
 import contextlib
 import os
 import secrets
+import subprocess
+import sys
+import tempfile
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace_runtime.process.parent_death import bound_to_parent
@@ -68,3 +74,30 @@ async def stop(process: Process) -> None:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+_REMOVES = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(300):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
+"""Program that waits for the end of its input, which is a pipe of the gate, and then until no process writes to the
+folder."""
+
+
+@contextlib.contextmanager
+def scratch(parent: Path | None) -> Iterator[Path]:
+    """Create a folder in `parent`, by default among the system's temporary files, that only this user can read.
+
+    The folder is removed at the end of the body, and soon after this process was killed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hr-bench-", dir=parent))
+    command = [sys.executable, "-I", "-S", "-c", _REMOVES, str(folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ):  # the end of the body closes the input and waits
+        yield folder

@@ -1,4 +1,7 @@
-"""Reward function for Trinity's own Python. It imports no package of Headrace."""
+"""Reward function for Trinity's own Python. It imports no package of Headrace.
+
+Score of the test's bench: a number that follows from the answer's text.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from typing import Any
 
 from trinity.common.rewards.reward_fn import RewardFn
 
-from tests.trinity.vowels import share_of_vowels
+
+def share_of_vowels(text: str) -> float:
+    return sum(letter in "aeiouAEIOU" for letter in text) / len(text) if text else 0.0
 
 
 class Vowels(RewardFn):  # type: ignore[misc]

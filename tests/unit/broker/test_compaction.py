@@ -30,8 +30,7 @@ from headrace_broker.protocol.transactions import (
 from headrace_broker.reads import Readers
 from headrace_broker.topic_config import TopicConfig
 from tests.support.wire_client import Entry, batch, now_ms
-from tests.unit.broker.conftest import Live
-from tests.unit.broker.harness import Harness, split
+from tests.unit.broker.conftest import Harness, Live, split
 
 
 @pytest.fixture

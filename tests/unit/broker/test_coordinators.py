@@ -33,7 +33,7 @@ from headrace_broker.protocol.groups import (
 from headrace_broker.protocol.offsets import CommitPartition, CommitTopic
 from headrace_broker.transactions import Owner
 from tests.support.wire_client import batch, patched
-from tests.unit.broker.harness import BOTH, RANGE, Clients, Harness
+from tests.unit.broker.conftest import BOTH, RANGE, Clients, Harness
 
 OFFSETS = (CommitTopic("t", (CommitPartition(0, 42, "m"),)),)
 

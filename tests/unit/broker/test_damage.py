@@ -20,8 +20,7 @@ from headrace_broker.wal_sums import Guard
 from headrace_schemas import DeadLetter
 from tests.support.seeds import draw_seed
 from tests.support.wire_client import batch
-from tests.unit.broker.conftest import Run
-from tests.unit.broker.harness import ALL, Harness
+from tests.unit.broker.conftest import ALL, Harness, Run
 
 SEED = draw_seed(__name__)
 BATCHES = 60

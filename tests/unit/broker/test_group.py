@@ -14,7 +14,7 @@ from headrace_broker.protocol.groups import (
     Protocol,
     SyncGroupResponse,
 )
-from tests.unit.broker.harness import BOTH, RANGE, Clients
+from tests.unit.broker.conftest import BOTH, RANGE, Clients
 
 
 def test_one_member(clients: Clients) -> None:

@@ -18,7 +18,7 @@ from headrace_broker.batch import RecordBatch, marker, parse, parse_produced, re
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.store_format import OFFSET_MAX
 from tests.support.wire_client import Entry, batch, corrupted, patched
-from tests.unit.broker.harness import Harness
+from tests.unit.broker.conftest import Harness
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 ENTRIES = st.lists(

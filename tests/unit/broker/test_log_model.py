@@ -18,7 +18,7 @@ from headrace_broker.cleanup import Bounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.topic_config import TopicConfig
 from tests.support.wire_client import Entry, batch
-from tests.unit.broker.harness import Harness, Row, split
+from tests.unit.broker.conftest import Harness, Row, split
 
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
 ENTRIES = st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=5)), min_size=1, max_size=4)

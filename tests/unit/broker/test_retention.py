@@ -26,8 +26,7 @@ from headrace_broker.topic_config import TopicConfig, parse
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk
 from tests.support.wire_client import batch
-from tests.unit.broker.conftest import Run
-from tests.unit.broker.harness import Harness
+from tests.unit.broker.conftest import Harness, Run
 
 
 def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int) -> int:

@@ -1,10 +1,15 @@
-"""The e-mail agent: its loop, its evaluation, and the reward of a run."""
+"""The e-mail agent: its loop, its evaluation, and the reward of a run.
+
+Behaviours for `FakeLLM`: a model that knows the way, and one that does not.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from email_agent import agent, evaluate, rewards, typed
+from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import Kind, tasks
 from email_agent.tools import TURNS_MAX, Mailtools, play
@@ -22,10 +28,28 @@ from example_parts.tally import Tally
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_schemas import Dialogue, Message, Trajectory
-from tests.support.fake_llm import Behaviour, FakeLLM, Headrace, Reply, completion, status
+from tests.support.fake_llm import Behaviour, Call, FakeLLM, Headrace, Reply, completion, say, status
 from tests.support.turns import closed
 
-from .clerk_server import Clerk, clueless
+
+class Clerk:
+    """Answers each call as the right way would go on from there."""
+
+    def __init__(self, box: Mailbox, tools: Mailtools) -> None:
+        all_tasks = (*tasks(box, "train"), *tasks(box, "held_out"))
+        self._right = {task.question: demonstrate(task, tools, random.Random(0), lapses=0.0) for task in all_tasks}
+        self._numbers = itertools.count()
+
+    def __call__(self, call: Call) -> Reply:
+        messages: list[dict[str, Any]] = call.body["messages"]
+        message = self._right[messages[1]["content"]][len(messages)]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+        return Reply({"id": f"chatcmpl-{next(self._numbers)}", "object": "chat.completion", "choices": [choice]})
+
+
+def clueless() -> Behaviour:
+    return say("unknown")
+
 
 KINDS: set[str] = set(Kind.__args__)  # type: ignore[attr-defined]
 

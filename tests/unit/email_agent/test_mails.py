@@ -21,14 +21,12 @@ from email_agent.mailbox import Mailbox
 from email_agent.tasks import HELD_OUT_SHARE, Task, stream, tasks
 from email_agent.tools import DEFINITIONS, HITS, PARAMETER_OF, Mailtools
 from email_agent.users import POISONERS, SIGNALS, AnsweredQuestion, _correction, thumbs
-from example_parts.react import Episode
-from example_parts.tools import ERROR
+from example_parts.react import ERROR, Episode
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe
 from tests.repo.compose_files import ROOT
 from tests.support.fake_llm import Headrace
-from tests.unit.email_agent.clerk_server import Clerk, clueless
-from tests.unit.email_agent.test_agent import options
+from tests.unit.email_agent.test_agent import Clerk, clueless, options
 
 EXAMPLES = Path(mailbox.__file__).parents[1]
 DUMP = "from email_agent import mailbox; print('\\n'.join(mailbox.generate({seed}).open().iterdump()))"

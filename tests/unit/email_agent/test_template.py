@@ -1,13 +1,18 @@
-"""The chat template and the tokenizer of the e-mail agent."""
+"""The chat template and the tokenizer of the e-mail agent.
+
+The chat template as transformers runs it, without transformers.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from email_agent import tokenizer as own
@@ -15,11 +20,20 @@ from email_agent import words
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import stream
-from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
+from email_agent.tools import DEFINITIONS, PARAMETER_OF, SYSTEM, Mailtools
 from example_parts import bpe
+from example_parts.base_model import TEMPLATE
 from headrace_inference.chat.tool_calls import HermesToolReader
 
-from .rendering import render
+
+def render(
+    messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = DEFINITIONS, generate: bool = False
+) -> str:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(messages=messages, tools=tools, add_generation_prompt=generate)
+
 
 OPENING = "<|im_start|>assistant\n"
 ASKED = {"role": "user", "content": "Who wrote last about harbor budget?"}

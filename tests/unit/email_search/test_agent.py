@@ -30,7 +30,7 @@ from email_search.demonstrations import CONFUSED, FEW, INVENTED, MANY, NONE, Hab
 from email_search.queries import RELEVANT, SPLITS, Kind, Query, queries, stream
 from email_search.rewards import WORTH, best_and_worst, parts, recall, score_calls
 from email_search.tools import TOOLS, Searchtools, mails_in
-from example_parts.tools import ERROR
+from example_parts.react import ERROR
 from headrace_cli.demo import recipe
 from headrace_registry.settings import GateSettings
 from headrace_scorer.settings import ScorerSettings

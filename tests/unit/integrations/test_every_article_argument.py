@@ -30,7 +30,7 @@ from headrace_integrations.scenarios.games import GameTrainer, MultiAgentGame
 from headrace_integrations.scenarios.maths import MathAgentTrainer
 from headrace_integrations.trinity.wrappers import EID, FormatArgs, TrinityExperience, TrinityTask
 from headrace_integrations.tuner import configs
-from tests.unit.integrations.rig import VERSION, RecordingGatewayStack, Rig
+from tests.unit.integrations.conftest import VERSION, RecordingGatewayStack, Rig
 
 ADAPTERS = (
     "hello_agents",

@@ -43,7 +43,7 @@ from headrace_integrations.stack import attaching
 from headrace_integrations.trinity.workflows import AgentScopeReActWorkflow, metrics_of, reward_of
 from headrace_operations.jobs.formats import RowReader
 from headrace_operations.jobs.sources import BadRow
-from tests.unit.integrations.rig import RecordingGatewayStack, entering, train_once, write_rows
+from tests.unit.integrations.conftest import RecordingGatewayStack, entering, train_once, write_rows
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "fail"}]
 """Rows of which the judge of the second one fails."""

@@ -22,7 +22,7 @@ from headrace.practice import OutcomeWatch, Run, plugged, train_on_tasks
 from headrace_integrations.practice.runs import task_id_of
 from headrace_schemas import Branch, Experience, LeftOut, Span, TrainingMetrics, TrainingOutcome, Trajectory, Undone
 from headrace_schemas.values.ids import session_key
-from tests.unit.integrations.rig import VERSION, Bus, RecordingGatewayStack
+from tests.unit.integrations.conftest import VERSION, Bus, RecordingGatewayStack
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NOTHING = "tiny@ffffffffffffffff"

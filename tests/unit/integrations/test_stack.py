@@ -31,7 +31,7 @@ from headrace_integrations.stack.attaching import train_rows
 from headrace_integrations.stack.connection import flat, support
 from headrace_operations.arguments import model_name
 from tests.parity.stage import the_record
-from tests.unit.integrations.rig import VERSION, RecordingGatewayStack
+from tests.unit.integrations.conftest import VERSION, RecordingGatewayStack
 
 TRAINER_SETTINGS = {
     "trainer.base": "/models/Qwen3-0.6B",

@@ -25,7 +25,7 @@ from headrace.shadow import (
     read_only,
 )
 from headrace_integrations.practice.sinks import TrinityRun
-from tests.unit.integrations.rig import RecordingGatewayStack
+from tests.unit.integrations.conftest import RecordingGatewayStack
 
 ALL = SamplingRateStrategy(1.0)
 

@@ -19,7 +19,7 @@ from headrace_registry.storage.tables import CHAMPIONS
 from headrace_registry.versions.lifecycle import RunTrial
 from headrace_registry.versions.transition import Transition
 from headrace_schemas import Routing
-from tests.unit.registry.registry_state import RegistryState
+from tests.unit.registry.conftest import RegistryState
 from tests.unit.registry.rig import MODEL, Rig, loaded
 from tests.unit.registry.test_api import client
 from tests.unit.registry.test_storage import lease_held_by

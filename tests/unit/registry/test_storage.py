@@ -24,7 +24,7 @@ from headrace_registry.storage.tables import LEASE, METADATA, VERSIONS
 from headrace_runtime.clock import Clock
 from headrace_runtime.process import liveness
 from headrace_runtime.storage import migrations
-from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
+from tests.unit.registry.conftest import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL, START, Rig
 
 

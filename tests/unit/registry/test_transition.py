@@ -7,7 +7,7 @@ import pytest
 from headrace_registry.storage import rollout_store, store
 from headrace_registry.storage.records import CHAMPION_IS_ANCHOR, TrialResult
 from headrace_schemas import ModelEvent
-from tests.unit.registry.registry_state import NOBODY, OTHER, RegistryState
+from tests.unit.registry.conftest import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL
 
 

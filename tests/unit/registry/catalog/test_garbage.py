@@ -16,7 +16,7 @@ from headrace_runtime.storage.records import Records
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas.http.catalog import GarbageReport
 from headrace_schemas.values.blobs import BlobRef, File
-from tests.unit.registry.catalog.catalog_bench import OPPONENT, CatalogBench, refusal
+from tests.unit.registry.catalog.conftest import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 
 
@@ -40,7 +40,7 @@ def file_exists(bench: CatalogBench, content: str) -> bool:
 def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
     """A trainer's state, as `headrace_trainer.lineage.saved` writes it, that goes on from the last of `versions`."""
     from headrace_trainer.lineage.saved import Pointer
-    from tests.unit.registry.catalog.catalog_bench import saved
+    from tests.unit.registry.catalog.conftest import saved
 
     state = saved(name, *versions)
     area = blobs.area(f"lineages/{name}/0000000001")
@@ -230,7 +230,7 @@ def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
 
 def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
     from headrace_trainer.lineage.saved import Pointer
-    from tests.unit.registry.catalog.catalog_bench import saved
+    from tests.unit.registry.catalog.conftest import saved
 
     state = saved("main", *names)
     ref = blobs.put(state.model_dump_json().encode())
