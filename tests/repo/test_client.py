@@ -1,4 +1,4 @@
-"""Limits for the client that user programs install and for the adapters: few lines, few dependencies."""
+"""Limits for the client that user programs install and for the adapters: few dependencies, quick imports."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from packaging.utils import canonicalize_name
 from tests.repo.compose_files import ROOT
 from tests.repo.test_images import needed
 
-LINES_MAX = 3000
-"""Limit for all lines of the client, docstrings included."""
-ADAPTER_LINES_MAX = 580
-"""Limit for each adapter, without docstrings (decision 21)."""
 ADAPTERS = {"evaluation", "hello_agents", "judging", "rl", "scenarios", "selection", "shadow", "trinity", "tuner"}
 PRIMITIVES = {"practice", "stack"}
-"""Packages that adapters are built on. The number of their files is not limited, only the length of each file."""
+"""Packages that adapters are built on."""
 NEVER = {"agentscope", "datasets", "dspy", "httpx", "openai", "torch", "transformers", "trinity", "yaml"}
 IMPORTS_S_MAX = 1.0
-BLOCKS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CLIENT = ROOT / "packages" / "client" / "src"
 INTEGRATIONS = ROOT / "packages" / "integrations" / "src"
 ALONE = """
@@ -67,36 +62,6 @@ for work in (read, lambda: rewards.consume(len, source="s", bus="127.0.0.1:1")):
 def modules(sources: Path) -> list[str]:
     paths = [path.relative_to(sources).with_suffix("") for path in sources.rglob("*.py")]
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
-
-
-def lines_of(part: str) -> int:
-    """Return the lines, without docstrings, of a module of the integrations, or of a package in it."""
-    folder = INTEGRATIONS / "headrace_integrations"
-    return sum(map(code_lines, [*(folder / part).rglob("*.py"), *folder.glob(f"{part}.py")]))
-
-
-def code_lines(path: Path) -> int:
-    """Return the lines of a file without its docstrings, which may be as long as readers need."""
-    text = path.read_text(encoding="utf-8")
-    blocks = [node.body for node in ast.walk(ast.parse(text)) if isinstance(node, BLOCKS)]
-    statements = [statement for block in blocks for statement in block if isinstance(statement, ast.Expr)]
-    docstrings = [statement for statement in statements if isinstance(statement.value, ast.Constant)]
-    return len(text.splitlines()) - sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings)
-
-
-def test_the_client_stays_under_so_many_lines() -> None:
-    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in CLIENT.rglob("*.py")]
-    assert 1500 < sum(lines) <= LINES_MAX
-
-
-def test_adapters_and_primitives_are_all_packages_of_the_integrations() -> None:
-    names = {module.split(".")[1] for module in modules(INTEGRATIONS) if module.startswith("headrace_integrations.")}
-    assert names == ADAPTERS | PRIMITIVES
-
-
-@pytest.mark.parametrize("part", sorted(ADAPTERS))
-def test_an_adapter_stays_an_adapter(part: str) -> None:
-    assert 0 < lines_of(part) <= ADAPTER_LINES_MAX
 
 
 @pytest.mark.parametrize("module", [name for name in modules(INTEGRATIONS) if name.startswith("headrace.")])

@@ -1,12 +1,9 @@
 """Source, tests, benchmarks, examples and docs code stay within the limits of plain language.
 
-`docs/glossary.md` names classes that exist, and retired words do not come back.
+`docs/glossary.md` names classes that exist, and `docs/pitfalls.md` names real tests.
 
-`docs/pitfalls.md` names real tests, and the code states its reason instead of citing a number.
-
-Measures of plain language: names without a noun, docstring sentences without a head noun, pronouns in docstrings.
-
-The rules are in CONTRIBUTING.md. The measures are a thermometer: replacing one empty word by another lowers the figure
+The measures are names without a noun, docstring sentences without a head noun, and pronouns in docstrings. The rules
+are in CONTRIBUTING.md. The measures are a thermometer: replacing one empty word by another lowers the figure
 and helps no reader.
 """
 
@@ -127,8 +124,6 @@ def test_measures_count_what_the_rules_forbid(tmp_path: Path) -> None:
 
 TEXT = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([\w -]+) \| `(\w+)(?:\.(\w+))?` \| (.+) \|$", TEXT, re.MULTILINE)
-RETIRED = dict(re.findall(r"^\| (\w+) \| ([^|`]+) \|$", TEXT.partition("## Words that name nothing")[2], re.MULTILINE))
-RETIRED.pop("not", None)
 
 Defined = Mapping[str, Sequence[tuple[str, str, set[str]]]]
 """All classes by name, each as its package, its file, and its fields and methods."""
@@ -166,31 +161,12 @@ def _classes() -> Defined:
 
 
 CLASSES = _classes()
-STEMS = sorted({(package, path.stem) for package, path in _sources()})
-
-
-def retired(names: Iterable[str]) -> list[str]:
-    """Return a message for each class name or file name that contains a retired word."""
-    names_and_parts = [(name, {part.lower() for part in _parts(name)}) for name in names]
-    return [
-        f"{name}: say {instead} instead of {word}"
-        for name, parts in names_and_parts
-        for word, instead in RETIRED.items()
-        if not parts.isdisjoint({word, f"{word}s"})
-    ]
-
-
-def _parts(name: str) -> list[str]:
-    """Return the words of a name in CamelCase or snake_case, and the singular of each plural."""
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
-    return [*parts, *(part.removesuffix("s") for part in parts)]
 
 
 def test_no_word_is_listed_twice() -> None:
     words = [word for word, *_ in ROWS]
     assert len(words) > 60
     assert len(set(words)) == len(words)
-    assert not set(words) & set(RETIRED), "a retired word is not in the glossary"
 
 
 def test_a_word_is_what_the_code_calls_it() -> None:
@@ -200,18 +176,6 @@ def test_a_word_is_what_the_code_calls_it() -> None:
         if not any(not member or member in members for _, _, members in CLASSES.get(name, ()))
     ]
     assert undefined == []
-
-
-def test_retired_words_do_not_come_back() -> None:
-    assert len(RETIRED) > 5
-    assert retired([*CLASSES, *(stem for _, stem in STEMS)]) == []
-
-
-def test_a_planted_retired_word_is_caught() -> None:
-    assert retired(["Rehearsal", "said_about", "ReplicaSet"]) == [
-        "Rehearsal: say dry run instead of rehearsal",
-        "said_about: say feedback set (scorer), request metadata (gateway) instead of said",
-    ]
 
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
@@ -226,15 +190,3 @@ def test_every_pitfall_names_tests_that_exist() -> None:
         for path, function in named:
             text = (ROOT / path).read_text(encoding="utf-8")
             assert not function or f"def {function}(" in text, f"{path} has no {function}"
-
-
-def test_only_tests_cite_a_pitfall_by_its_number() -> None:
-    citing = []
-    for folder in ("schemas", "packages", "gateway", "services", "examples", "benchmarks"):
-        for path in (ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".md", ".json", ".toml"} and "build" not in path.parts:
-                text = path.read_text(encoding="utf-8")
-                citing += [
-                    f"{path.relative_to(ROOT)}: {citation}" for citation in re.findall(r"(?i)pitfalls? \d+", text)
-                ]
-    assert citing == []
