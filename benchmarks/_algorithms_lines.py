@@ -32,7 +32,7 @@ class Stage:
 
     algorithm: str
     signal: str
-    """Name of the signal in `benchmarks._algorithms_users` or `benchmarks._algorithms_corridor`."""
+    """Name of the signal in `benchmarks._algorithms_users` or `benchmarks._algorithms_run`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Trainer settings by dotted name that differ from those of the demo."""
     change: Change = TRUE.change

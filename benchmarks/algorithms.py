@@ -49,8 +49,7 @@ class Job:
 
 def work(job: Job) -> RunResult:
     """Run one job in the worker process."""
-    from benchmarks._algorithms_corridor import base_of
-    from benchmarks._algorithms_run import run
+    from benchmarks._algorithms_run import base_of, run
 
     quietly()
     arm = next(arm for arm in arms() if arm.name == job.arm)

@@ -91,8 +91,7 @@ def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named(
 def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() -> None:
     from pathlib import Path
 
-    from benchmarks._algorithms_corridor import LESSONS
-    from benchmarks._algorithms_run import SIGNALS, WORLDS, settings_of
+    from benchmarks._algorithms_run import LESSONS, SIGNALS, WORLDS, settings_of
 
     for arm in arms():
         assert arm.lesson in WORLDS

@@ -25,9 +25,8 @@ from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_schemas.programs.models import FolderLine
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings
-from tests.architectures import page
 from tests.architectures.catalog import CATALOG, Architecture
-from tests.architectures.trial import play
+from tests.architectures.program import table, try_architecture, verdicts, written
 from tests.support import tiny_model
 
 Damage = Callable[[Path], None]
@@ -208,7 +207,7 @@ TRIED = ("Llama 4, temperature by position", "Gemma 3", "GPT-OSS", "Qwen 3 Next"
 
 
 def test_the_page_has_every_architecture_and_the_catalogue_is_large() -> None:
-    assert list(page.verdicts(page.written())) == [architecture.name for architecture in CATALOG]
+    assert list(verdicts(written())) == [architecture.name for architecture in CATALOG]
     assert len(CATALOG) >= 25
 
 
@@ -216,9 +215,9 @@ def test_the_page_has_every_architecture_and_the_catalogue_is_large() -> None:
     "architecture", [case for case in CATALOG if case.name in TRIED], ids=lambda case: str(case.name)
 )
 def test_an_architecture_stands_as_the_page_says(architecture: Architecture) -> None:
-    trial = play(architecture)
+    trial = try_architecture(architecture)
     assert all(outcome.spoken for outcome in trial.outcomes.values())
-    assert page.verdicts(page.table([trial]))[trial.name] == page.verdicts(page.written())[trial.name]
+    assert verdicts(table([trial]))[trial.name] == verdicts(written())[trial.name]
 
 
 def test_every_part_of_the_check_has_an_architecture() -> None:
