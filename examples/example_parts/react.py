@@ -1,6 +1,4 @@
-"""A ReAct loop with native tool calls, independent of the server of the model.
-
-Tools with text arguments: their definitions in OpenAI's format, and the parsing of calls.
+"""ReAct loop over an OpenAI-compatible model, and the tools with text arguments that it calls.
 """
 
 from __future__ import annotations

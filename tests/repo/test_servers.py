@@ -1,7 +1,4 @@
-"""Tests that are killed with -9 leave no server and no folder of one behind.
-
-Ports that tests listen on are never those of another test.
-"""
+"""Servers of tests: none outlives a test killed with -9, and no two tests get the same port."""
 
 from __future__ import annotations
 

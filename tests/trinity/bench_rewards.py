@@ -1,7 +1,4 @@
-"""Reward function for Trinity's own Python. It imports no package of Headrace.
-
-Score of the test's bench: a number that follows from the answer's text.
-"""
+"""Reward function for Trinity's own Python. It imports no package of Headrace."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ from typing import Any
 
 from trinity.common.rewards.reward_fn import RewardFn
 
-
-def share_of_vowels(text: str) -> float:
-    return sum(letter in "aeiouAEIOU" for letter in text) / len(text) if text else 0.0
+from tests.trinity.vowels import share_of_vowels
 
 
 class Vowels(RewardFn):  # type: ignore[misc]

@@ -1,7 +1,4 @@
-"""The chat template and the tokenizer of the e-mail agent.
-
-The chat template as transformers runs it, without transformers.
-"""
+"""Chat template, rendered as transformers does, and tokenizer of the e-mail agent."""
 
 from __future__ import annotations
 

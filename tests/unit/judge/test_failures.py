@@ -1,7 +1,4 @@
-"""A run that cannot be judged fails alone and by name; the judge lives and the other runs are judged.
-
-P11: invalid settings stop the start, with the name of the setting and the remedy.
-"""
+"""Runs that cannot be judged fail alone and by name; invalid settings stop the start with a remedy (P11)."""
 
 from __future__ import annotations
 
