@@ -1,5 +1,4 @@
-"""ReAct loop over an OpenAI-compatible model, and the tools with text arguments that it calls.
-"""
+"""ReAct loop over an OpenAI-compatible model, and the tools with text arguments that it calls."""
 
 from __future__ import annotations
 
