@@ -19,6 +19,7 @@ from headrace_runtime.storage import base_files, base_models
 from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
+from headrace_trainer.experiences.admission import open_reply_reader
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.sizes import describe, suggestions
@@ -56,7 +57,8 @@ _TOOL_CALL = [
 
 
 async def check(common: Common, settings: TrainerSettings) -> list[str]:
-    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ.
+    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ, or where
+    replies are trained and the chat template does not show where messages begin.
 
     Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked, and of a
     GGUF file that it will convert, that the file exists.
@@ -66,6 +68,8 @@ async def check(common: Common, settings: TrainerSettings) -> list[str]:
         return []
     settings = settings.model_copy(update={"base": str(folder)})
     problems = await asyncio.to_thread(lambda: list(_problems(folder)))
+    if not problems and settings.advantage.signals.replies:
+        await asyncio.to_thread(open_reply_reader, settings)
     backend = BACKENDS.get(settings.backend)
     is_small = _weights_bytes(folder) <= _COMPARED_BYTES_MAX
     if not problems and is_small and backend.check:

@@ -314,6 +314,9 @@ class TrainerSettings(ServiceSettings):
                 "cannot compute logprobs of the base: set loss.kl and health.kl_base_interval_steps to 0, or choose "
                 "another back end",
             )
+        kind = self.advantage.estimator
+        if (mistake := kind.find_mistake(self.advantage.signals, hindsight=self.needs.hindsight)) is not None:
+            raise SettingError("trainer.advantage.kind", self.advantage.kind, mistake)
         self._check_signals()
         if self.lora.rank and not backend.adapters:
             raise SettingError(

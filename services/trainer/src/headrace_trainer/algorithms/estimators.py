@@ -15,23 +15,46 @@ from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import Advantages, Floats
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.needs import NOTHING, REWARDS, Needs, Signals
+from headrace_trainer.algorithms.needs import NOTHING, REPLIES, REWARDS, Needs, Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings
 
 
 @dataclass(frozen=True, slots=True)
+class Reply:
+    """The user's next message after an answer of the model, in a conversation that went on."""
+
+    turn_id: str
+    choice: int
+    """With `turn_id`: the answer that the user replied to."""
+    answer: str
+    answer_ids: tuple[int, ...]
+    """The answer, as text and as the engine sampled it."""
+    text: str
+    """The user's message, without the chat template's text around it."""
+    token_ids: tuple[int, ...]
+    """The message as the engine received it: with the chat template's tokens, and the opening of the next answer."""
+    turn_reward: float | None = None
+    """The reward of the answer's turn, None where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The branches of a batch that are trained for the first time, in their order (`_B`)."""
+    """The branches, and the answers with a graded reply, of a batch that are trained for the first time, in their order
+    (`_B`)."""
 
     rewards_B: Floats
+    """The reward of each branch (as `worth` maps it), and the grade of each answer's reply."""
     weights_B: Floats
-    """The share of each branch in its run."""
+    """The share of each in its run."""
     runs_B: Sequence[str]
     tasks_B: Sequence[str | None]
     turns_B: Sequence[Sequence[float | None]] = ()
-    """The reward of each span's turn, in the order of the spans, for each branch, or None where the turn has none."""
+    """The reward of each span's turn, in the order of the spans, for each branch, or None where the turn has none. For
+    an answer it is empty."""
+    replies_B: Sequence[Reply | None] = ()
+    """The reply to each answer, None for a branch. Empty for an algorithm without `Signals.replies`."""
 
     def groups(self) -> list[str]:
         """Return the group of each branch: its task, or its run where it has no task."""
@@ -53,6 +76,13 @@ Credit = Callable[[float, Sequence[float | None], float, float, "AdvantageSettin
 """Returns the advantage of each span. Arguments: the advantage of the branch, the rewards of the spans' turns, the
 baseline and the scale of turns (0 where there were no others to compare with), and the settings. It must be linear in
 the first two, so that a revision can add the missing part."""
+Grade = Callable[[Sequence[Reply], "AdvantageSettings"], Sequence[float | None]]
+"""Grades the replies of one branch, in their order: the value of each, which `compute` compares like a reward, or None
+where the answer is not trained. Pure, and called more than once for a branch."""
+_REMEDY = (
+    "declare Signals(rewards=True), or a `grade` for replies; pass `reward_as_advantage` where advantages are fixed or "
+    "computed by a teacher"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +97,32 @@ class Estimator:
     worth: Worth | None = None
     credit: Credit | None = None
     """Set where turns have advantages of their own."""
+    grade: Grade | None = None
+    """Set where answers are trained by the user's replies to them."""
+
+    def find_mistake(self, signals: Signals, *, hindsight: bool) -> str | None:
+        """Return the remedy where training would never call one of the functions, or has none that grades replies.
+
+        Args:
+            signals: The signals that are trained, with those of the setting `demonstrations`.
+            hindsight: Whether the base computes the advantages of answers with replies, in place of `compute`.
+        """
+        if hindsight and signals != REPLIES:
+            return "Needs(hindsight=True) trains replies alone; declare Signals(rewards=False, replies=True) with it"
+        if signals.replies and not hindsight and self.grade is None:
+            return "nothing grades the replies of Signals(replies=True); declare a `grade`, or Needs(hindsight=True)"
+        rewards, written = signals.rewards and not signals.branches, signals.written and self.worth is not None
+        graded = signals.replies and not hindsight and self.grade is not None
+        functions = (
+            ("grade", self.grade, graded, "declare Signals(replies=True), and not Needs(hindsight=True)"),
+            ("worth", self.worth, rewards or written, "declare Signals(rewards=True)"),
+            ("credit", self.credit, rewards, "declare Signals(rewards=True)"),
+            ("compute", self.compute, rewards or written or graded, _REMEDY),
+        )
+        for name, function, called, remedy in functions:
+            if function not in (None, reward_as_advantage) and not called:
+                return f"its `{name}` would never be called with these signals and needs; {remedy}"
+        return None
 
 
 ESTIMATORS: Registry[Estimator] = Registry("advantages", Estimator, "kind of advantage")
@@ -79,9 +135,10 @@ def estimator(
     signals: Signals = REWARDS,
     worth: Worth | None = None,
     credit: Credit | None = None,
+    grade: Grade | None = None,
 ) -> Callable[[Compute], Estimator]:
     """Mark a function as an estimator and declare its needs."""
-    return lambda compute: Estimator(compute, needs, settings, signals, worth, credit)
+    return lambda compute: Estimator(compute, needs, settings, signals, worth, credit, grade)
 
 
 def reward_as_advantage(

@@ -63,7 +63,8 @@ class Signals:
     preferences: bool = False
     """Compared answers: chosen or rejected."""
     replies: bool = False
-    """Answers that the user's next message contradicted, and those that were accepted."""
+    """Answers that the user's next message replied to: as the estimator's `grade` values the reply, or with
+    `Needs.hindsight` those that the reply contradicted and those that were accepted."""
     paired: bool = False
     """Whether chosen and rejected answers are trained together, or not at all."""
 
@@ -94,3 +95,4 @@ class Signals:
 
 
 REWARDS = Signals()
+REPLIES = Signals(rewards=False, replies=True)

@@ -4,6 +4,7 @@ state is changed (P9).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,9 @@ from headrace_trainer.experiences.reports import TrainedExperience
 from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience, match_answers, run_of, task_of
+
+ComparedExample = tuple[WaitingExperience, Example]
+"""An example whose advantage `compute` returns: a branch, or an answer with a graded reply."""
 
 
 def row_of(
@@ -163,15 +167,17 @@ def prepare(
         [(item.experience.experience_id, update.example) for item, update in updates if update.is_new]
     )
     trainable = [(item, update) for item, update in updates if _can_train(item, update, pairs)]
-    past, new = _winsorise([item for item, update in trainable if update.advantage is None], state, settings)
+    compared = [(item, update.example) for item, update in trainable if update.advantage is None]
+    past, new = _winsorise(compared, state, settings)
     advantages, baselines = _advantages(new, past, state, settings, decay)
-    first = {
-        item.experience.experience_id: _first_training(item, index, advantages, state, settings)
-        for index, item in enumerate(new)
-    }
+    first = iter(
+        [
+            _first_training(item, example, index, advantages, state, settings)
+            for index, (item, example) in enumerate(new)
+        ]
+    )
     trained = tuple(
-        first[item.experience.experience_id] if update.advantage is None else _record_update(item, update, state)
-        for item, update in trainable
+        next(first) if update.advantage is None else _record_update(item, update, state) for item, update in trainable
     )
     assert {record.waiting.experience.experience_id for record in trained} == {
         item.experience.experience_id for item in items
@@ -250,13 +256,19 @@ def _can_train(item: WaitingExperience, update: PendingUpdate, pairs: dict[tuple
 
 
 def _first_training(
-    item: WaitingExperience, index: int, advantages: Advantages, state: LineageState, settings: AdvantageSettings
+    item: WaitingExperience,
+    example: Example,
+    index: int,
+    advantages: Advantages,
+    state: LineageState,
+    settings: AdvantageSettings,
 ) -> TrainedExperience:
-    """Return the record of a branch's first training: the branch is number `index` of those that were compared."""
+    """Return the record of the first training of `example`, which is number `index` of those that were compared."""
     value = _clip(advantages.values_B[index], settings.limit)
-    record = TrainedExperience(item, value, advantages.baselines_B[index], advantages.scales_B[index])
+    terms = (advantages.baselines_B[index], advantages.scales_B[index])
+    record = TrainedExperience(item, value, *terms, example=example)
     credit = state.limits.rules.credit
-    if credit is None or not advantages.turn_scales_B:
+    if credit is None or not advantages.turn_scales_B or not example.is_branch:
         return record
     turn_terms = (advantages.turn_baselines_B[index], advantages.turn_scales_B[index])
     turns = credit(advantages.values_B[index], turns_of(item.experience, state.limits.rules), *turn_terms)
@@ -265,43 +277,61 @@ def _first_training(
 
 
 def _winsorise(
-    items: Sequence[WaitingExperience], state: LineageState, settings: AdvantageSettings
-) -> tuple[Baselines, list[WaitingExperience]]:
-    """Return the baselines with the ranges of the batch's rewards in them, and `items` with winsorised rewards.
+    compared: Sequence[ComparedExample], state: LineageState, settings: AdvantageSettings
+) -> tuple[Baselines, list[ComparedExample]]:
+    """Return the baselines with the ranges of the batch's rewards in them, and the examples with winsorised rewards.
 
-    The ranges take in the whole batch before any of its rewards is compared with them.
+    The ranges take in the whole batch before any of its rewards is compared with them. Grades of replies have no range.
     """
     limits = settings.range_limits
-    if not items or not limits.factor:
-        return state.baselines, list(items)
-    experiences = [(run_of(item.experience), item.experience) for item in items]
+    branches = [item for item, example in compared if example.is_branch]
+    if not branches or not limits.factor:
+        return state.baselines, list(compared)
+    experiences = [(run_of(item.experience), item.experience) for item in branches]
     ranges = state.baselines.ranges.absorb(experiences, limits)
-    bounded = [item.model_copy(update={"experience": ranges.bound(item.experience, limits)}) for item in items]
+    bounded = [
+        (item.model_copy(update={"experience": ranges.bound(item.experience, limits)}), example)
+        if example.is_branch
+        else (item, example)
+        for item, example in compared
+    ]
     rewards: dict[str, list[float]] = {}
-    for item in bounded:
+    for item, example in bounded:
         task, reward = task_of(item.experience), item.experience.reward
-        if task is not None and reward is not None:
+        if example.is_branch and task is not None and reward is not None:
             rewards.setdefault(task, []).append(reward)
     return state.baselines.repaired(ranges, limits, rewards), bounded
 
 
 def _advantages(
-    items: Sequence[WaitingExperience], past: Baselines, state: LineageState, settings: AdvantageSettings, decay: Decay
+    compared: Sequence[ComparedExample],
+    past: Baselines,
+    state: LineageState,
+    settings: AdvantageSettings,
+    decay: Decay,
 ) -> tuple[Advantages, Baselines]:
-    worth = state.limits.rules.worth
-    if not items:
+    if not compared:
         return Advantages((), (), ()), past
-    experiences_B = [item.experience for item in items]
-    rewards_B = [experience.reward for experience in experiences_B if experience.reward is not None]
-    assert len(rewards_B) == len(items), "P6: only a correction may lack a reward"
-    if worth is not None:
-        rewards_B = [worth(reward) for reward in rewards_B]
-    weights_B = [experience.weight for experience in experiences_B]
-    runs_B = [run_of(experience) for experience in experiences_B]
-    tasks_B = [task_of(experience) for experience in experiences_B]
-    turns_B = [turns_of(experience, state.limits.rules) for experience in experiences_B]
-    batch = AdvantageInputs(rewards_B, weights_B, runs_B, tasks_B, turns_B)
+    rules, experiences_B = state.limits.rules, [item.experience for item, _ in compared]
+    counts = Counter(experience.experience_id for experience in experiences_B)
+    replies = state.limits.signals.replies
+    batch = AdvantageInputs(
+        [_compared_value(item.experience, example, rules) for item, example in compared],
+        [experience.weight / counts[experience.experience_id] for experience in experiences_B],
+        [run_of(experience) for experience in experiences_B],
+        [task_of(experience) for experience in experiences_B],
+        [turns_of(item.experience, rules) if example.is_branch else () for item, example in compared],
+        [example.reply for _, example in compared] if replies else (),
+    )
     return settings.estimator.compute(batch, past, decay, settings)
+
+
+def _compared_value(experience: Experience, example: Example, rules: CorrectionRules) -> float:
+    """Return the reward of a branch as the algorithm values it, or the grade of the reply to an answer."""
+    if example.grade is not None:
+        return example.grade
+    assert experience.reward is not None, "P6: only a correction may lack a reward"
+    return experience.reward if rules.worth is None else rules.worth(experience.reward)
 
 
 def _record_update(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
@@ -310,11 +340,12 @@ def _record_update(item: WaitingExperience, update: PendingUpdate, state: Lineag
     assert entry is not None
     assert update.advantage is not None
     correction = entry.trained and (not update.is_new or not update.example.part)
+    baseline, scale = entry.terms_of(update.example.part)
     return TrainedExperience(
         item,
         float(np.float32(update.advantage)),
-        entry.baseline,
-        entry.scale,
+        baseline,
+        scale,
         correction,
         update.token_weight,
         update.example,

@@ -33,10 +33,10 @@ from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.needs import REWARDS, Signals
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.backends import BACKENDS
-from headrace_trainer.experiences.examples import Example, WriteAnswer, examples, tokens_of
+from headrace_trainer.experiences.examples import Example, FindReplyExamples, WriteAnswer, examples, tokens_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, pending_updates
-from headrace_trainer.experiences.replies import ReplyReader
+from headrace_trainer.experiences.replies import GradeReplies, ReplyReader
 from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.templates import EditWriter
 from headrace_trainer.experiences.window import Entry
@@ -68,6 +68,8 @@ class AdmissionLimits:
     """Tokenizes edits, where they are trained."""
     replies: ReplyReader | None = None
     """Finds the user's replies to answers, where they are trained."""
+    grade: GradeReplies | None = None
+    """Grades these replies; None where a teacher does."""
     sets: SetBuilder | None = None
     """Builds the sets of tokens that answers were sampled from; None where the back end cannot use them."""
     examples_max: int = 64
@@ -76,9 +78,9 @@ class AdmissionLimits:
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
         """Return the examples that are trained of `experience`, without answers longer than `sequence_tokens`."""
-        replied = None if self.replies is None else self.replies.examples
+        worth, logprobs = self.rules.worth, self.rules.logprobs
         candidates = examples(
-            experience, self.signals, self.rules.worth, self.write, replied, logprobs=self.rules.logprobs
+            experience, self.signals, worth, self.write, self._reply_examples(experience), logprobs=logprobs
         )
         branch = experience.branch
         if branch is None:
@@ -89,6 +91,16 @@ class AdmissionLimits:
             if not example.part
             or (tokens_of(example, branch) <= self.sequence_tokens and max(example.tokens, default=0) < self.vocabulary)
         )
+
+    def _reply_examples(self, experience: Experience) -> FindReplyExamples | None:
+        """Return the function that finds examples of replies.
+
+        Grades depend on text alone, so they are read from the whole branch, and not only from its trained spans.
+        """
+        reader, grade = self.replies, self.grade
+        if reader is None or grade is None:
+            return None if reader is None else reader.examples
+        return lambda _trained: reader.graded_examples(experience, grade)
 
     def left_out_turns(self, experience: Experience, edited: Collection[str] = ()) -> tuple[str, ...]:
         """Return the turns of its branch whose answers lack logprobs that training needs, without those `edited`."""
@@ -130,7 +142,7 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
     """
     advantage = settings.advantage
     kind, signals = advantage.estimator, advantage.signals
-    worth, credit = kind.worth, kind.credit
+    worth, credit, grade = kind.worth, kind.credit, kind.grade
     correction_rules = CorrectionRules(
         advantage.limit,
         CORRECTION_MIN,
@@ -150,7 +162,8 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         logprobs=settings.needs.logprobs and not signals.written,
         correction_rules=correction_rules,
         write=EditWriter(Path(settings.base)) if signals.edits else None,
-        replies=_open_reply_reader(settings) if signals.replies else None,
+        replies=open_reply_reader(settings) if signals.replies else None,
+        grade=None if grade is None else lambda replies: grade(replies, advantage),
         sets=SetBuilder(Path(settings.base), vocabulary) if BACKENDS.get(settings.backend).restricts else None,
         examples_max=settings.memory.examples,
         ranges=advantage.range_limits,
@@ -162,7 +175,8 @@ def learned_signals(settings: TrainerSettings) -> LearnedSignals:
     return settings.advantage.signals.announcement(settings.algorithm, logprobs=settings.needs.logprobs)
 
 
-def _open_reply_reader(settings: TrainerSettings) -> ReplyReader:
+def open_reply_reader(settings: TrainerSettings) -> ReplyReader:
+    """Open the reader of users' replies. Raises `SettingError` where the base does not show where messages begin."""
     hindsight = hindsight_of(settings.advantage)
     earlier_max = hindsight.earlier_max if hindsight.compared == "distributions" else 0
     return ReplyReader(Path(settings.base), hindsight.contradicted_max, hindsight.accepted_min, earlier_max)

@@ -15,12 +15,13 @@ from hashlib import sha256
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import Message
 from headrace_schemas.events.experience import Edit
+from headrace_trainer.algorithms.estimators import Reply
 from headrace_trainer.algorithms.needs import Signals
 
 WriteAnswer = Callable[[Message], tuple[int, ...] | None]
 """Returns the tokens of an answer with its end token, or None where the model cannot produce it."""
 FindReplyExamples = Callable[[Experience], Iterable["Example"]]
-"""Returns the examples of answers that a user contradicted or accepted."""
+"""Returns the examples of answers that a user replied to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Example:
     part: str = ""
     """Empty for the whole branch."""
     value: float | None = None
-    """1 to make the sequence likelier, -1 to make it less likely. None: the experience's reward decides."""
+    """1 to make the sequence likelier, -1 to make it less likely. None: the experience's reward decides, or `grade`."""
     pair: str = ""
     """Name shared by the examples that are trained together; empty where the example is trained alone."""
     turn_id: str = ""
@@ -40,6 +41,15 @@ class Example:
     """Tokens that replace that answer; empty where the answer itself is trained."""
     length_max: int = 0
     """Length of the longest further sequence that a teacher grades for this example."""
+    grade: float | None = None
+    """The value that the algorithm gives to the user's `reply`, which is compared like a reward; None where the example
+    is not trained by a grade."""
+    reply: Reply | None = None
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether it is the whole branch, trained by its reward."""
+        return self.value is None and not self.part
 
     def span(self, branch: Branch) -> Span | None:
         """Return the span of the answer that the example is about."""

@@ -96,8 +96,8 @@ def pending_updates(
         ):
             updates.append(PendingUpdate(example, None))
         else:
-            target = _advantage(experience, entry, rules) if example.value is None else example.value
-            turns = _span_advantages(experience, entry, target, rules) if example.value is None else ()
+            target = _advantage(experience, entry, example, rules) if example.value is None else example.value
+            turns = _span_advantages(experience, entry, target, rules) if example.is_branch else ()
             updates.append(_pending_update(example, target, turns, contributions.pop(example.part, [])))
     updates += [
         _pending_update(_withdrawn_example(reversed_contributions[0]), 0.0, (), reversed_contributions)
@@ -115,7 +115,9 @@ def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | No
     return tuple(rewards.pop(span.turn_id, None) for span in branch.spans)
 
 
-def _advantage(experience: Experience, entry: Entry, rules: CorrectionRules) -> float:
+def _advantage(experience: Experience, entry: Entry, example: Example, rules: CorrectionRules) -> float:
+    if example.grade is not None:
+        return entry.advantage_of(example.grade, rules.advantage_max, example.part)
     reward = experience.reward
     if reward is not None and rules.worth is not None:
         reward = rules.worth(reward)

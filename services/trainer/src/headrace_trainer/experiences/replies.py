@@ -8,7 +8,7 @@ here (P2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +17,17 @@ from typing import Any
 from headrace_runtime.errors import SettingError
 from headrace_runtime.storage.versions import TOKENIZER_FILE
 from headrace_schemas import Branch, Experience, Span
+from headrace_trainer.algorithms.estimators import Reply
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.templates import environment, read_template, special_tokens
 
 CONTRADICTED, ACCEPTED = "contradicted/", "accepted/"
-"""Prefixes of the parts of such examples."""
+"""Prefixes of the parts of examples that a teacher grades."""
+GRADED = "replied/"
+"""Prefix of the parts of examples that an algorithm grades by their replies."""
+GRADE_MAX = 1e6
+"""Largest grade, as of rewards."""
+GradeReplies = Callable[[Sequence[Reply]], Sequence[float | None]]
 _CACHED_MAX = 4096
 _OPENING_TOKENS_MAX = 32
 _MARK = "\ue000"
@@ -32,12 +38,14 @@ _CALL_MESSAGE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyTokens:
     """The prompt of an answer without the opening of the answer, the user's next message with one, and the model's
     answer to that message."""
 
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
+    text: str
+    """The user's message, without the chat template's text around it."""
     next_span: Span
 
 
@@ -51,6 +59,9 @@ class _MessageForm:
     def matches(self, text: str) -> bool:
         longer = len(text) > len(self.before) + len(self.after)
         return longer and text.startswith(self.before) and text.endswith(self.after)
+
+    def content_of(self, text: str) -> str:
+        return text.removeprefix(self.before).removesuffix(self.after)
 
 
 class ReplyReader:
@@ -115,7 +126,40 @@ class ReplyReader:
                 longest += len(reply.prompt) + len(reply.reply)
                 yield Example(f"{CONTRADICTED}{name}", 1.0, "", span.turn_id, span.choice, (), longest)
 
-    def read(self, branch: Branch, span: Span) -> Reply | None:
+    def graded_examples(self, experience: Experience, grade: GradeReplies) -> Iterator[Example]:
+        """Yield the sampled answers with a reply to which `grade` gives a value.
+
+        Raises:
+            ValueError: `grade` returned another number of values than there are replies, or a value that is no reward.
+        """
+        replies = self.replies(experience)
+        grades = grade(replies) if replies else ()
+        if len(grades) != len(replies):
+            raise ValueError(f"grade returned {len(grades)} values for {len(replies)} replies; return one for each")
+        for reply, value in zip(replies, grades, strict=True):
+            if value is None:
+                continue
+            if not abs(value) <= GRADE_MAX:
+                raise ValueError(f"grade returned {value}; return a number between -{GRADE_MAX:g} and {GRADE_MAX:g}")
+            part = f"{GRADED}{reply.turn_id}/{reply.choice}"
+            yield Example(part, None, "", reply.turn_id, reply.choice, grade=float(value), reply=reply)
+
+    def replies(self, experience: Experience) -> list[Reply]:
+        """Return the user's replies to the sampled answers of an experience, in their order."""
+        branch, rewards = experience.branch, {reward.turn_id: reward.value for reward in experience.turn_rewards}
+        if branch is None or experience.origin != "sampled":
+            return []
+        replies = []
+        for span in branch.spans:
+            tokens = self.read(branch, span)
+            if tokens is not None:
+                answer_ids = branch.token_ids[span.start : span.stop]
+                answer = str(self._tokenizer.decode(list(answer_ids), skip_special_tokens=True))
+                about = (span.turn_id, span.choice, answer, answer_ids)
+                replies.append(Reply(*about, tokens.text, tokens.reply, rewards.get(span.turn_id)))
+        return replies
+
+    def read(self, branch: Branch, span: Span) -> ReplyTokens | None:
         """Return the user's reply to the answer `span`, or None where no message of a user, or no answer to one,
         follows."""
         index = branch.spans.index(span) + 1
@@ -127,9 +171,9 @@ class ReplyReader:
         )
         if boundaries is None:
             return None
-        opening, closing = boundaries
+        opening, closing, text = boundaries
         prompt, reply = ids[: span.start - opening], ids[span.stop + closing : following.start]
-        return Reply(tuple(prompt), tuple(reply), following) if prompt else None
+        return ReplyTokens(tuple(prompt), tuple(reply), text, following) if prompt else None
 
     def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
         """Return the last answers before `span` since the user's previous message, in order."""
@@ -140,8 +184,9 @@ class ReplyReader:
             spans.append(earlier)
         return tuple(reversed(spans))
 
-    def _find_boundaries(self, prompt_end: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the number of opening tokens at the end of a prompt, and of end tokens after its answer.
+    def _find_boundaries(self, prompt_end: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int, str] | None:
+        """Return the number of opening tokens at the end of a prompt, of end tokens after its answer, and the text of
+        the user's message.
 
         Args:
             prompt_end: The last tokens before the answer.
@@ -160,7 +205,8 @@ class ReplyReader:
         valid = self._text(between[closing:]) == message and self._user.matches(message)
         if not valid or (self._tool is not None and self._tool != self._user and self._tool.matches(message)):
             return None
-        return (opening, closing) if self._is_single_message(between[closing:]) else None
+        is_single = self._is_single_message(between[closing:])
+        return (opening, closing, self._user.content_of(message)) if is_single else None
 
     def _is_single_message(self, message: tuple[int, ...]) -> bool:
         """Return whether the tokens have no control tokens but those of a user's message; else they are several

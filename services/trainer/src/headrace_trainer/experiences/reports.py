@@ -24,7 +24,7 @@ Offsets = dict[str, dict[int, int]]
 class TrainedExperience:
     """Training of one example of an experience by one step.
 
-    `baseline` and `scale` are those of the branch's first training.
+    `baseline` and `scale` are those of the first training of the branch, or of the answer with a graded reply.
     """
 
     waiting: WaitingExperience
@@ -65,6 +65,7 @@ class TrainedExperience:
             choice=example.choice,
             tokens=example.tokens,
             turns=self.turns,
+            terms=None if example.grade is None else (self.baseline, self.scale),
         )
 
 

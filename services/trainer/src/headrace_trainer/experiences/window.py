@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import zip_longest
+from typing import Annotated
+
+from pydantic import Field
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas.values.arrays import TokenIds
@@ -35,6 +38,8 @@ class ContributionDetail(Model):
     tokens: TokenIds = ()
     """Tokens that replaced that answer: a withdrawn edit is stored nowhere else."""
     turns: tuple[Finite, ...] = ()
+    terms: Annotated[tuple[Finite, Finite] | None, Field(exclude_if=lambda terms: terms is None)] = None
+    """Baseline and scale by which an answer with a graded reply was compared."""
 
 
 class Contribution(Model):
@@ -110,9 +115,22 @@ class Entry(Model):
     def seen(self, revision: int) -> bool:
         return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])
 
-    def advantage_of(self, reward: float | None, limit: float) -> float:
-        """Return the advantage of `reward` by the first training's baseline and scale; 0 when there is no reward."""
-        return 0.0 if reward is None else max(-limit, min(limit, (reward - self.baseline) / self.scale))
+    def terms_of(self, part: str) -> tuple[float, float]:
+        """Return the baseline and the scale by which an example was compared."""
+        details = [contribution.what for contribution in self.contributions if part and contribution.part == part]
+        terms = [detail.terms for detail in details if detail is not None and detail.terms is not None]
+        return terms[-1] if terms else (self.baseline, self.scale)
+
+    def advantage_of(self, reward: float | None, limit: float, part: str = "") -> float:
+        """Return the advantage of `reward` by the first training's baseline and scale; 0 when there is no reward.
+
+        Args:
+            reward: The reward of the branch, or the grade of the reply to an answer.
+            limit: The bound on advantages.
+            part: The example of the experience.
+        """
+        baseline, scale = self.terms_of(part)
+        return 0.0 if reward is None else max(-limit, min(limit, (reward - baseline) / scale))
 
 
 class Window:

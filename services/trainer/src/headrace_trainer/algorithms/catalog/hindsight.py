@@ -44,7 +44,7 @@ from pydantic import Field, model_validator
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.gap import GapEstimate
-from headrace_trainer.algorithms.needs import Needs, Signals
+from headrace_trainer.algorithms.needs import REPLIES, Needs
 from headrace_trainer.algorithms.presets import Algorithm
 
 if TYPE_CHECKING:
@@ -134,7 +134,5 @@ def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
     )
 
 
-told = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=Signals(rewards=False, replies=True))(
-    reward_as_advantage
-)
+told = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=REPLIES)(reward_as_advantage)
 HINDSIGHT = Algorithm("hindsight", "clipped", {"batch_wait_s": 600.0})
