@@ -17,11 +17,16 @@ import pytest
 from openai import OpenAI
 
 from headrace import Client
+from headrace_runtime.settings.sections import complete
 from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.http.stack_access import key_for
-from tests.support import tiny_model
+from headrace_trainer.settings import TrainerSettings
+from tests.support import plugins, tiny_model
 from tests.support.headrace_up import HEADRACE, HeadraceUp
+from tests.support.hindsight_world import OPENING, conversation, encoder, user_message
 from tests.support.processes import wait_until
+from tests.unit.trainer.conftest import SMALL
+from tests.unit.trainer.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "stranger"
@@ -100,11 +105,73 @@ def test_the_reference_knows_what_is_installed(environ: dict[str, str]) -> None:
     names = (
         '"counted" or "ray" or "torch" or "trinity"',
         '"parrot" or "torch" or "vllm"',
-        '"gspo" or "half" or "hindsight" or "kto"',
+        '"gspo" or "half" or "heed" or "hindsight" or "kto"',
         '"brackets" or "hermes" or "none"',
         '"hmm" or "none" or "think"',
     )
     assert [name for name in names if name not in " ".join(text.replace("\n#", "").split())] == []
+
+
+async def test_an_algorithm_of_the_package_reads_replies_and_trains_the_answers(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(environ["PYTHONPATH"])
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    table = {"base": str(base), **SMALL, "algorithm": "heed", "batch_experiences": 3, "batch_wait_s": 5.0}
+    settings, world, encode = complete(TrainerSettings).model_validate(table), World(tmp_path), encoder(base)
+    await world.run(settings)
+    version = world.bus.checkpoints[0].version
+    words = ("No, it is K.", "Thanks. That is what I was looking for.", "Which one?")
+    assert [len(encode(user_message(text) + OPENING)) > 40 for text in words[:2]] == [False, True]
+    for number, text in enumerate(words):
+        event = conversation(encode, number, version, first="B", second="K", reply=text, reward=None)
+        world.bus.produce(event)
+    await world.run(settings, wait_s=6)
+    outcomes = {outcome.experience_id: outcome for outcome in world.bus.verdicts}
+    advantages = {
+        name: [(turn.turn_id, turn.advantage) for turn in outcome.turn_advantages] for name, outcome in outcomes.items()
+    }
+    assert advantages == {"e0": [("turn-0-0", -0.25)], "e1": [("turn-1-0", 0.5)], "e2": []}
+    assert (outcomes["e2"].dropped, outcomes["e2"].detail) == ("no_reward", "no_signal")
+    assert [batch.experiences for account in world.bus.accounts for batch in account.batches] == [2]
+
+
+DEAF = """
+from headrace_trainer.algorithms.advantages import Advantages
+from headrace_trainer.algorithms.estimators import estimator
+from headrace_trainer.algorithms.needs import REPLIES, Needs
+from headrace_trainer.algorithms.presets import Algorithm
+
+@estimator(Needs(hindsight=True), signals=REPLIES)
+def deaf(batch, past, decay, settings):
+    raise AssertionError("the built-in teacher computes the advantages, so this is never called")
+
+DEAF = Algorithm("deaf")
+"""
+
+
+def test_planted_an_algorithm_whose_compute_is_not_called_is_refused_by_name(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    announced = {"headrace.advantages": {"deaf": "deaf:deaf"}, "headrace.algorithms": {"deaf": "deaf:DEAF"}}
+    plugins.install(tmp_path / "site", "deaf", announced, deaf=DEAF)
+    config = tmp_path / "headrace.toml"
+    path = os.pathsep.join([str(tmp_path / "site"), environ["PYTHONPATH"]])
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    outputs = {}
+    for algorithm in ("heed", "deaf"):
+        config.write_text(f'[trainer]\nbase = "{base}"\nalgorithm = "{algorithm}"\n', encoding="utf-8")
+        command = [HEADRACE, "config", "check", str(config)]
+        process = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120, env={**environ, "PYTHONPATH": path}
+        )
+        outputs[algorithm] = " ".join(f"{process.stdout}{process.stderr}".split())
+        assert algorithm == "heed" or process.returncode, "the ports that heed's check wants may be taken here"
+    refusal = (
+        "trainer.advantage.kind = 'deaf': its `compute` would never be called with these signals and needs; declare"
+    )
+    assert refusal in outputs["deaf"]
+    assert "trainer.advantage" not in outputs["heed"], outputs["heed"]
 
 
 @pytest.fixture
