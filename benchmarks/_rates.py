@@ -216,10 +216,6 @@ class EndToEnd:
     answer_ms: dict[str, float]
     experience_ms: dict[str, float]
 
-    @property
-    def p95_ms(self) -> float:
-        return self.experience_ms["p95"]
-
 
 async def measure(folder: Path, bus: str | None, rate: float, seconds: float, seed: int) -> EndToEnd:
     """Measure one run. With `bus` None, the embedded broker is used. Raises `StartFailed` or `TimeoutError` if services

@@ -32,8 +32,6 @@ from tests.system.line import Line, at_most
 
 BODY_BYTES = 8_388_608
 _SLACK_BYTES = 4_096
-_CHAT_VALUES = 32_768
-"""Bound of the gateway (`RequestRules.json_values_max`)."""
 _TEXT = "x\u00e9\u4e2d\U0001f600 "
 """Every width of UTF-8."""
 _LONG = 1_048_000

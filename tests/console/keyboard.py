@@ -17,7 +17,6 @@ _FOREIGN_ELEMENTS = (
 )
 """Elements that no page has by itself."""
 _INJECTED = f"() => [...document.querySelectorAll({_FOREIGN_ELEMENTS!r})].map((item) => item.outerHTML.slice(0, 80))"
-_TABS_MAX = 400
 
 
 def pairs(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_gateway import metrics
 from headrace_gateway.admission import Admission, AdmittedRequest
-from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer
+from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer, answer_headers
 from headrace_gateway.capture import capture
 from headrace_gateway.captured_turns import CapturedTurns, message_digests
 from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
@@ -268,3 +270,31 @@ class Chat:
         self.admission.limits.store(call.identity.tenant, stored)
         self.recent.note(call.identity.tenant, call.response_id, event)
         self.repeated.end(call)
+
+
+ReadCount = Callable[[bytes, RequestContext], ChatRequest]
+"""Reads a body of one API. Returns a plain request for one token, or raises `ApiError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounting:
+    """The endpoint of one API. `fields` are the constant fields of its answer."""
+
+    chat: Chat
+    fields: dict[str, str]
+
+    async def count(self, request: Request) -> Response:
+        """Return the number of tokens that a call with this body would begin from. Raises `ApiError`."""
+        chat = self.chat
+        async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
+            call, _ = await chat.understand(request.scope, admitted)
+            with chat.admission.limits.work(admitted.caller, 1, tokens_asked(call)) as work:
+                _, transcript = await chat.relay.complete(call)
+                work.used_tokens = len(transcript.prompt_token_ids) + transcript.sampled
+        count = len(transcript.prompt_token_ids)
+        return JSONResponse({**self.fields, "input_tokens": count}, headers=answer_headers(call))
+
+
+def reader(read: ReadCount) -> Callable[[bytes, RequestContext], tuple[ChatRequest, ChatCompletions]]:
+    """Return `read` in the form that `Chat` takes."""
+    return lambda body, context: (read(body, context), ChatCompletions())

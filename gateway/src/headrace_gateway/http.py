@@ -8,17 +8,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_gateway.admission import Admission
 from headrace_gateway.captured_turns import CapturedTurns
-from headrace_gateway.chat import Chat, read_chat
+from headrace_gateway.chat import Chat, TokenCounting, read_chat, reader
 from headrace_gateway.chat_messages import MessageMemory
-from headrace_gateway.counting import Counting
 from headrace_gateway.dispatch import Dispatchers
 from headrace_gateway.engine import Engines
 from headrace_gateway.messages_api.answers import read_messages
 from headrace_gateway.messages_api.request import parse_count
+from headrace_gateway.metrics import REQUESTS
 from headrace_gateway.model_catalog import ModelCatalog, ModelsApi
 from headrace_gateway.placement import Placement, StickyVersions
 from headrace_gateway.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
@@ -33,7 +33,6 @@ from headrace_gateway.responses_api.request import parse_input_tokens
 from headrace_gateway.sessions_api import Lookup, SessionsApi, nothing_known
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.text_completions import read_completion
-from headrace_gateway.token_counting import TokenCounting, reader
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
@@ -137,3 +136,48 @@ def application(parts: Parts) -> ASGIApp:
         starlette.add_exception_handler(refusal, refused)
     starlette.add_exception_handler(Exception, crashed)
     return Prefixes(Counting(starlette))
+
+
+_ROUTE_LABELS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "count_tokens",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/models": "models",
+    "/v1/feedback": "feedback",
+    "/v1/trajectories": "trajectories",
+    "/feedback": "trinity_feedback",
+    "/commit": "trinity_commit",
+    "/health": "health",
+    "/metrics": "metrics",
+}
+
+
+class Counting:
+    """Around the application; unknown paths share one label."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                REQUESTS.labels(route_of(scope["path"]), str(message["status"])).inc()
+            await send(message)
+
+        return await self._app(scope, receive, counted)
+
+
+def route_of(path: str) -> str:
+    if path.startswith("/v1/sessions/"):
+        return "end"
+    if path.startswith("/v1/models/"):
+        return "models"
+    if path.startswith("/v1/responses/") and path not in _ROUTE_LABELS:
+        return "stored_responses"
+    return _ROUTE_LABELS.get(path, "other")

@@ -15,14 +15,13 @@ from headrace_gateway import metrics
 from headrace_gateway.captured_turns import CapturedTurns, history_of, unseen_answer
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.dispatch import Dispatchers
-from headrace_gateway.engine import Engines, ReplicaFailed
+from headrace_gateway.engine import Engines, ReplicaFailed, UpstreamCall
 from headrace_gateway.engine_wire import EngineAnswer, EngineUsage
 from headrace_gateway.placement import Placement, Upstream
 from headrace_gateway.refusals import ApiError, overloaded
 from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.transcript import Transcript
-from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_gateway.upstream_call import UpstreamCall
+from headrace_gateway.engine import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_schemas import Replica
 from headrace_schemas.events.routing import LoadState

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,9 +202,6 @@ def client(
     )
     transport = httpx.ASGITransport(api.app({"engine": lambda: engine.alive}), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
-
-
-MakeClient = Callable[..., httpx.AsyncClient]
 
 
 USER = [{"role": "user", "content": "What is new?"}]

@@ -126,10 +126,6 @@ class DryRunLine(Model):
     versions: int = 0
 
 
-EXPERIENCES_MAX = 16_384
-"""Maximum number of experiences in one short training, so that one save can report all outcomes."""
-
-
 class ShortRun(Model):
     """The line `trained`, the only one of a short training: its versions and outcomes."""
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace_collector.facts import TurnFacts
-from headrace_collector.listings import Listing
-from headrace_collector.runs import SessionRun
+from headrace_collector.runs import Listing, SessionRun
 from headrace_schemas import Feedback
 
 

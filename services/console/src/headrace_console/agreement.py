@@ -16,7 +16,6 @@ COLUMNS_MAX = 8
 """Raters and judges that are compared, those with the most answers first."""
 Answers = Mapping[str, Mapping[str, Hashable]]
 """Answer by column, which is a rater or a judge, by item."""
-_Statistic = Callable[[Mapping[Any, int]], float | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Collection
+from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
@@ -33,7 +37,6 @@ from headrace_console.pages import (
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.login import LoginPages
 from headrace_console.pages.page import NotFound, Page, PageRoutes, Parts, Visit
-from headrace_console.pages.static import static_route
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
 from headrace_console.sources.gateway import GatewayClient
@@ -178,3 +181,24 @@ class Console:
 
 async def _not_found(_visit: Visit) -> Response:
     raise NotFound
+
+
+_STATIC_FOLDER = Path(__file__).parent / "static"
+_STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def static_route() -> Route:
+    """Return the route of the files, which are read once. A browser that has a file gets 304 as long as it is equal."""
+    files = {path.name: path.read_bytes() for path in _STATIC_FOLDER.iterdir() if path.suffix in _STATIC_TYPES}
+    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for name, content in files.items()}
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in files:
+            return PlainTextResponse("There is no such file.\n", 404)
+        headers = {"cache-control": "no-cache", "etag": tags[name]}
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers=headers)
+        return Response(files[name], media_type=_STATIC_TYPES[Path(name).suffix], headers=headers)
+
+    return Route("/static/{name}", file)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _ROWS_PANEL = "Rows"
 _TRAINING_PANEL = "Training"
-_TOPIC_PANEL = "Records of a topic"
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace.rewards.answers import accuracy, follows, normalized, numbers_in
+    from headrace.rewards.answers import accuracy, follows, length_penalty, normalized, numbers_in, steps
     from headrace.rewards.calibration import Calibrated, Calibration
     from headrace.rewards.combining import TaskScale, composite, relative, standardized
     from headrace.rewards.guards import guarded, pleading, repetitive, too_long, tool_spam
-    from headrace.rewards.lengths import length_penalty, steps
     from headrace.rewards.natural_signals import Hint, hints, signals
     from headrace.rewards.serving import consume, serve, verdict
     from headrace.rewards.tools import ToolScore, tool_score
@@ -29,11 +28,10 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "headrace.rewards.answers": ("accuracy", "follows", "normalized", "numbers_in"),
+            "headrace.rewards.answers": ("accuracy", "follows", "length_penalty", "normalized", "numbers_in", "steps"),
             "headrace.rewards.calibration": ("Calibrated", "Calibration"),
             "headrace.rewards.combining": ("TaskScale", "composite", "relative", "standardized"),
             "headrace.rewards.guards": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
-            "headrace.rewards.lengths": ("length_penalty", "steps"),
             "headrace.rewards.serving": ("consume", "serve", "verdict"),
             "headrace.rewards.natural_signals": ("Hint", "hints", "signals"),
             "headrace.rewards.tools": ("ToolScore", "tool_score"),

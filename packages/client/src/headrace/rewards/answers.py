@@ -1,4 +1,4 @@
-"""Check whether an answer is right, and whether it has the requested format."""
+"""Rewards for an answer: whether it is right, whether it has the requested format, its length and its steps."""
 
 from __future__ import annotations
 
@@ -76,3 +76,26 @@ def follows(answer: str, pattern: str | re.Pattern[str]) -> float:
     if isinstance(pattern, re.Pattern):
         return float(pattern.fullmatch(answer.strip()) is not None)
     return float(fits_whole(answer.strip(), pattern))
+
+
+_STEP = re.compile(r"^[ \t]*(?:(?:step\s*)?\d+[.):]|[-*\u2022])[ \t]+(\S.*)$", re.IGNORECASE | re.MULTILINE)
+
+
+def length_penalty(reward: float, length: int, *, length_max: int = 1024, weight: float = 0.001) -> float:
+    """Return the reward minus `weight` times the relative excess of `length` over `length_max`.
+
+    The penalty never makes a reward negative, and a negative reward is unchanged.
+    """
+    over = max(0, length - length_max) / length_max
+    return max(min(reward, 0.0), reward - weight * over)
+
+
+def steps(reward: float, answer: str, *, bonus: float = 0.1, most: float = 0.5) -> float:
+    """Return the reward plus `bonus` for each different step that the answer lists, up to `most` in total.
+
+    Only a positive reward gets the bonus. Otherwise a model would learn to write steps instead of right answers.
+    """
+    if reward <= 0:
+        return reward
+    written = {step.strip().casefold() for step in _STEP.findall(answer)}
+    return reward + min(bonus * len(written), most)

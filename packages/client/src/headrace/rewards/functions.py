@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.rewards import answers, guards, lengths, tools
+from headrace.rewards import answers, guards, tools
 from headrace.rewards.combining import composite
 from headrace_schemas import RewardResult
 
@@ -46,7 +46,7 @@ def brevity(trajectory: Trajectory, context: Context) -> float:
     """Return 1 for a final answer of at most `length_max` characters (default 4000), falling to 0 at twice that
     length."""
     length_max = int(context.get("length_max", _LENGTH_MAX))
-    return lengths.length_penalty(1.0, len(trajectory.final_answer), length_max=length_max, weight=1.0)
+    return answers.length_penalty(1.0, len(trajectory.final_answer), length_max=length_max, weight=1.0)
 
 
 def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:

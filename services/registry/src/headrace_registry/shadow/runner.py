@@ -107,12 +107,6 @@ class ShadowRunner:
                 task.add_done_callback(lambda _: self._changed())
                 self._running[prompt.rollout_id, prompt.number] = task
 
-    async def wait_until_idle(self) -> None:
-        """Wait until no prompt is running."""
-        while self._running:
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
-            self._reap()
-
     async def stop(self) -> None:
         tasks = list(self._running.values())
         for task in tasks:
