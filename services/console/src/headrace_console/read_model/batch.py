@@ -284,8 +284,8 @@ class Batch:
         counts.subtract(before.counts)
         await self._summarize(states, statuses, before.summaries)
         await self._names.store(tx)
-        for rows in self._row_sets:
-            await rows.store(tx)
+        for row_set in self._row_sets:
+            await row_set.write_changes(tx)
         changes = [key._asdict() | {"turns": turns} for key, turns in counts.items() if turns]
         await upsert_all(tx, tables.counts, CountKey._fields, changes, added="turns")
         await self.side.store(tx)

@@ -197,7 +197,7 @@ async def _matching(tx: AsyncConnection, queue: Queue, selection: Filter, number
             page = await queries.session_page(tx, queue.tenant, replace(selection, after=position))
             keys = {item_id(queue.tenant_name, queue.name, row["session_key"]): row["id"] for row in page.rows}
             candidates = {item: session for item, session in keys.items() if not belongs_to_the_random_part(item)}
-            chosen |= await _with_turns(tx, queue, candidates, number - len(chosen))
+            chosen |= await _new_items_with_turns(tx, queue, candidates, number - len(chosen))
             position = page.after
             if len(chosen) >= number or position is None:
                 break
@@ -229,10 +229,10 @@ async def _at_random(
     rows = await tx.execute(query.order_by(table.c.began_ms.desc(), table.c.id.desc()).limit(RANGE_SESSIONS))
     keys = {item_id(queue.tenant_name, queue.name, row.session_key): row.id for row in rows}
     candidates = {item: keys[item] for item in sorted(keys) if of_all or belongs_to_the_random_part(item)}
-    return await _with_turns(tx, queue, candidates, number)
+    return await _new_items_with_turns(tx, queue, candidates, number)
 
 
-async def _with_turns(
+async def _new_items_with_turns(
     tx: AsyncConnection, queue: Queue, candidates: Mapping[str, int], number: int
 ) -> dict[str, tuple[int, int]]:
     """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""

@@ -287,7 +287,7 @@ class RowSet(Generic[R]):
     def _values(self, row: R) -> tuple[Any, ...]:
         return tuple(getattr(row, name) for name in self._columns)
 
-    async def store(self, tx: AsyncConnection) -> None:
+    async def write_changes(self, tx: AsyncConnection) -> None:
         """Write new and changed rows, and delete the removed ones."""
         changed = [values for row in self._by_id.values() if self._loaded.get(row.id) != (values := self._values(row))]
         for part in parts(changed):

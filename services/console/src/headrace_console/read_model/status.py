@@ -203,7 +203,7 @@ def add_outcome(
     entry: list[Any]
     if isinstance(item, TrainingOutcome):
         texts = [None if text is None else names.shared_number(text) for text in (item.dropped, item.reason)]
-        entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_advantages(item)]
+        entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_packed_advantages(item)]
         while entry[-1] in (None, []) and len(entry) > _ENTRY_LENGTH_MIN:
             entry.pop()
     elif isinstance(item, Undone):
@@ -214,7 +214,7 @@ def add_outcome(
     row.history = _without_superseded_drops(entries, row.revision) if len(entries) > _HISTORY_MAX else entries
 
 
-def _advantages(item: TrainingOutcome) -> list[Any]:
+def _packed_advantages(item: TrainingOutcome) -> list[Any]:
     """Return the advantages of an outcome as its entry has them; empty for an outcome without any."""
     if item.advantage is None and not item.turn_advantages:
         return []
