@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from headrace_inference import metrics
 from headrace_inference.engine import Sampling, Share, Start
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.torch_engine.engine import TorchEngine, default_threads
+from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD
 from headrace_schemas.http.replica_api import TokensToScore
 from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
 
@@ -358,3 +361,30 @@ async def test_a_tenant_that_fills_the_waiting_room_keeps_no_other_tenant_out(ma
         assert sum([len(tokens.token_ids) async for tokens in late]) == 4
     for generation in opened:
         generation.close()
+
+
+_START = """
+import asyncio, gc, sys
+from headrace_inference.app import start_engine
+from headrace_inference.settings import InferenceSettings
+from headrace_runtime.settings.sections import complete
+
+async def main():
+    engine = start_engine(complete(InferenceSettings).model_validate({"torch": {"device": "cpu"}}))
+    try:
+        assert "transformers" in sys.modules
+        print(gc.get_freeze_count(), len(gc.get_objects()), gc.get_threshold()[0])
+    finally:
+        await engine.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_start_engine_exempts_imported_libraries_from_garbage_collections() -> None:
+    """A full collection that visits torch and transformers stops all threads for 0.2 s."""
+    process = subprocess.run([sys.executable, "-c", _START], check=True, capture_output=True, text=True, timeout=240)
+    exempt, visited, threshold = map(int, process.stdout.splitlines()[0].split())
+    assert exempt > 100_000
+    assert visited < exempt / 20
+    assert threshold == PYTHON_GARBAGE_THRESHOLD

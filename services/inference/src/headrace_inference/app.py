@@ -27,6 +27,7 @@ from headrace_runtime.http.guard import signed
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD, tune_garbage_collection
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
@@ -65,6 +66,17 @@ _INLINE_BYTES = 8192
 """Requests up to this size are tokenized in the event loop, which takes about the time of one decode step."""
 
 
+def start_engine(settings: InferenceSettings) -> Engine:
+    """Start the engine, and exempt the libraries that it imports from garbage collections.
+
+    With torch and transformers a full collection takes 0.2 s, in which no thread can run. Versions are loaded later, so
+    their tensors are collected as before.
+    """
+    engine = ENGINES.get(settings.engine).make(settings.of(settings.engine))
+    tune_garbage_collection(PYTHON_GARBAGE_THRESHOLD)
+    return engine
+
+
 async def run(common: Common, settings: InferenceSettings) -> None:
     """Serve until cancelled.
 
@@ -78,7 +90,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         producer = EventProducer(common.bus, f"headrace/{SERVICE}", blobs)
         await producer.start()
         stack.push_async_callback(producer.stop)
-        engine = ENGINES.get(settings.engine).make(settings.of(settings.engine))
+        engine = start_engine(settings)
         stack.push_async_callback(engine.stop)
         metrics.ENGINE.info(
             {
