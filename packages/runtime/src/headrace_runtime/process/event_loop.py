@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,9 @@ INTERVAL_S = 0.25
 _WINDOW_S = 15.0
 """The gauges report the longest block of the last one to two windows."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT_BYTES_MAX = 128
+_thread = threading.local()
+"""`schedstat`: the open statistics file of the thread, which is closed when the thread ends."""
 _SHORT_S = 0.005
 """Delays up to this are recorded without subtracting the time that the thread waited for a core."""
 _WAITED_AGE_S = 0.02
@@ -151,9 +156,15 @@ async def watch_loop(work: Awaitable[None]) -> None:
 
 
 def waited_for_core_s() -> float:
-    """Return the time that this thread has waited for a core in seconds, or 0 if the system does not report it."""
+    """Return the time that this thread has waited for a core in seconds, or 0 if the system does not report it.
+
+    The file stays open, because opening and closing it would release the interpreter lock two more times, and a loop
+    that competes with worker threads waits for the lock after each release.
+    """
     try:
-        return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
+        if not hasattr(_thread, "schedstat"):
+            _thread.schedstat = _SCHEDSTAT.open("rb", buffering=0)
+        return int(os.pread(_thread.schedstat.fileno(), _SCHEDSTAT_BYTES_MAX, 0).split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
