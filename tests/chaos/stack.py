@@ -21,7 +21,6 @@ import aiohttp
 from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.store import LineageStore
-from tests.chaos import settings
 from tests.chaos.balancer import Proxy, answers
 from tests.chaos.ledgers import TrainerLedger
 from tests.chaos.schedule import MACHINES, PAIRS, STREAM, services_on
@@ -30,7 +29,7 @@ from tests.support.kafka_node import KafkaNode
 from tests.support.postgres_node import PostgresNode
 from tests.support.processes import alive, free_port
 
-MODEL = settings.MODEL
+MODEL = "chaos"
 LINEAGE = "main"
 _LIMITS = Limits(stable_s=5.0)
 _KEY, _PASSWORD = "key-of-both-machines", "password-of-the-bus"
@@ -208,10 +207,10 @@ class Stack:
         rewards = self.folder / "rewards.py"
         rewards.write_text(REWARDS)
         bus = self._shared("a") or {"broker.kafka_port": free_port()}
-        return self._machine("a", settings.machine_a(self.base, rewards, self._judge.base_url) | bus)
+        return self._machine("a", settings_of_machine_a(self.base, rewards, self._judge.base_url) | bus)
 
     def _machine_b(self) -> Supervisor:
-        settings_a = settings.machine_a(self.base, self.folder / "rewards.py", self._judge.base_url)
+        settings_a = settings_of_machine_a(self.base, self.folder / "rewards.py", self._judge.base_url)
         shared = self._shared("b") or {"bus.address": self.bus}
         shared |= {"blobs.url": (self.folder / "a" / "blobs").as_uri()}
         only = ("gateway", "inference", *(STREAM if self._postgres is not None else ()))
@@ -271,3 +270,37 @@ class Stack:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {_READY_S:g} s for {label}")
             await asyncio.sleep(_CHECK_S)
+
+
+def settings_of_machine_a(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
+    """Return the settings of all services, with short waiting times and the default bounds on loss, order and retries.
+
+    Machine B takes those of the services that it runs.
+    """
+    return {
+        "inference.heartbeat_s": 0.5,
+        "inference.ttl_s": 3,
+        "inference.torch.device": "cpu",
+        "collector.idle_s": 30,
+        "scorer.functions": [f"{rewards}:short"],
+        "scorer.required": ["feedback"],
+        "scorer.reward_wait_s": 15,
+        "scorer.lease_s": 5,
+        "judge.endpoint.base_url": judge_url,
+        "judge.endpoint.model": "judge",
+        "judge.sample_rate": 0.2,
+        "judge.lease_s": 5,
+        "trainer.base": base,
+        "trainer.model": MODEL,
+        "trainer.batch_experiences": 64,
+        "trainer.batch_experiences_min": 1,
+        "trainer.batch_wait_s": 3,
+        "trainer.steps_per_version": 6,
+        "trainer.save_interval_s": 3,
+        "trainer.max_staleness": 64,
+        "trainer.memory.window_experiences": 1_000_000,
+        "trainer.optimizer.learning_rate": 1e-4,
+        "trainer.compute.device": "cpu",
+        "registry.lease_s": 3,
+        "registry.probe_timeout_s": 60,
+    }
