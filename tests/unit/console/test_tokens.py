@@ -133,6 +133,13 @@ async def test_page_shows_each_token_with_its_probability(stand: Stand, monkeypa
     assert page.count('<td class="number">-7.000</td>') == len(reply) - 1, "the table has each number"
 
 
+async def test_table_shows_white_space_between_quotation_marks(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = ids_of("a\n")
+    await fill(stand, [sampled(ids_of("Hello"), answer(reply, [-0.01] * len(reply)))], monkeypatch)
+    page = (await (await stand.signed_in()).get(await address(stand))).text
+    assert re.findall(r'<td><code class="piece">([^<]*)</code></td>', page) == ["a", r'"\n"']
+
+
 async def test_page_states_which_answer_is_in_the_loss(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session("a")
     (turn_id,) = session.turn_ids
