@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from headrace_console import learning
 from headrace_console.learning import Z95, ScoredVersion
-from headrace_console.pages.models import find_version
+from headrace_console.pages.models import match_version
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model.version_queries import (
@@ -27,8 +27,8 @@ REWARDS_MIN = 30
 async def compare(visit: Visit) -> Response:
     """Compare the version of the path with the version `with`, by default its parent or the champion."""
     parameters = visit.parameters("with", "tenant")
-    first = await find_version(visit)
-    versions = await visit.parts.registry.versions(first.model)
+    versions = await visit.parts.registry.versions(visit.path("model"))
+    first = match_version(visit, versions)
     second = await _other(visit, first, versions, parameters.get("with", ""))
     traffic, tasks = [VersionTraffic(), VersionTraffic()], []
     async with visit.transaction() as tx:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console import learning
@@ -65,9 +67,13 @@ async def withdraw(visit: Visit) -> Response:
 
 
 async def find_version(visit: Visit) -> VersionState:
+    """Return the version of the path. Raises `NotFound` unless one version matches."""
+    return match_version(visit, await visit.parts.registry.versions(visit.path("model")))
+
+
+def match_version(visit: Visit, versions: Iterable[VersionState]) -> VersionState:
     """Return the version of the path, whose digest may be cut. Raises `NotFound` unless one version matches."""
     prefix = f"{visit.path('model')}@{visit.path('digest')}"
-    versions = await visit.parts.registry.versions(visit.path("model"))
     matches = [version for version in versions if version.id.startswith(prefix)]
     if len(matches) != 1:
         raise NotFound
