@@ -190,11 +190,15 @@ async def test_console_deletes_sessions_that_are_older_than_its_setting(data_dir
 async def test_upgrade_to_smaller_rows_reads_the_topics_again_and_keeps_queues(database: Database) -> None:
     events = random_history(random.Random(draw_seed()), 10)
     await apply(database, events, DAY)
-    module = importlib.import_module("headrace_console.migrations.0005_smaller_rows")
+    modules = [
+        importlib.import_module(f"headrace_console.migrations.{name}")
+        for name in ("0005_smaller_rows", "0006_smaller_indexes")
+    ]
 
     def upgrade(connection: Connection) -> None:
         with Operations.context(MigrationContext.configure(connection)):
-            module.upgrade()
+            for module in modules:
+                module.upgrade()
 
     async with database.transaction() as tx:
         tenant = (await queries.tenants(tx, Scope(frozenset({"default"}))))["default"]

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import tables
 from headrace_console.read_model.events import EventEffects
 from headrace_console.read_model.packing import pack_id, unpack_id
+from headrace_console.read_model.portions import pause_after, upsert_all
 from headrace_console.read_model.rows import (
     ExperienceRow,
     LetterRow,
@@ -26,7 +27,6 @@ from headrace_console.read_model.rows import (
     SessionRow,
     TrajectoryRow,
     TurnRow,
-    upsert_all,
 )
 from headrace_console.read_model.side_rows import SideRows
 from headrace_console.read_model.status import (
@@ -72,8 +72,6 @@ class _Snapshot:
 Summary = tuple[int, int, int]
 """Session, status and sampled tokens of a turn, as its session counts them. Status 0 is not counted."""
 _NOT_COUNTED: Summary = (0, 0, 0)
-_TURNS_AT_ONCE = 100
-"""Turns that are evaluated before the event loop gets its next turn."""
 
 
 class Batch:
@@ -206,7 +204,8 @@ class Batch:
         trajectories: set[tuple[bytes]] = set()
         experiences: set[tuple[bytes]] = set()
         letters: set[tuple[bytes]] = set()
-        for event in events:
+        for number, event in enumerate(events):
+            await pause_after(number)
             if isinstance(event, Turn | Trajectory | Experience | Reward | Feedback):
                 tenant = self._names.number(event.tenant)
                 sessions.add((event.session_key, tenant))
@@ -256,7 +255,7 @@ class Batch:
     async def _states(self) -> dict[int, TurnState]:
         states = {}
         for number, turn in enumerate(self.turns):
-            await _pause_after(number)
+            await pause_after(number)
             state = state_of(turn, [self.trajectories[row_id] for row_id in turn.trajectories], self._names)
             if state is not None:
                 states[turn.id] = state
@@ -268,7 +267,7 @@ class Batch:
     async def _counts(self, states: Mapping[int, TurnState], statuses: Statuses) -> Counter[CountKey]:
         counts: Counter[CountKey] = Counter()
         for number, state in enumerate(states.values()):
-            await _pause_after(number)
+            await pause_after(number)
             for key, turns in statuses.count_changes(state, self._experiences_of(state.turn)).items():
                 counts[key] += turns
         return counts
@@ -297,7 +296,7 @@ class Batch:
         lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
         after = dict.fromkeys(before, _NOT_COUNTED)
         for number, turn in enumerate(self.turns):
-            await _pause_after(number)
+            await pause_after(number)
             state = states.get(turn.id)
             turn.status = 0
             if state is not None:
@@ -319,12 +318,6 @@ class Batch:
         session.tokens += sign * tokens
         setattr(session, name, getattr(session, name) + sign)
         session.status = max((at for at, kind in enumerate(tables.STATUSES) if getattr(session, kind)), default=0)
-
-
-async def _pause_after(number: int) -> None:
-    """Let other tasks run after each `_TURNS_AT_ONCE` turns."""
-    if number % _TURNS_AT_ONCE == _TURNS_AT_ONCE - 1:
-        await asyncio.sleep(0)
 
 
 def turn_ids_of(event: Event) -> Sequence[str]:

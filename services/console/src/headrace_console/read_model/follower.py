@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
-from headrace_console.read_model.rows import Names, upsert_all
+from headrace_console.read_model.rows import Names
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
@@ -55,9 +56,12 @@ TOPICS = tuple(
     )
 )
 _BATCH_MAX = 100
-"""Records of one transaction. Pages wait for it on SQLite."""
+"""Records of one transaction on SQLite, where pages wait for it."""
+_BATCH_FACTOR = 10
+"""Times more records of one transaction on PostgreSQL. A row that several of them change is written once."""
 _RETENTION_INTERVAL_S = 60.0
 _RECONNECT_S = 0.5
+_LOCK = 0x636F6E73  # "cons"; key of PostgreSQL's lock for the process that writes
 _POLL_MS = 1_000
 _READ_MS = 2_000
 _FETCH_WAIT_MS = 10
@@ -107,7 +111,7 @@ class TopicFollower:
             try:
                 await self._connect(reader)
                 while True:
-                    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+                    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=batch_max(self._database))
                     records = [record_of(message) for messages in batches.values() for message in messages]
                     if records:
                         await self.process(records)
@@ -169,6 +173,7 @@ class TopicFollower:
         return epoch_ms(self._clock.now()) // tables.DAY_MS
 
     async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
+        await asyncio.sleep(0)  # a small record is decoded without a pause
         try:
             return (await decoder.decode(record, self._blobs)).event
         except InvalidEvent:
@@ -204,10 +209,16 @@ class TopicFollower:
             await upsert_all(tx, tables.positions, ("topic", "partition"), rows)
 
 
+def batch_max(database: Database) -> int:
+    """Return the largest number of records of one transaction."""
+    return _BATCH_MAX * (1 if database.sqlite else _BATCH_FACTOR)
+
+
 async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple[str, int], int]:
-    """Return the next offset by topic and partition. `locked`: no other process may change them in the meantime."""
-    query = select(tables.positions).order_by(tables.positions.c.topic, tables.positions.c.partition)
-    rows = await tx.execute(query.with_for_update() if locked else query)
+    """Return the next offset by topic and partition. `locked`: no other process may write in the meantime."""
+    if locked and tx.dialect.name == "postgresql":  # SQLite has one writer at a time
+        await tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    rows = await tx.execute(select(tables.positions))
     return {(row.topic, row.partition): row.next_offset for row in rows}
 
 

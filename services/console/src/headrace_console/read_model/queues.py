@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
-from sqlalchemy import ColumnElement, Subquery, func, insert, select, update
+from sqlalchemy import ColumnElement, Subquery, func, insert, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
@@ -238,15 +238,14 @@ async def _new_items_with_turns(
     """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""
     present = await _present(tx, [pack_id(item) for item in candidates])
     table, chosen = tables.turns, dict[str, tuple[int, int]]()
-    choices_min = 2 if queue.rules.question == "pair" else 1
+    of_pairs = queue.rules.question == "pair"
     for item, session in candidates.items():
         if len(chosen) >= number:
             break
         if pack_id(item) in present:
             continue
-        query = select(table.c.id).where(
-            table.c.session == session, table.c.log_offset >= 0, table.c.choices >= choices_min
-        )
+        has_answers = table.c.choices > 1 if of_pairs else true()
+        query = select(table.c.id).where(table.c.session == session, table.c.log_offset >= 0, has_answers)
         turn = await tx.scalar(query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(1))
         if turn is not None:
             chosen[item] = session, turn

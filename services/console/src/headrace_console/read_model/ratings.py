@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import Row, turn_row, turns_query
 from headrace_console.read_model.queues import Queue, of_queue, valid_verdicts
-from headrace_console.read_model.rows import upsert_all
 from headrace_console.read_model.verdicts import Verdict, comes_again
 
 _VERDICTS_BETWEEN = 5

@@ -7,15 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import LargeBinary, RowMapping, Select, Table, Text, delete, func, insert, select
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, Table, Text, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_numbers, unpack_numbers
-from headrace_runtime.storage.tables import is_one_of, upsert_statement
-
-_QUERY_KEYS_MAX = 200
-"""Rows that one statement reads or writes at most, so that the event loop is free again after a few milliseconds."""
+from headrace_console.read_model.portions import parts, upsert_all
+from headrace_runtime.storage.tables import is_one_of
 
 
 @dataclass(slots=True)
@@ -141,13 +139,6 @@ class LetterRow:
     read_day: int = 0
 
 
-def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Split the parameters of a query into portions."""
-    everything = list(values)
-    for at in range(0, len(everything), _QUERY_KEYS_MAX):
-        yield everything[at : at + _QUERY_KEYS_MAX]
-
-
 def _reasons_by_turn(column: str | None) -> Mapping[int, int]:
     return {int(turn): reason for turn, reason in json.loads(column).items()} if column else {}
 
@@ -229,7 +220,7 @@ class RowSet(Generic[R]):
         """Load the rows with these keys."""
         columns = [self._table.c[name] for name in self._key]
         for part in parts({key for key in keys if key not in self._by_key}):
-            condition = columns[0].in_([key[0] for key in part])
+            condition = self._is_in(self._key[0], [key[0] for key in part])
             if len(columns) > 1:
                 condition = is_one_of(columns[0], columns[1], part)
             self._note((await tx.execute(self._query().where(condition))).mappings())
@@ -243,17 +234,23 @@ class RowSet(Generic[R]):
             tx: the transaction.
             column: name of the column.
             values: the values.
-            limit: largest number of rows for each `_QUERY_KEYS_MAX` values, or None for all.
+            limit: largest number of rows for each `ROWS_AT_ONCE` values, or None for all.
         """
         rows: list[R] = []
         for part in parts(set(values)):
-            query = self._query().where(self._table.c[column].in_(part)).limit(limit)
+            query = self._query().where(self._is_in(column, part)).limit(limit)
             rows += self._note((await tx.execute(query)).mappings())
         return rows
 
     async def load_ids(self, tx: AsyncConnection, ids: Iterable[int]) -> None:
         """Load the rows with these numbers."""
         await self.load_where(tx, "id", {row_id for row_id in ids if row_id not in self._by_id})
+
+    def _is_in(self, column: str, values: Sequence[Any]) -> ColumnElement[bool]:
+        condition = self._table.c[column].in_(values)
+        if column != "name":
+            return condition
+        return condition & tables.NAME_START.in_({name[: tables.NAME_START_BYTES] for name in values})
 
     def _query(self) -> Select[Any]:
         return select(self._table)
@@ -294,26 +291,6 @@ class RowSet(Generic[R]):
             await upsert_all(tx, self._table, ("id",), [self._write(values) for values in part])
         for part in parts(self._removed):
             await tx.execute(delete(self._table).where(self._table.c.id.in_(part)))
-
-
-async def upsert_all(
-    tx: AsyncConnection, table: Table, key: tuple[str, ...], rows: Sequence[dict[str, Any]], *, added: str | None = None
-) -> None:
-    """Insert rows, or set all their columns where `key` exists.
-
-    Args:
-        tx: the transaction.
-        table: the table.
-        key: the columns of the primary key.
-        rows: the rows, all with the same columns.
-        added: the column to which the row's value is added instead.
-    """
-    if not rows:
-        return
-    changed = () if added else tuple(name for name in rows[0] if name not in key)
-    statement = upsert_statement(tx.dialect.name, table, key, changed, (added,) if added else ())
-    for part in parts(rows):
-        await tx.execute(statement, part)
 
 
 NAMES_MAX = 100_000

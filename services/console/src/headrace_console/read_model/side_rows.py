@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, insert, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.rows import SessionRow, parts, upsert_all
+from headrace_console.read_model.portions import parts, pause_after, upsert_all
+from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
 from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of
 from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
@@ -64,6 +65,7 @@ class SideRows:
         self._known_refusals: set[bytes] = set()
         self._known_steps: set[tuple[int, int]] = set()
         self._rewards: dict[RewardKey, dict[str, Any]] = {}
+        self._stored_rewards: set[RewardKey] = set()
         self._changed_rewards: set[RewardKey] = set()
         self._hours: Counter[HourKey] = Counter()
 
@@ -82,7 +84,8 @@ class SideRows:
 
     async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:
         names = set()
-        for event in events:
+        for number, event in enumerate(events):
+            await pause_after(number)
             if isinstance(event, Turn | Trajectory | Experience):
                 names.add(pack_id(event.event_id))
             if isinstance(event, Trajectory | Experience):
@@ -97,11 +100,16 @@ class SideRows:
             self.refusals = set(self._known_refusals)
 
     async def _load_rewards(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
-        rewarded = {batch.reward_target(event)[1].id for event in events if isinstance(event, Reward)}
+        rewarded = set()
+        for number, event in enumerate(events):
+            await pause_after(number)
+            if isinstance(event, Reward):
+                rewarded.add(batch.reward_target(event)[1].id)
         query = queries.rewards_query(tables.sessions.c.tenant)
         for part in parts(rewarded):
             for row in (await tx.execute(query.where(tables.rewards.c.trajectory.in_(part)))).mappings():
                 self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
+        self._stored_rewards = set(self._rewards)
 
     def is_new_step(self, lineage: int, account: int) -> bool:
         """Return whether the report about this save was not read before."""
@@ -182,11 +190,20 @@ class SideRows:
             await tx.execute(
                 insert(tables.refusals), [{"name": name, "read_day": self._day} for name in sorted(new_refusals)]
             )
-        stored = [column.name for column in tables.rewards.c]
-        changed = [{name: self._rewards[key][name] for name in stored} for key in self._changed_rewards]
-        await upsert_all(tx, tables.rewards, RewardKey._fields, changed)
+        await self._store_rewards(tx)
         hours = [key._asdict() | {"rewards": number} for key, number in self._hours.items() if number]
         await upsert_all(tx, tables.hours, HourKey._fields, hours, added="rewards")
+
+    async def _store_rewards(self, tx: AsyncConnection) -> None:
+        """Write the changed rewards. Revised ones are deleted first, because PostgreSQL has no unique key for them."""
+        table = tables.rewards
+        key = tuple_(*(table.c[name] for name in RewardKey._fields))
+        for part in parts(self._changed_rewards & self._stored_rewards):
+            in_trajectories = table.c.trajectory.in_({revised.trajectory for revised in part})
+            await tx.execute(delete(table).where(in_trajectories, key.in_(part)))
+        for part in parts(sorted(self._changed_rewards)):  # an index takes ordered rows with fewer bytes
+            rows = [{column.name: self._rewards[changed][column.name] for column in table.c} for changed in part]
+            await tx.execute(insert(table), rows)
 
 
 def _hour_key(key: RewardKey, row: dict[str, Any]) -> HourKey:

@@ -13,6 +13,8 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
+    Dialect,
     Float,
     Index,
     Integer,
@@ -24,8 +26,10 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    literal_column,
     text,
 )
+from sqlalchemy.types import TypeEngine
 
 from headrace_console.read_model.packing import TAIL_BYTES, pack_key, unpack_key
 from headrace_runtime.storage import tables
@@ -62,6 +66,36 @@ class SessionKey(TypeDecorator[str]):
         return None if value is None else unpack_key(bytes(value))
 
 
+class OftenEqual(TypeDecorator[Any]):
+    """Column that stores its most frequent value as NULL in PostgreSQL, where NULL takes no bytes.
+
+    A comparison in a query compares the stored values.
+    """
+
+    impl = SmallInteger
+    cache_ok = True
+
+    def __init__(self, kind: type[TypeEngine[Any]], frequent: Any) -> None:
+        super().__init__()
+        self.kind, self.frequent = kind, frequent
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Return the type of the stored values."""
+        return dialect.type_descriptor(self.kind())
+
+    def coerce_compared_value(self, op: Any, value: Any) -> TypeEngine[Any]:
+        """Return the type of the stored values."""
+        return self.kind()
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        """Leave the most frequent value out."""
+        return None if value == self.frequent and dialect.name == "postgresql" else value
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        """Return the most frequent value for NULL."""
+        return self.frequent if value is None else value
+
+
 sessions = Table(
     "sessions",
     metadata,
@@ -74,9 +108,9 @@ sessions = Table(
     Column("model", Integer, nullable=False),
     Column("version", Integer, nullable=False),  # the one that answered last
     Column("turns", Integer, nullable=False),
-    Column("trained", Integer, nullable=False),
-    Column("waiting", Integer, nullable=False),
-    Column("dropped", Integer, nullable=False),
+    Column("trained", OftenEqual(Integer, 0)),
+    Column("waiting", OftenEqual(Integer, 0)),
+    Column("dropped", OftenEqual(Integer, 0)),
     Column("flags", SmallInteger, nullable=False),
     Column("status", SmallInteger, nullable=False),  # index in `STATUSES` of the worst one
     Column("thumb", SmallInteger),  # 1, 0, -1; null without feedback
@@ -111,6 +145,18 @@ FLAGS = {
 }
 """Bits of `sessions.flags`. The last four are outcomes of reward sources."""
 
+
+NAME_START_BYTES = 7
+NAME_START: ColumnElement[bytes] = literal_column(f"substr(name, 1, {NAME_START_BYTES})", LargeBinary)
+"""First bytes of a packed id, which the index of PostgreSQL contains in place of the whole id."""
+
+
+def _by_name(table: str) -> tuple[UniqueConstraint | Index, ...]:
+    """Return the key of a table on SQLite, and on PostgreSQL an index of half its size, which is not unique."""
+    unique, index = UniqueConstraint("name"), Index(f"ix_{table}_name", NAME_START)
+    return unique.ddl_if(dialect="sqlite"), index.ddl_if(dialect="postgresql")
+
+
 IS_FOREIGN = text(f"length(name) <> {TAIL_BYTES}")
 """Condition that the name of a turn is no tail of a response id: another runtime has chosen it."""
 
@@ -132,13 +178,13 @@ turns = Table(
     Column("no_logprobs", Integer),
     Column("arm", Integer),
     Column("partition", SmallInteger, nullable=False),
-    Column("choices", SmallInteger, nullable=False),
-    Column("eval", Boolean, nullable=False),
-    Column("refused", Boolean, nullable=False),
+    Column("choices", OftenEqual(SmallInteger, 1)),
+    Column("eval", OftenEqual(Boolean, False)),
+    Column("refused", OftenEqual(Boolean, False)),
     Column("name", LargeBinary, nullable=False),  # the tail of its response id, or another packed id
     Column("trajectories", LargeBinary, nullable=False),
     Column("experiences", LargeBinary, nullable=False),
-    Index("uq_turns_name", "session", "name", unique=True),
+    Index("ix_turns_session", "session"),
     Index("ix_turns_foreign", "name", sqlite_where=IS_FOREIGN, postgresql_where=IS_FOREIGN),
 )
 
@@ -154,11 +200,12 @@ trajectories = Table(
     Column("eval", Boolean, nullable=False),
     Column("ingested", Boolean, nullable=False),
     Column("refused", Boolean, nullable=False),
-    Column("name", LargeBinary, nullable=False, unique=True),  # packed event id
+    Column("name", LargeBinary, nullable=False),  # packed event id
     Column("turns", LargeBinary, nullable=False),
     Column("left_out", Text),  # JSON: number of a turn to the number of the reason
     Column("no_logprobs", Text),
     Index("ix_trajectories_session", "session"),
+    *_by_name("trajectories"),
 )
 
 experiences = Table(
@@ -168,16 +215,17 @@ experiences = Table(
     Column("session", Id, nullable=False),  # 0 while only outcomes were read
     Column("log_offset", BigInteger, nullable=False),
     Column("reward", Float),
-    Column("weight", Float, nullable=False),
-    Column("revision", Integer, nullable=False),
+    Column("weight", OftenEqual(Float, 1.0)),
+    Column("revision", OftenEqual(Integer, 0)),
     Column("no_reward", Integer),
     Column("partition", SmallInteger, nullable=False),
     Column("read_day", SmallInteger, nullable=False),
-    Column("refused", Boolean, nullable=False),
-    Column("name", LargeBinary, nullable=False, unique=True),
+    Column("refused", OftenEqual(Boolean, False)),
+    Column("name", LargeBinary, nullable=False),
     Column("turns", LargeBinary, nullable=False),
     Column("history", Text),  # JSON: outcomes by lineage and save, without nulls and empty lists at their ends
     Index("ix_experiences_session", "session"),
+    *_by_name("experiences"),
     Index("ix_experiences_stubs", "read_day", sqlite_where=text("session = 0"), postgresql_where=text("session = 0")),
 )
 
@@ -195,6 +243,8 @@ rewards = Table(
     Column("choice", SmallInteger, nullable=False),  # -1: all answers
     Column("partition", SmallInteger, nullable=False),
     PrimaryKeyConstraint("trajectory", "turn", "choice", "source"),
+    # PostgreSQL has this index instead of the primary key, because it stores an equal number once.
+    Index("ix_rewards_trajectory", "trajectory").ddl_if(dialect="postgresql"),
     sqlite_with_rowid=False,
 )
 

@@ -10,8 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import join_turn, split_turn
+from headrace_console.read_model.portions import parts
 from headrace_console.read_model.queries import turns_query
-from headrace_console.read_model.rows import RowSet, SessionRow, TurnRow, parts
+from headrace_console.read_model.rows import RowSet, SessionRow, TurnRow
 
 
 class TurnSet(RowSet[TurnRow]):

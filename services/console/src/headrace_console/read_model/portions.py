@@ -1,0 +1,50 @@
+"""Statements and loops in portions, so that the event loop is free again after a few milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Table
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.storage.tables import upsert_statement
+
+ROWS_AT_ONCE = 200
+"""Rows that one statement reads or writes at most."""
+_ITEMS_AT_ONCE = 100
+"""Events or rows that are evaluated before other tasks run."""
+
+
+def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Split the parameters of a query into portions."""
+    everything = list(values)
+    for at in range(0, len(everything), ROWS_AT_ONCE):
+        yield everything[at : at + ROWS_AT_ONCE]
+
+
+async def pause_after(number: int) -> None:
+    """Let other tasks run after each `_ITEMS_AT_ONCE` events or rows."""
+    if number % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+        await asyncio.sleep(0)
+
+
+async def upsert_all(
+    tx: AsyncConnection, table: Table, key: tuple[str, ...], rows: Sequence[dict[str, Any]], *, added: str | None = None
+) -> None:
+    """Insert rows, or set all their columns where `key` exists.
+
+    Args:
+        tx: the transaction.
+        table: the table.
+        key: the columns of the primary key.
+        rows: the rows, all with the same columns.
+        added: the column to which the row's value is added instead.
+    """
+    if not rows:
+        return
+    changed = () if added else tuple(name for name in rows[0] if name not in key)
+    statement = upsert_statement(tx.dialect.name, table, key, changed, (added,) if added else ())
+    for part in parts(rows):
+        await tx.execute(statement, part)
