@@ -8,6 +8,7 @@ Events of one tenant have no effect on another tenant that uses the same ids.
 from __future__ import annotations
 
 import random
+import threading
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
@@ -144,6 +145,26 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
     }
     assert about["second"][1] == [PlacedFeedback(general, 7, 3, 4)]
     assert await store.feedback_about(tx, runs[1:2]) == {"second": about["second"]}
+
+
+async def test_large_stored_feedback_is_parsed_in_another_thread(
+    tx: AsyncConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback that parses the largest feedback of one tenant delays all others by tens of milliseconds."""
+    run = closed(trajectory_id="run")
+    await keep(tx, run)
+    await hear(tx, feedback(comment="small"), feedback(context={"values": ["x" * 60] * 1000}))
+    parsed: dict[bool, bool] = {}
+    from_stored = Feedback.from_stored
+
+    def watched(payload: bytes) -> Feedback:
+        parsed[len(payload) > 32_768] = threading.current_thread() is threading.main_thread()
+        return from_stored(payload)
+
+    monkeypatch.setattr(Feedback, "from_stored", watched)
+    _, general = (await store.feedback_about(tx, [run]))["run"]
+    assert len(general) == 2
+    assert parsed == {False: True, True: False}, "whether feedback is large, and whether the event loop parsed it"
 
 
 async def test_feedback_about_a_task_is_read_in_the_partition_of_the_trajectory(tx: AsyncConnection) -> None:

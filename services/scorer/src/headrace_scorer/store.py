@@ -214,7 +214,7 @@ async def feedback_about(
     )
     records: dict[Session, list[PlacedFeedback]] = {}
     for session_key, tenant, *row in await tx.execute(query):
-        record = _feedback_record(*row)
+        record = await _feedback_record(*row)
         if record is not None:
             records.setdefault((session_key, tenant), []).append(record)
     return {
@@ -259,17 +259,18 @@ async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -
         copies = [
             row for row in rows if (row.tenant, row.task_id) == task and row.partition == partitions[trajectory_id]
         ]
-        parsed = [_feedback_record(row.payload, row.place) for row in copies]
+        parsed = [await _feedback_record(row.payload, row.place) for row in copies]
         records[trajectory_id] = [record for record in parsed if record is not None]
     return records
 
 
-def _feedback_record(
+async def _feedback_record(
     payload: bytes, offset: int, turns_until: int | None = None, trajectories_until: int | None = None
 ) -> PlacedFeedback | None:
     """Return stored feedback. None if an older release accepted it and a present rule refuses it: it does not count."""
     try:
-        return PlacedFeedback(Feedback.from_stored(payload), offset, turns_until, trajectories_until)
+        event = await run_off_loop(len(payload), partial(Feedback.from_stored, payload))
+        return PlacedFeedback(event, offset, turns_until, trajectories_until)
     except InvalidEvent as error:
         log.warning("stored_feedback_left_out", place=offset, error=str(error))
         return None
