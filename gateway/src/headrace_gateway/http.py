@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_gateway.admission import Admission
@@ -42,6 +43,10 @@ from headrace_runtime.settings.source_values import SourceValues
 
 _PARSE_THREADS = 2
 """Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""
+
+
+OTHER = "other"
+"""The metric label that unknown paths and some routes share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +108,31 @@ def application(parts: Parts) -> ASGIApp:
     starlette = web.app(
         {"routing": lambda: parts.catalog.is_ready, "capture": lambda: publisher.lacks_room or True},
         [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
-            Route("/v1/responses/input_tokens", input_tokens.count, methods=["POST"]),
-            Route("/v1/responses/{response_id}", stored_responses.get),
-            Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
-            Route("/v1/conversations", conversations.create, methods=["POST"]),
-            Route(conversation, conversations.get),
-            Route(conversation, conversations.update, methods=["POST"]),
-            Route(conversation, conversations.delete, methods=["DELETE"]),
-            Route(items, conversations.list_items),
-            Route(items, conversations.add_items, methods=["POST"]),
-            Route(items + "/{item_id}", conversations.get_item),
-            Route(items + "/{item_id}", conversations.delete_item, methods=["DELETE"]),
-            Route("/v1/messages", messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
-            Route("/", _root),
-            Route("/v1/models", models.list),
-            Route("/v1/models/{model:path}", models.get),
-            Route("/v1/feedback", sessions.feedback, methods=["POST"]),
-            Route("/v1/sessions/{session_id:path}/end", sessions.end, methods=["POST"]),
-            Route("/v1/trajectories", sessions.trajectories, methods=["POST"]),
-            Route("/chat", chat, methods=["POST"]),
-            Route("/feedback", sessions.trinity_feedback, methods=["POST"]),
-            Route("/commit", sessions.trinity_commit, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
+            Route("/v1/completions", completions, methods=["POST"], name="completions"),
+            Route("/v1/responses", responses, methods=["POST"], name="responses"),
+            Route("/v1/responses/input_tokens", input_tokens.count, methods=["POST"], name="count_tokens"),
+            Route("/v1/responses/{response_id}", stored_responses.get, name="stored_responses"),
+            Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"], name="stored_responses"),
+            Route("/v1/conversations", conversations.create, methods=["POST"], name=OTHER),
+            Route(conversation, conversations.get, name=OTHER),
+            Route(conversation, conversations.update, methods=["POST"], name=OTHER),
+            Route(conversation, conversations.delete, methods=["DELETE"], name=OTHER),
+            Route(items, conversations.list_items, name=OTHER),
+            Route(items, conversations.add_items, methods=["POST"], name=OTHER),
+            Route(items + "/{item_id}", conversations.get_item, name=OTHER),
+            Route(items + "/{item_id}", conversations.delete_item, methods=["DELETE"], name=OTHER),
+            Route("/v1/messages", messages, methods=["POST"], name="messages"),
+            Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"], name="count_tokens"),
+            Route("/", _root, name=OTHER),
+            Route("/v1/models", models.list, name="models"),
+            Route("/v1/models/{model:path}", models.get, name="models"),
+            Route("/v1/feedback", sessions.feedback, methods=["POST"], name="feedback"),
+            Route("/v1/sessions/{session_id:path}/end", sessions.end, methods=["POST"], name="end"),
+            Route("/v1/trajectories", sessions.trajectories, methods=["POST"], name="trajectories"),
+            Route("/chat", chat, methods=["POST"], name=OTHER),
+            Route("/feedback", sessions.trinity_feedback, methods=["POST"], name="trinity_feedback"),
+            Route("/commit", sessions.trinity_commit, methods=["POST"], name="trinity_commit"),
         ],
         parts.common,
         needs_disk=False,
@@ -135,31 +140,18 @@ def application(parts: Parts) -> ASGIApp:
     for refusal in (Refused, HTTPException):
         starlette.add_exception_handler(refusal, refused)
     starlette.add_exception_handler(Exception, crashed)
-    return Prefixes(Counting(starlette))
-
-
-_ROUTE_LABELS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/responses/input_tokens": "count_tokens",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/models": "models",
-    "/v1/feedback": "feedback",
-    "/v1/trajectories": "trajectories",
-    "/feedback": "trinity_feedback",
-    "/commit": "trinity_commit",
-    "/health": "health",
-    "/metrics": "metrics",
-}
+    return Prefixes(Counting(starlette, starlette.routes))
 
 
 class Counting:
-    """Around the application; unknown paths share one label."""
+    """Middleware around the application. The label of a request is the name of its route, by the path alone."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
+        named = {route.path: route.name for route in routes if isinstance(route, Route)}
+        self._labels = {path: name for path, name in named.items() if "{" not in path}
+        prefixes = {path.partition("{")[0]: name for path, name in named.items() if "{" in path}
+        self._prefixes = tuple(sorted(prefixes.items(), reverse=True))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -167,17 +159,14 @@ class Counting:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                REQUESTS.labels(route_of(scope["path"]), str(message["status"])).inc()
+                REQUESTS.labels(self.label_of(scope["path"]), str(message["status"])).inc()
             await send(message)
 
         return await self._app(scope, receive, counted)
 
-
-def route_of(path: str) -> str:
-    if path.startswith("/v1/sessions/"):
-        return "end"
-    if path.startswith("/v1/models/"):
-        return "models"
-    if path.startswith("/v1/responses/") and path not in _ROUTE_LABELS:
-        return "stored_responses"
-    return _ROUTE_LABELS.get(path, "other")
+    def label_of(self, path: str) -> str:
+        """Return the name of the route of a path, whether the route takes the method or not."""
+        label = self._labels.get(path)
+        if label is not None:
+            return label
+        return next((name for prefix, name in self._prefixes if path.startswith(prefix)), OTHER)

@@ -2,6 +2,8 @@
 valid, and otherwise names the invalid field.
 
 The port that clients of Trinity-RFT expect: `/chat`, `/feedback` and `/commit` there, beside everything else.
+
+The metric label of each route.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -23,6 +26,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from headrace_gateway import http as gateway_http
 from headrace_gateway.app import trinity_door
 from headrace_gateway.settings import GatewaySettings, LimitSettings
 from headrace_runtime.storage.blobs import BlobStore
@@ -286,3 +290,41 @@ async def test_the_same_pages_are_at_a_second_port_when_it_is_asked_for() -> Non
 async def test_there_is_none_otherwise() -> None:
     async with trinity_door(Starlette(), GatewaySettings()) as opened:
         assert opened == 0
+
+
+LABELS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "count_tokens",
+    "/v1/responses/resp_1": "stored_responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/models": "models",
+    "/v1/models/org/name": "models",
+    "/v1/feedback": "feedback",
+    "/v1/sessions/a/b/end": "end",
+    "/v1/trajectories": "trajectories",
+    "/v1/conversations/conv_1/items": "other",
+    "/feedback": "trinity_feedback",
+    "/commit": "trinity_commit",
+    "/chat": "other",
+    "/health": "health",
+    "/metrics": "metrics",
+    "/": "other",
+    "/unknown": "other",
+}
+
+
+def test_the_metric_label_of_a_request_is_the_name_of_its_route() -> None:
+    parts = gateway_http.Parts(GatewaySettings(), Mock(), Mock(), Mock(), Mock(), Mock())
+    counting = gateway_http.application(parts)._app  # type: ignore[attr-defined]
+    assert {path: counting.label_of(path) for path in LABELS} == LABELS
+
+
+def test_a_new_route_without_a_name_is_counted_under_that_of_its_endpoint() -> None:
+    async def embeddings(_request: object) -> JSONResponse:
+        return JSONResponse({})
+
+    counting = gateway_http.Counting(Mock(), [Route("/v1/embeddings", embeddings, methods=["POST"])])
+    assert counting.label_of("/v1/embeddings") == "embeddings"
