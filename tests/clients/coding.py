@@ -40,6 +40,9 @@ _VERSION_S = 60.0
 _SETTLE_S = 120.0
 _STICKY_S = 3.0
 _MISMATCH_MAX = 1e-3
+_GAIN_MIN = 8
+"""Bugs of 40 that the last two rounds repair in addition to the first two. Agents that learn nothing reach it in one of
+thirty plays."""
 _CALLS = ("messages", "responses")
 """Routes whose answers are turns."""
 _WATCHED = ("health", "metrics")
@@ -104,8 +107,8 @@ class Repairs:
 
     async def _round(self, kind: type[Agent], bugs: Sequence[Bug], number: int) -> None:
         repaired = 0
-        for bug in bugs:
-            agent = self._agent(kind, bug, f"{number}-{bug.function}")
+        for position, bug in enumerate(bugs):
+            agent = self._agent(kind, bug, f"{number}-{bug.function}-{position}")
             async with agent:
                 await self._repair(agent, bug)
             repaired += await self._reward(agent, bug)
@@ -125,8 +128,9 @@ class Repairs:
     async def _reward(self, agent: Agent, bug: Bug) -> bool:
         """Send the result of the tests as feedback that ends the run."""
         repaired = await asyncio.to_thread(bug.is_repaired, agent.repository)
+        task_id = agent.name  # a run is compared with those of the same agent, whose prompts are alike
         body = {
-            "session_id": agent.session_id, "task_id": bug.function, "value": float(repaired), "ends_session": True,
+            "session_id": agent.session_id, "task_id": task_id, "value": float(repaired), "ends_session": True,
         }  # fmt: skip
         async with httpx2.AsyncClient(trust_env=False) as http:
             (await http.post(f"{self._url}/v1/feedback", json=body)).raise_for_status()
@@ -185,10 +189,12 @@ def _stack(folder: Path, base: Path) -> HeadraceUp:
         "trainer.base": str(base),
         "trainer.batch_experiences": 2 * 10,
         "trainer.batch_experiences_min": 1,
-        "trainer.batch_wait_s": 5.0,
+        "trainer.batch_wait_s": 90.0,  # longer than a round, whose runs are one batch
         "trainer.steps_per_version": 1,
-        "trainer.max_staleness": 256,  # the agents that keep running begin before the first of some dozens of versions
-        "trainer.optimizer.learning_rate": 3e-4,
+        "trainer.max_staleness": 16,  # the agents that keep running begin before the first version
+        "trainer.optimizer.learning_rate": 5e-4,
+        "trainer.loss.updates_per_step": 2,
+        "trainer.loss.kl": 0.05,  # keeps the steps of a repair, which the first versions would unlearn
         "scorer.reward_wait_s": 1.0,
         "collector.idle_s": 600.0,
         "gateway.sticky.idle_s": _STICKY_S,
@@ -275,10 +281,13 @@ def _training_lines(outcome: Outcome, observed: Observed) -> Iterator[Line]:
     ]
     yield at_most("difference of the engine's and the trainer's logprobs", max(mismatches, default=1.0), _MISMATCH_MAX)
     yield at_least("versions that became champion", outcome.versions, 1)
+    repaired = [sum(counts) for counts in zip(*outcome.repaired.values(), strict=True)]
+    yield at_least("bugs repaired in the last two rounds above the first two",
+                   sum(repaired[-2:]) - sum(repaired[:2]), _GAIN_MIN)  # fmt: skip
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of ten repositories for each agent")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of ten repositories for each agent")
     parser.add_argument("--warm-up", type=int, default=300, help="steps of the warm-up of the model")
     parser.add_argument("--environments", type=Path, default=ROOT / ".cache" / "clients", help="folder of the packages")
 

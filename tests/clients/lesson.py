@@ -36,6 +36,11 @@ _VOCABULARY = 1200
 _TITLE = '{"title": "Repair calc"}'
 _READ, _TEST, _DONE = "cat calc.py", "python3 -m unittest -q 2>&1 | tail -1", "Done."
 _FUNCTION = re.compile(r"def (\w+)\(a, b\)")
+_EDITS = re.compile(r"(?<==)\S+(?=; sed)")
+_NAMES = re.compile(
+    rf"(?<=def )\w+(?=\(a, b\))|(?<=return a )\S+(?= b)|(?<=\W)\w+(?==\S+; sed)|{_EDITS.pattern}|(?<=a \$)\w+(?= b\|)"
+)
+"""The function and the operators of a rendered conversation."""
 Json = dict[str, Any]
 
 
@@ -70,7 +75,7 @@ class Demonstrator(FakeReplica):
         right = OPERATORS[match[1]]
         wrong = sorted({*OPERATORS.values()} - {right})
         operator = right if self.draw.random() < RIGHT_SHARE else self.draw.choice(wrong)
-        return f"sed -i 's|a .* b|a {operator} b|' calc.py"
+        return f'{match[1]}={operator}; sed -i "s|a .* b|a ${match[1]} b|" calc.py'
 
 
 def _results_since_task(messages: Sequence[Json]) -> Iterator[str]:
@@ -115,14 +120,37 @@ def build(folder: Path, conversations: Sequence[Json], steps: int, seed: int, st
         tokenizer.apply_chat_template(conversation["messages"], tools=conversation["tools"] or None, tokenize=False)
         for conversation in conversations
     ]
-    epochs = 1 + schedule.shown // len(rendered)
-    texts = [text for _ in range(epochs) for text in draw.sample(rendered, len(rendered))]
-    tokens = tokenizer(texts[: schedule.shown])["input_ids"]
+    right = [text for text in rendered if repairs_rightly(text)]
+    shown = [right] * schedule.shown_right + [rendered] * (schedule.shown - schedule.shown_right)
+    texts = [varied(draw.choice(choices), draw) for choices in shown]
+    tokens = tokenizer(texts)["input_ids"]
     opening = tokenizer.encode("<|im_start|>assistant\n")
     warm_up.train(model, tokens, opening, tokenizer.eos_token_id, schedule, step_done)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def repairs_rightly(text: str) -> bool:
+    """Return whether the edits of a rendered conversation, if it has any, use the operator that its function needs."""
+    match = _FUNCTION.search(text)
+    return match is None or {*_EDITS.findall(text)} == {OPERATORS[match[1]]}
+
+
+def varied(text: str, draw: random.Random) -> str:
+    """Return a rendered conversation about another function. Its operators change with it: right ones remain right.
+
+    Otherwise a model that sees a demonstration a dozen times memorizes it with its operator, right or wrong.
+    """
+    match = _FUNCTION.search(text)
+    if match is None:
+        return text
+    function = draw.choice(sorted(OPERATORS))
+    operators, others = sorted({*OPERATORS.values()}), sorted({*OPERATORS.values()} - {OPERATORS[function]})
+    draw.shuffle(others)
+    operators.remove(OPERATORS[match[1]])
+    names = {match[1]: function, OPERATORS[match[1]]: OPERATORS[function], **dict(zip(operators, others, strict=True))}
+    return _NAMES.sub(lambda place: names[place[0]], text)
 
 
 def _tokenizer(conversations: Sequence[Json]) -> Any:

@@ -16,10 +16,7 @@ from typing import Any, Self
 
 from headrace_cli.commands.connect import AGENTS, Connection
 
-OPERATORS: Mapping[str, str] = {
-    "total": "+", "plus": "+", "difference": "-", "minus": "-", "product": "*", "times": "*", "quotient": "//",
-    "divided": "//", "remainder": "%", "modulo": "%",
-}  # fmt: skip
+OPERATORS: Mapping[str, str] = {"total": "+", "difference": "-", "product": "*", "quotient": "//", "remainder": "%"}
 """Functions of the repositories and the operator that each of them needs."""
 TASK = "The tests of calc.py fail. Repair it."
 INSTRUCTIONS = "You repair programs."
@@ -72,9 +69,13 @@ class Bug:
 
 
 def generate_bugs(draw: random.Random) -> list[Bug]:
-    """Return a bug in each function, in a random order."""
-    names = draw.sample(sorted(OPERATORS), len(OPERATORS))
-    return [Bug(name, draw.choice(sorted({*OPERATORS.values()} - {OPERATORS[name]}))) for name in names]
+    """Return two different bugs in each function, in a random order."""
+    bugs = [
+        Bug(function, wrong)
+        for function, right in OPERATORS.items()
+        for wrong in draw.sample(sorted({*OPERATORS.values()} - {right}), 2)
+    ]
+    return draw.sample(bugs, len(bugs))
 
 
 class AgentFailed(Exception):
