@@ -114,7 +114,7 @@ class Chat:
         context = RequestContext(
             self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant)
         )
-        referred_bytes = 0 if view is None else min(view.bytes_referred_by(admitted.body), bytes_max)
+        referred_bytes = 0 if view is None else view.bytes_referred_by(admitted.body, bytes_max)
         size_bytes = len(admitted.body) + referred_bytes
         request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
         await self._routing_is_known()
@@ -278,7 +278,11 @@ ReadCount = Callable[[bytes, RequestContext], ChatRequest]
 
 @dataclass(frozen=True, slots=True)
 class TokenCounting:
-    """The endpoint of one API. `fields` are the constant fields of its answer."""
+    """The endpoint of one API that counts the tokens of a prompt. `fields` are the constant fields of its answer.
+
+    A replica renders and tokenizes the prompt and samples one token, which is neither captured nor returned. The count
+    is therefore exact on every engine, and the call that follows finds its prompt in the replica's cache.
+    """
 
     chat: Chat
     fields: dict[str, str]

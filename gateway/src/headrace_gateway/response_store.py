@@ -286,14 +286,11 @@ class CallerResponses:
         self.session_key = None if session is None else ids.session_key(caller.tenant, session)
         """The session that the caller's key is bound to."""
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the entries of the caller's tenant."""
-        return self._store.bytes_of(self._tenant)
-
-    def bytes_referred_by(self, body: bytes) -> int:
-        """Return the most bytes of entries that a request with this body may refer to."""
-        return self.stored_bytes if any(word in body for word in _REFERRING) else 0
+    def bytes_referred_by(self, body: bytes, bytes_max: int) -> int:
+        """Return the most bytes of entries that a request with this body may refer to, at most `bytes_max`."""
+        if not any(word in body for word in _REFERRING):
+            return 0
+        return min(self._store.bytes_of(self._tenant), bytes_max)
 
     def add(self, entry: Entry) -> None:
         """Store a response or a conversation of the caller."""
