@@ -13,8 +13,6 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, TrainingOutcome
 from headrace_trainer.algorithms.estimators import AdvantageInputs, Reply
 from headrace_trainer.check import check
-from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.replay import DryRun
 from tests.support import plugins
 from tests.support.hindsight_world import OPENING, conversation, encoder, user_message
 from tests.unit.trainer.conftest import Make
@@ -160,21 +158,13 @@ async def test_p9_a_dry_run_makes_the_same_batches_of_graded_replies(
     tmp_path: Path, base: Path, make: Make, listener: Any
 ) -> None:
     settings = make(algorithm="listen", batch_experiences=2, until_end=True, steps_per_version=100)
-    world = World(tmp_path)
-    world.bus.partitions = 1
-    lineage = open_lineage(settings, world.blobs, world.clock)
-    version = lineage.state.history.head
-    lineage.close()
-    events = [talk(base, number, version, ("No.", "Thanks.")[number % 2]) for number in range(4)]
-    world.bus.produce(*events)
-    await world.run(settings)
-    digests = [batch.digest for account in world.bus.accounts for batch in account.batches]
-    dry = DryRun(settings, world.blobs)
-    dry._state.history = lineage.state.history
-    for event in events:
-        dry.add(event)
-    assert len(digests) == 2
-    assert [batch.digest for batch in dry.end().batches] == digests
+
+    def events_of(version: str) -> list[Experience]:
+        return [talk(base, number, version, ("No.", "Thanks.")[number % 2]) for number in range(4)]
+
+    live, dry = await World(tmp_path).digests_live_and_dry(settings, events_of)
+    assert len(live) == 2
+    assert dry == live
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ import pytest
 from headrace_schemas import Experience
 from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
-from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.replay import DryRun
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_appraisers import check_learns
 from tests.unit.trainer.test_crash import plain_story, tell
@@ -77,26 +75,16 @@ async def test_a_restart_between_two_answers_loses_neither(tmp_path: Path, make:
 async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, algorithm: str) -> None:
     """Withdrawals after training are included, because digests do not depend on weights."""
     settings = make(algorithm=algorithm, batch_experiences=2, until_end=True, steps_per_version=100)
-    world = World(tmp_path)
-    world.bus.partitions = 1
-    lineage = open_lineage(settings, world.blobs, world.clock)
-    version = lineage.state.history.head
-    lineage.close()
-    events = compared(version)
-    events += [with_signals(number, version, edits=(edit("a question", turn(number)),)) for number in (8, 9)]
-    events += [
-        with_signals(1, version, revision=1),
-        with_signals(3, version, edits=(edit("Monday", turn(3)),), revision=1),
-    ]
-    world.bus.produce(*events)
-    await world.run(settings)
-    digests = [batch.digest for account in world.bus.accounts for batch in account.batches]
-    dry = DryRun(settings, world.blobs)
-    dry._state.history = lineage.state.history
-    for event in events:
-        dry.add(event)
-    assert len(digests) >= 2
-    assert [batch.digest for batch in dry.end().batches] == digests
+
+    def events_of(version: str) -> list[Experience]:
+        edited = [with_signals(number, version, edits=(edit("a question", turn(number)),)) for number in (8, 9)]
+        withdrawn = with_signals(1, version, revision=1)
+        revised = with_signals(3, version, edits=(edit("Monday", turn(3)),), revision=1)
+        return [*compared(version), *edited, withdrawn, revised]
+
+    live, dry = await World(tmp_path).digests_live_and_dry(settings, events_of)
+    assert len(live) >= 2
+    assert dry == live
 
 
 async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make) -> None:

@@ -1,9 +1,5 @@
-"""A bus in memory, a manual clock, and a trainer that runs until no work is left.
-
-Experiences with edits and preferences, for tests.
-
-Views of a lineage whose weights are in this process.
-"""
+"""A bus in memory, a manual clock, and a trainer that runs until no work is left; experiences with edits and
+preferences, and views of a lineage whose weights are in this process."""
 
 from __future__ import annotations
 
@@ -30,6 +26,8 @@ from headrace_schemas.values.ids import session_key
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.replay import DryRun
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.learner import TorchLearner
@@ -219,6 +217,28 @@ class World:
         with contextlib.suppress(Idle):
             await asyncio.wait_for(trainer.run(), 60)
         return trainer
+
+    async def digests_live_and_dry(
+        self, settings: TrainerSettings, events_of: Callable[[str], Sequence[Experience]]
+    ) -> tuple[list[str], list[str]]:
+        """Return the digests of the batches that a trainer makes of events, and of those that a dry run makes of them.
+
+        Args:
+            settings: The settings of both.
+            events_of: Returns the events for the version that the lineage begins with.
+        """
+        self.bus.partitions = 1
+        lineage = open_lineage(settings, self.blobs, self.clock)
+        events = events_of(lineage.state.history.head)
+        lineage.close()
+        self.bus.produce(*events)
+        await self.run(settings)
+        dry = DryRun(settings, self.blobs)
+        dry._state.history = lineage.state.history
+        for event in events:
+            dry.add(event)
+        live = [batch.digest for account in self.bus.accounts for batch in account.batches]
+        return live, [batch.digest for batch in dry.end().batches]
 
 
 def experience(

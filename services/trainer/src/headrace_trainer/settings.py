@@ -314,9 +314,6 @@ class TrainerSettings(ServiceSettings):
                 "cannot compute logprobs of the base: set loss.kl and health.kl_base_interval_steps to 0, or choose "
                 "another back end",
             )
-        kind = self.advantage.estimator
-        if (mistake := kind.find_mistake(self.advantage.signals, hindsight=self.needs.hindsight)) is not None:
-            raise SettingError("trainer.advantage.kind", self.advantage.kind, mistake)
         self._check_signals()
         if self.lora.rank and not backend.adapters:
             raise SettingError(
@@ -324,8 +321,12 @@ class TrainerSettings(ServiceSettings):
             )
 
     def _check_signals(self) -> None:
-        """Raise `SettingError` when the loss needs other examples than the kind of advantage trains."""
+        """Raise `SettingError` when a function of the kind of advantage would never be called, or when the loss needs
+        other examples than the kind trains."""
         signals, loss = self.advantage.signals, self.loss.function
+        mistake = self.advantage.estimator.find_mistake(signals, hindsight=self.needs.hindsight)
+        if mistake is not None:
+            raise SettingError("trainer.advantage.kind", self.advantage.kind, mistake)
         remedy = ""
         if loss.needs.pairs and not signals.paired:
             remedy = f'compares two answers, and advantages of kind {self.advantage.kind} train single ones; set "dpo"'

@@ -109,10 +109,10 @@ class Estimator:
         """
         if hindsight and signals != REPLIES:
             return "Needs(hindsight=True) trains replies alone; declare Signals(rewards=False, replies=True) with it"
-        if signals.replies and not hindsight and self.grade is None:
+        graded = signals.replies and not hindsight
+        if graded and self.grade is None:
             return "nothing grades the replies of Signals(replies=True); declare a `grade`, or Needs(hindsight=True)"
         rewards, written = signals.rewards and not signals.branches, signals.written and self.worth is not None
-        graded = signals.replies and not hindsight and self.grade is not None
         functions = (
             ("grade", self.grade, graded, "declare Signals(replies=True), and not Needs(hindsight=True)"),
             ("worth", self.worth, rewards or written, "declare Signals(rewards=True)"),

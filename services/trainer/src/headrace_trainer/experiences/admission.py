@@ -98,8 +98,10 @@ class AdmissionLimits:
         Grades depend on text alone, so they are read from the whole branch, and not only from its trained spans.
         """
         reader, grade = self.replies, self.grade
-        if reader is None or grade is None:
-            return None if reader is None else reader.examples
+        if reader is None:
+            return None
+        if grade is None:
+            return reader.examples
         return lambda _trained: reader.graded_examples(experience, grade)
 
     def left_out_turns(self, experience: Experience, edited: Collection[str] = ()) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 from headrace_runtime.errors import SettingError
 from headrace_runtime.storage.versions import TOKENIZER_FILE
 from headrace_schemas import Branch, Experience, Span
+from headrace_schemas.values.bounds import SCORE_MAX
 from headrace_trainer.algorithms.estimators import Reply
 from headrace_trainer.experiences.examples import Example
 from headrace_trainer.experiences.templates import environment, read_template, special_tokens
@@ -25,8 +26,6 @@ CONTRADICTED, ACCEPTED = "contradicted/", "accepted/"
 """Prefixes of the parts of examples that a teacher grades."""
 GRADED = "replied/"
 """Prefix of the parts of examples that an algorithm grades by their replies."""
-GRADE_MAX = 1e6
-"""Largest grade, as of rewards."""
 GradeReplies = Callable[[Sequence[Reply]], Sequence[float | None]]
 _CACHED_MAX = 4096
 _OPENING_TOKENS_MAX = 32
@@ -139,8 +138,8 @@ class ReplyReader:
         for reply, value in zip(replies, grades, strict=True):
             if value is None:
                 continue
-            if not abs(value) <= GRADE_MAX:
-                raise ValueError(f"grade returned {value}; return a number between -{GRADE_MAX:g} and {GRADE_MAX:g}")
+            if not abs(value) <= SCORE_MAX:
+                raise ValueError(f"grade returned {value}; return a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
             part = f"{GRADED}{reply.turn_id}/{reply.choice}"
             yield Example(part, None, "", reply.turn_id, reply.choice, grade=float(value), reply=reply)
 
@@ -152,11 +151,19 @@ class ReplyReader:
         replies = []
         for span in branch.spans:
             tokens = self.read(branch, span)
-            if tokens is not None:
-                answer_ids = branch.token_ids[span.start : span.stop]
-                answer = str(self._tokenizer.decode(list(answer_ids), skip_special_tokens=True))
-                about = (span.turn_id, span.choice, answer, answer_ids)
-                replies.append(Reply(*about, tokens.text, tokens.reply, rewards.get(span.turn_id)))
+            if tokens is None:
+                continue
+            answer_ids = branch.token_ids[span.start : span.stop]
+            reply = Reply(
+                turn_id=span.turn_id,
+                choice=span.choice,
+                answer=str(self._tokenizer.decode(list(answer_ids), skip_special_tokens=True)),
+                answer_ids=answer_ids,
+                text=tokens.text,
+                token_ids=tokens.reply,
+                turn_reward=rewards.get(span.turn_id),
+            )
+            replies.append(reply)
         return replies
 
     def read(self, branch: Branch, span: Span) -> ReplyTokens | None:
