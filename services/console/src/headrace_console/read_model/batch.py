@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import tables
 from headrace_console.read_model.events import EventEffects
 from headrace_console.read_model.packing import pack_id, unpack_id
-from headrace_console.read_model.portions import pause_after, upsert_all
+from headrace_console.read_model.portions import upsert_all, with_pauses
 from headrace_console.read_model.rows import (
     ExperienceRow,
     LetterRow,
@@ -204,8 +204,7 @@ class Batch:
         trajectories: set[tuple[bytes]] = set()
         experiences: set[tuple[bytes]] = set()
         letters: set[tuple[bytes]] = set()
-        for number, event in enumerate(events):
-            await pause_after(number)
+        async for event in with_pauses(events):
             if isinstance(event, Turn | Trajectory | Experience | Reward | Feedback):
                 tenant = self._names.number(event.tenant)
                 sessions.add((event.session_key, tenant))
@@ -254,8 +253,7 @@ class Batch:
 
     async def _states(self) -> dict[int, TurnState]:
         states = {}
-        for number, turn in enumerate(self.turns):
-            await pause_after(number)
+        async for turn in with_pauses(self.turns):
             state = state_of(turn, [self.trajectories[row_id] for row_id in turn.trajectories], self._names)
             if state is not None:
                 states[turn.id] = state
@@ -266,8 +264,7 @@ class Batch:
 
     async def _counts(self, states: Mapping[int, TurnState], statuses: Statuses) -> Counter[CountKey]:
         counts: Counter[CountKey] = Counter()
-        for number, state in enumerate(states.values()):
-            await pause_after(number)
+        async for state in with_pauses(states.values()):
             for key, turns in statuses.count_changes(state, self._experiences_of(state.turn)).items():
                 counts[key] += turns
         return counts
@@ -295,8 +292,7 @@ class Batch:
         """Set the status of each turn in the lineage that reported last on its model, and adjust its session."""
         lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
         after = dict.fromkeys(before, _NOT_COUNTED)
-        for number, turn in enumerate(self.turns):
-            await pause_after(number)
+        async for turn in with_pauses(self.turns):
             state = states.get(turn.id)
             turn.status = 0
             if state is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.storage.tables import upsert_statement
 
+T = TypeVar("T")
 ROWS_AT_ONCE = 200
 """Rows that one statement reads or writes at most."""
 _ITEMS_AT_ONCE = 100
@@ -24,10 +25,12 @@ def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
         yield everything[at : at + ROWS_AT_ONCE]
 
 
-async def pause_after(number: int) -> None:
-    """Let other tasks run after each `_ITEMS_AT_ONCE` events or rows."""
-    if number % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
-        await asyncio.sleep(0)
+async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield events or rows, and let other tasks run after each `_ITEMS_AT_ONCE` of them."""
+    for number, item in enumerate(items):
+        if number % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        yield item
 
 
 async def upsert_all(

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.portions import parts, pause_after, upsert_all
+from headrace_console.read_model.portions import parts, upsert_all, with_pauses
 from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
 from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of
@@ -84,8 +84,7 @@ class SideRows:
 
     async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:
         names = set()
-        for number, event in enumerate(events):
-            await pause_after(number)
+        async for event in with_pauses(events):
             if isinstance(event, Turn | Trajectory | Experience):
                 names.add(pack_id(event.event_id))
             if isinstance(event, Trajectory | Experience):
@@ -101,8 +100,7 @@ class SideRows:
 
     async def _load_rewards(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
         rewarded = set()
-        for number, event in enumerate(events):
-            await pause_after(number)
+        async for event in with_pauses(events):
             if isinstance(event, Reward):
                 rewarded.add(batch.reward_target(event)[1].id)
         query = queries.rewards_query(tables.sessions.c.tenant)
