@@ -77,8 +77,8 @@ def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
 _FEW = (31_000, 31_020)
 
 
-@pytest.fixture(autouse=True)
-def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_RANGE", _FEW)
     monkeypatch.setattr(processes, "_assigned", set())
 
@@ -88,6 +88,7 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> Non
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
 
 
+@pytest.mark.usefixtures("few_ports")
 def test_no_port_is_given_twice_by_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assigned: list[int] = []
     for worker in (0, 1):
@@ -97,6 +98,7 @@ def test_no_port_is_given_twice_by_any_worker(monkeypatch: pytest.MonkeyPatch) -
     assert all(_FEW[0] <= port < _FEW[1] for port in assigned)
 
 
+@pytest.mark.usefixtures("few_ports")
 def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
     drawn = []
     for _ in range(5):
@@ -107,6 +109,7 @@ def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
 
 
 @pytest.mark.kafka
+@pytest.mark.usefixtures("few_ports")
 def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
     """Seen in CI: Kafka would not format its folder, and the reason was lost."""
     presence.need("kafka")

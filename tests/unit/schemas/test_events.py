@@ -1,17 +1,5 @@
-"""Rules of an event are enforced where it is built and where it is read.
-
-CloudEvents in headers; producers that send none are served all the same.
-
-Content of a record: an event, or a reference to it.
-
-An event with a value of a wrong JSON type, at any place, is read or refused as `InvalidEvent`; no other error.
-
-Request to a replica that takes over a generation.
-
-Documents match the models, topics match the events, no change breaks a reader of the released version.
-
-Events are imported on first use: the names stay, and one import does not load the others.
-"""
+"""Events and their records: rules hold where an event is built and where it is read, invalid values are refused as
+`InvalidEvent` alone, envelopes are CloudEvents, and no change breaks a reader of the released version."""
 
 from __future__ import annotations
 

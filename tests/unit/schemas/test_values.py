@@ -1,11 +1,5 @@
-"""Numbers and errors of users' programs, as other libraries make them.
-
-Packed and plain arrays are the same array, bit for bit.
-
-Assignment of units to the arms of a routing's split, by the registry's own rule, with exact propensities.
-
-A turn that extends another one is found whole again by every reader, or is refused with the earlier turn's name.
-"""
+"""Values of events: numbers and errors of users' programs, packed arrays, assignment to the arms of a split, and turns
+that extend earlier ones."""
 
 from __future__ import annotations
 
