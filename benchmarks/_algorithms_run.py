@@ -1,9 +1,5 @@
-"""One run of `benchmarks.algorithms`: lineages of the real trainer, each stage from the version of the stage before.
-
-The corridor as a world, with feedback on whether a run reached the exit and on whether each door was right.
-
-Warm-up lessons of the base models by name, and the function that builds them.
-"""
+"""One run of `benchmarks.algorithms`: its base models, its worlds with their feedback, and lineages of the real
+trainer, each stage from the version of the stage before."""
 
 from __future__ import annotations
 

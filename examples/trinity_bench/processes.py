@@ -1,6 +1,6 @@
-"""Processes of Trinity's environment, which end with this process, however it ends.
+"""Processes of Trinity's environment and the temporary folder of a gate, which end with this process, however it ends.
 
-Temporary folder of a gate. The registry ends gates with SIGKILL, so that another process must remove it.
+The registry ends gates with SIGKILL, so that another process must remove the folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """One contract for engines: `torch`, `vllm` over the package itself where it is installed, and `vllm` over the stand-in
-that the other tests use.
+that the other tests use. The parts of the package that we use are also tested without a started engine.
 
 `make check NAME=vllm` runs this in an environment with the package. There, a promise's figures are in the report.
-
-Parts of the package vLLM that we use, without a started engine: its parsers, parameters and arguments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """P9 on a real bus: a replay of a living lineage repeats its batches, byte for byte, and disturbs no live service.
 
-The same trajectories with another reward, judge or algorithm: planned, run, and refused with a remedy.
+With another reward, judge or algorithm, a replay is planned, run, or refused with a remedy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Lines of `make bench NAME=learning` on constructed runs: sound runs fail none, each planted fault fails its own.
-
-Lines of `make demo NAME=swaps`: each fault of an answer, a gap or a gateway fails its own line and no other.
-
-Gain lines of `make bench NAME=signals` on constructed runs: sound runs pass, each planted fault fails its line.
-"""
+"""Lines of the benchmarks `learning`, `signals` and `swaps` on constructed runs: sound runs fail none, and each planted
+fault fails its own line."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A broker inside the test's own event loop, with every part real but the process; and its parts alone.
-
-The written and the read side of the broker on a file, without threads or sockets.
-
-Members of a group, with a clock that the test owns and replies that are collected.
-"""
+"""A broker inside the test's own event loop, with every part real but the process; and its parts alone: a log without
+threads or sockets, and members of a group with a clock that the test owns."""
 
 from __future__ import annotations
 

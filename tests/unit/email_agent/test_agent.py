@@ -1,7 +1,4 @@
-"""The e-mail agent: its loop, its evaluation, and the reward of a run.
-
-Behaviours for `FakeLLM`: a model that knows the way, and one that does not.
-"""
+"""The e-mail agent with models that behave well and badly: its loop, its evaluation, and the reward of a run."""
 
 from __future__ import annotations
 

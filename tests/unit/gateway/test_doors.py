@@ -1,10 +1,5 @@
-"""Validation of request bodies on all routes: the gateway accepts a body only if all events that follow from it are
-valid, and otherwise names the invalid field.
-
-The port that clients of Trinity-RFT expect: `/chat`, `/feedback` and `/commit` there, beside everything else.
-
-The metric label of each route.
-"""
+"""Routes of the gateway: a body is accepted only if all events that follow from it are valid, and otherwise the invalid
+field is named; the port for clients of Trinity-RFT; the metric label of each route."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""To the bus or to the spool, in order, whatever the bus does (P1).
+"""Turns go to the bus or to the spool, in order, whatever the bus does (P1).
 
-P1: the end of a response comes after the turn is durable, and an absent bus delays no client.
+The end of a response comes after the turn is durable, and an absent bus delays no client.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Loading refuses invalid versions, probes detect wrong weights, and versions share only their unchanging parts.
+"""Loading of versions: invalid ones are refused, probes detect wrong weights, and only unchanging parts are shared.
 
-Heartbeats of a replica fit the event, whatever the replica has to report.
-
-The answer forms that a replica announces depend on the tokenizers of its versions.
-
-Replicas report from which tokens an answer was sampled, so that the trainer can compute the same distribution.
+Heartbeats report the loaded versions, the answer forms of their tokenizers, and whether sets of tokens are recorded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Fixtures that compare the effects of two runs of an adapter.
-
-Adapters with recorded effects: settings, steps, model calls, feedback, files, output and warnings.
+"""Fixtures for adapters without services: stand-ins for gateway, model and bus that record settings, calls, feedback,
+files, output and warnings.
 
 Two runs that differ in one argument are compared. Equal effects mean that the adapter ignored the argument.
-
-Stand-ins for adapter tests without services: a gateway that records requests, a model with a fixed answer, and a bus
-in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A started rig for each test, or the tables alone.
-
-A transition and the tables in one transaction, with two models, so that tests also see unchanged rows.
-"""
+"""A started rig for each test, or the tables alone; and a transition in one transaction with two models, so that tests
+also see unchanged rows."""
 
 from __future__ import annotations
 

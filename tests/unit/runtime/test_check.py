@@ -1,11 +1,5 @@
-"""Start check of the parts that all services share.
-
-Reference of every setting: name, kind, default, meaning.
-
-Settings that a service publishes, and settings that it keeps secret.
-
-Announcements of installed packages: found by name, loaded once, and errors name the package.
-"""
+"""Settings and packages at the start: the check of shared parts, the reference of every setting, published and secret
+settings, and announcements of installed packages."""
 
 from __future__ import annotations
 

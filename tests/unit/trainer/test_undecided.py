@@ -1,10 +1,5 @@
-"""A step that more experiences may allow waits for them, and other steps are refused. The bytes are the same either
-way.
-
-When a batch is ready, and which runs make a group.
-
-Threads of a step wait for each other without spinning: that is a setting which torch reads when it is loaded.
-"""
+"""Steps of the trainer: when a batch is ready, which runs make a group, which steps wait for more experiences, and
+which threads compute them. The bytes are the same either way."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A desk on each database that we support.
-
-Bench for the catalog's tests: the REST interface over a rig, and folders of versions to register.
-
-A trainer's saved state, by the trainer's own classes.
-"""
+"""A desk on each supported database, the REST interface over a rig, folders of versions to register, and the saved
+state of a trainer, by the trainer's own classes."""
 
 from __future__ import annotations
 
