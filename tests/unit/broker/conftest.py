@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Harness:
-    """`run` is one commit, `fail` one that the disk refused."""
+    """The log of a broker on a file: `run` is one commit, `fail` is a commit that the disk refused."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

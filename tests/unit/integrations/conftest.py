@@ -288,7 +288,7 @@ def fake_dspy(note: Callable[..., None]) -> ModuleType:
             return module
 
     class Example:
-        """A row."""
+        """Stand-in for `dspy.Example`, which holds one row of a training set."""
 
         def __init__(self, task: Any) -> None:
             self.task = task

@@ -49,8 +49,8 @@ class TurnSet(RowSet[TurnRow]):
     async def _load_in_sessions(self, tx: AsyncConnection, pairs: Iterable[tuple[int, bytes]]) -> None:
         """Load the turns with these stored names in these sessions.
 
-        Both columns of the index are compared, because SQLite does not use it for pairs. Sorting keeps the number of
-        combinations small.
+        The columns are compared one by one, because SQLite uses no index for pairs; the index has the sessions alone.
+        Sorting keeps the sessions of a portion few.
         """
         table = tables.turns
         for part in parts(sorted(set(pairs))):
