@@ -99,7 +99,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Matched:
-    """Counterpart of `headrace_inference.vllm_engine.masks.HeldGrammar`."""
+    """Counterpart of `headrace_inference.vllm_engine.masks.HeadraceGrammar`."""
 
     matcher: Any
     end_id: int
@@ -113,7 +113,7 @@ class Matched:
 
 
 def guide_of(request: Request, folder: Path, vocabulary: int) -> Matched:
-    """Grammar of a request as `HeldBackend` builds it, with the library's limits."""
+    """Grammar of a request as `HeadraceBackend` builds it, with the library's limits."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = library_vocabulary(tokenizer.backend_tokenizer, vocabulary, tokenizer.eos_token_id).words
     matcher = LLMatcher(words, grammar_from("grammar", request.grammar))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace_inference.chat.answer import Answer, Reading
+from headrace_inference.chat.answer import Answer, AnswerSyntax
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, ParserContext, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Engine, Sampling, Start
@@ -244,7 +244,7 @@ def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, st
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
         for name in ("search", "read")
     ]
-    answer = Answer(tokenizer, Reading.of("", parsers, tools=True, context=ParserContext(tokenizer.outer, tools)))
+    answer = Answer(tokenizer, AnswerSyntax.of("", parsers, tools=True, context=ParserContext(tokenizer.outer, tools)))
     answer.feed([*tokenizer.encode(text), tokenizer.eos_id or 0])
     answer.end()
     complete_answer = answer.total

@@ -1,6 +1,6 @@
 """Answers of vLLM that a grammar or truncation restricted are trained with the sets that it sampled from.
 
-The bounds are those of float32 on a CPU. Masks are computed by vLLM's own path through `HeldBackend`.
+The bounds are those of float32 on a CPU. Masks are computed by vLLM's own path through `HeadraceBackend`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def masks_of(tokenizer: ChatTokenizer, record: TokenGrammar, token_ids: Sequence
     from vllm.config import StructuredOutputsConfig
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-    from headrace_inference.vllm_engine.masks import HeldBackend
+    from headrace_inference.vllm_engine.masks import HeadraceBackend
 
     config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend="guidance"))
-    backend = HeldBackend(config, tokenizer=tokenizer.outer, vocab_size=VOCABULARY)
+    backend = HeadraceBackend(config, tokenizer=tokenizer.outer, vocab_size=VOCABULARY)
     grammar = backend.compile_grammar(StructuredOutputOptions.GRAMMAR, record.text, {*record.stop_ids})
     masks = []
     for token in token_ids:

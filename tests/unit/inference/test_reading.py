@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_inference.chat.answer import Answer, Delta, Reading, StopWatch, Text
+from headrace_inference.chat.answer import Answer, AnswerSyntax, Delta, StopWatch, Text
 from headrace_inference.chat.json_scanner import StopStrings
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES, parse_call
 
-BOTH = Reading(HERMES, THINK)
+BOTH = AnswerSyntax(HERMES, THINK)
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}}</tool_call>'
 
 
-def read(pieces: Sequence[str], how: Reading = BOTH) -> Delta:
+def read(pieces: Sequence[str], syntax: AnswerSyntax = BOTH) -> Delta:
     """Return the whole answer, after a check that each delta equals the growth of the total."""
-    text = Text(how)
+    text = Text(syntax)
     grown = Delta()
     for piece in pieces:
         grown += text.feed(piece)
@@ -79,10 +79,10 @@ FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "<
 def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
     """The answer as a whole, by letters, or in any portions gives equal reasoning, content and calls."""
     text = "".join(fragments)
-    how = Reading(HERMES, THINK, opened)
+    syntax = AnswerSyntax(HERMES, THINK, opened)
     cuts = sorted(dice.randint(0, len(text)) for _ in range(4))
     portions = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    complete, letters, cut = read([text], how), read(list(text), how), read(portions, how)
+    complete, letters, cut = read([text], syntax), read(list(text), syntax), read(portions, syntax)
     for other in (letters, cut):
         assert (other.reasoning, other.content, calls(other)) == (complete.reasoning, complete.content, calls(complete))
     accounted = _visible(complete.reasoning + complete.content) + len(complete.calls) * _visible(CALL)
@@ -152,14 +152,14 @@ def test_arguments_are_what_the_model_wrote(body: str, arguments: str) -> None:
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    how = Reading.of("<|im_start|>assistant\n<think>\n", Parsers(HERMES, THINK), tools=False)
-    assert read(["so", " be it</think>", "yes"], how).reasoning == "so be it"
-    assert not Reading.of("<think>", Parsers(), tools=False).reasoning_opened
+    syntax = AnswerSyntax.of("<|im_start|>assistant\n<think>\n", Parsers(HERMES, THINK), tools=False)
+    assert read(["so", " be it</think>", "yes"], syntax).reasoning == "so be it"
+    assert not AnswerSyntax.of("<think>", Parsers(), tools=False).reasoning_opened
 
 
 def test_without_parsers_tags_are_text() -> None:
     text = f"<think>a</think>{CALL}"
-    assert read(list(text), Reading()).content == text
+    assert read(list(text), AnswerSyntax()).content == text
 
 
 @settings(max_examples=200, deadline=None)

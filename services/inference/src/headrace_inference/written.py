@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace_inference.chat.answer import Reading
+from headrace_inference.chat.answer import AnswerSyntax
 from headrace_inference.chat.exact import Meaning, meaning
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -177,7 +177,7 @@ class ConversationWriter:
         for index, message in enumerate(messages):
             content = message.text
             if message.role == "assistant":
-                content = meaning(self._tokenizer, content, Reading(reasoning=self._parsers.reasoning))[1]
+                content = meaning(self._tokenizer, content, AnswerSyntax(reasoning=self._parsers.reasoning))[1]
             if not any(form in text for form in _spellings(content.strip())):
                 raise Unwritable(
                     "template",
@@ -188,9 +188,9 @@ class ConversationWriter:
     def _check_answer(self, message: Message, prompt: str, answer: str, index: int, *, tools: bool) -> None:
         """Check that the service would parse the rendered answer into the written message."""
         offered = tools or bool(message.tool_calls)
-        how = Reading.of(self._tokenizer.plain(prompt), self._parsers, tools=offered)
-        parsed = meaning(self._tokenizer, self._tokenizer.plain(answer), how)
-        written = _written_meaning(self._tokenizer, message, how)
+        syntax = AnswerSyntax.of(self._tokenizer.plain(prompt), self._parsers, tools=offered)
+        parsed = meaning(self._tokenizer, self._tokenizer.plain(answer), syntax)
+        written = _written_meaning(self._tokenizer, message, syntax)
         if parsed == written:
             return
         words = ("reasoning", "content", "tool calls")
@@ -215,9 +215,9 @@ class ConversationWriter:
             yield self._tokenizer.spelled(sequence.token_ids[span.start : end])
 
 
-def _written_meaning(tokenizer: ChatTokenizer, message: Message, how: Reading) -> Meaning:
+def _written_meaning(tokenizer: ChatTokenizer, message: Message, syntax: AnswerSyntax) -> Meaning:
     """Return the meaning of a written message. Tags of reasoning or calls in its content are parsed, too."""
-    inside = Reading(how.tools, how.reasoning, how.reasoning_opened and "</" in message.text)
+    inside = AnswerSyntax(syntax.tools, syntax.reasoning, syntax.reasoning_opened and "</" in message.text)
     reasoning, content, calls = meaning(tokenizer, message.text, inside)
     written = [(call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()]
     return (message.reasoning_content or reasoning).strip(), content, [*calls, *written]

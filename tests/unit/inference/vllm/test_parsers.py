@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_inference.chat.answer import Answer, Reading
+from headrace_inference.chat.answer import Answer, AnswerSyntax
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import (
     REASONING_PARSERS,
@@ -108,9 +108,9 @@ def parsers_of(tools: list[TagTools] | None = None) -> Parsers:
     )
 
 
-def answered(tokenizer: ChatTokenizer, how: Reading, ids: Sequence[int], portion: int) -> tuple[Message, str]:
+def answered(tokenizer: ChatTokenizer, syntax: AnswerSyntax, ids: Sequence[int], portion: int) -> tuple[Message, str]:
     """The answer's message, and its content as it was streamed."""
-    answer, content = Answer(tokenizer, how), ""
+    answer, content = Answer(tokenizer, syntax), ""
     for at in range(0, len(ids), portion):
         content += answer.feed(ids[at : at + portion]).content
     answer.end()
@@ -125,9 +125,9 @@ def meaning_of(message: Message) -> tuple[str | None, str | None, list[tuple[str
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, portion: int) -> None:
     seen: list[TagTools] = []
-    how = Reading.of("", parsers_of(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    syntax = AnswerSyntax.of("", parsers_of(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     ids = [*tokenizer.encode(TEXT), tokenizer.eos_id or 0]
-    message, content = answered(tokenizer, how, ids, portion)
+    message, content = answered(tokenizer, syntax, ids, portion)
     assert meaning_of(message) == ("\nlook\n", "\n\nI shall search. ", [("search", '{"query": "a"}')])
     assert content == "\n\nI shall search. ", "streamed before the call was read"
     assert sum(map(len, (ids for _, ids in seen[0].fed))) > 10
@@ -136,10 +136,10 @@ def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, porti
 
 def test_special_tokens_are_text_for_them_and_the_end_is_not(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
-    how = Reading.of(
+    syntax = AnswerSyntax.of(
         "", replace(parsers_of(seen), reasoning=Parsers().reasoning), tools=True, context=ParserContext(tokenizer.outer)
     )
-    answered(tokenizer, how, [*tokenizer.encode(CALL), tokenizer.eos_id or 0], 1)
+    answered(tokenizer, syntax, [*tokenizer.encode(CALL), tokenizer.eos_id or 0], 1)
     fed = "".join(text for text, _ in seen[0].fed)
     assert fed == CALL
 
@@ -149,12 +149,12 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
         def extract_tool_calls(self, text: str, _request: object) -> ParserCalls:
             raise IndexError(text)
 
-    how = replace(
-        Reading.of("", parsers_of(), tools=True, context=ParserContext(tokenizer.outer)),
+    syntax = replace(
+        AnswerSyntax.of("", parsers_of(), tools=True, context=ParserContext(tokenizer.outer)),
         tools=ToolParser(of_tokens=lambda _context: VllmTools(Stumbles, None)),
         reasoning=Parsers().reasoning,
     )
-    message, content = answered(tokenizer, how, tokenizer.encode(f"Well. {CALL}"), 1)
+    message, content = answered(tokenizer, syntax, tokenizer.encode(f"Well. {CALL}"), 1)
     assert content == "Well. "
     assert meaning_of(message) == (None, f"Well. {CALL}", []), "what was held back is text"
 
@@ -162,9 +162,9 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
 def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
     parsers_ = replace(parsers_of(seen), reasoning=Parsers().reasoning)
-    how = Reading.of("", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.outer))
+    syntax = AnswerSyntax.of("", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.outer))
     ids = tokenizer.encode("I shall search. Then searching more")
-    message, _ = answered(tokenizer, how, ids, 1)
+    message, _ = answered(tokenizer, syntax, ids, 1)
     assert message.text == "I shall search. Then "
     assert all(delta_ids for _, delta_ids in seen[0].fed)
 
@@ -175,12 +175,12 @@ def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) ->
     prompts = ExactPrompts(10_000, tag_parsers)
     question = Message(role="user", content="What is new?")
     prompt = prompts.build(tokenizer, [question], [SEARCH], {})
-    how = Reading.of(prompt.text, tag_parsers, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    syntax = AnswerSyntax.of(prompt.text, tag_parsers, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
     sampled = [
         *tokenizer.encode('<tool_call>\n{"name": "search", "arguments": {"query":  "a"}}\n</tool_call>'),
         tokenizer.eos_id or 0,
     ]
-    message, _ = answered(tokenizer, how, sampled, 1)
+    message, _ = answered(tokenizer, syntax, sampled, 1)
     assert message.tool_calls is not None
     prompts.remember(prompt, message, sampled)
     result = Message(role="tool", content="nothing", tool_call_id=message.tool_calls[0].id)

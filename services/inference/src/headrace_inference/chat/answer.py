@@ -22,8 +22,8 @@ from headrace_schemas import FunctionCall, Message, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Parsers and stop strings with which the answers to one request are read."""
+class AnswerSyntax:
+    """Syntax of the answers to one request: the parsers and the stop strings that apply to them."""
 
     tools: ToolParser = NO_TOOLS
     reasoning: ReasoningParser = NO_REASONING
@@ -42,8 +42,8 @@ class Reading:
         tools: bool,
         stops: Sequence[str] = (),
         context: ParserContext | None = None,
-    ) -> Reading:
-        """Return the reading of answers to a rendered prompt.
+    ) -> AnswerSyntax:
+        """Return the syntax of the answers to a rendered prompt.
 
         Args:
             tools: whether the request offers tools. Without tools, calls are read as content.
@@ -75,10 +75,10 @@ class Delta:
 class Text:
     """Reader of the raw text of an answer. `total` is the sum of all deltas."""
 
-    def __init__(self, how: Reading) -> None:
-        self._stop = StopStrings(how.stops)
-        self._reasoning = how.reasoning.reader(how.context, opened=how.reasoning_opened)
-        self._tools = how.tools.reader(how.context)
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._stop = StopStrings(syntax.stops)
+        self._reasoning = syntax.reasoning.reader(syntax.context, opened=syntax.reasoning_opened)
+        self._tools = syntax.tools.reader(syntax.context)
         self._unread: list[int] = []
         """Tokens whose text is still buffered."""
         self._unanswered: list[int] = []
@@ -134,10 +134,10 @@ class Text:
 class Answer:
     """Reader of the tokens of an answer. It does not affect which tokens are sampled."""
 
-    def __init__(self, tokenizer: ChatTokenizer, how: Reading) -> None:
-        self._tokens = tokenizer.stream(special_as_text=how.by_token)
-        self._text = Text(how)
-        self._by_token = how.by_token
+    def __init__(self, tokenizer: ChatTokenizer, syntax: AnswerSyntax) -> None:
+        self._tokens = tokenizer.stream(special_as_text=syntax.by_token)
+        self._text = Text(syntax)
+        self._by_token = syntax.by_token
         self.token_ids: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> Delta:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from headrace_inference import metrics
-from headrace_inference.chat.answer import Answer, Reading, Text
+from headrace_inference.chat.answer import Answer, AnswerSyntax, Text
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import argument_value, template_message
@@ -178,10 +178,10 @@ class ExactPrompts:
         rendered = tokenizer.plain(text[len(prompt_text) : end])
         ids = conversation.token_ids.tolist()
         context = ParserContext(tokenizer.outer, tools)
-        how = Reading.of(prompt_text, self._parsers, tools=bool(tools), context=context)
-        sampled = tokenizer.text_of(ids[conversation.prompt_length :], special_as_text=how.by_token)
-        if rendered.strip() != sampled.strip() and meaning(tokenizer, rendered, how) != meaning(
-            tokenizer, sampled, how
+        syntax = AnswerSyntax.of(prompt_text, self._parsers, tools=bool(tools), context=context)
+        sampled = tokenizer.text_of(ids[conversation.prompt_length :], special_as_text=syntax.by_token)
+        if rendered.strip() != sampled.strip() and meaning(tokenizer, rendered, syntax) != meaning(
+            tokenizer, sampled, syntax
         ):
             return None
         if (
@@ -191,15 +191,15 @@ class ExactPrompts:
         return ids + tokenizer.encode(text[end + len(tokenizer.eos_text) :])
 
 
-def meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> Meaning:
+def meaning(tokenizer: ChatTokenizer, text: str, syntax: AnswerSyntax) -> Meaning:
     """Parse the text of an answer into reasoning, content and calls."""
-    if how.by_token:
-        answer = Answer(tokenizer, how)
+    if syntax.by_token:
+        answer = Answer(tokenizer, syntax)
         answer.feed(tokenizer.encode(text))
         answer.end()
         total = answer.total
     else:
-        reader = Text(how)
+        reader = Text(syntax)
         reader.feed(text)
         reader.end()
         total = reader.total

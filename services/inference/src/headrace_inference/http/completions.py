@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from headrace_inference import metrics
-from headrace_inference.chat.answer import Answer, Reading, StopWatch
+from headrace_inference.chat.answer import Answer, AnswerSyntax, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
@@ -167,12 +167,12 @@ class Completions:
         stops = request.stop or ()
         context = ParserContext(tokenizer.outer, tools)
         parsers = Parsers() if request.headrace_prompt else self._parsers
-        how = Reading.of(prompt.text, parsers, tools=bool(tools), stops=stops, context=context)
+        syntax = AnswerSyntax.of(prompt.text, parsers, tools=bool(tools), stops=stops, context=context)
         sampling = self._sampling(request, version, tokenizer)
         choices: list[_Choice] = []
         starts: list[Start] = []
         for index in range(request.choices):
-            choice = _Choice(index, Answer(tokenizer, how))
+            choice = _Choice(index, Answer(tokenizer, syntax))
             choices.append(choice)
             watch = StopWatch(tokenizer, stops) if stops else None
             resumed = request.resumed.get(index)
@@ -180,7 +180,7 @@ class Completions:
                 self._resume(choice, resumed, watch, request, version, tokenizer)
             if choice.finish is None and not choice.complete:
                 starts.append(Start(index, choice.answer.token_ids.copy(), watch))
-        return _Prepared(prompt, sampling, choices, starts, request.form, how.reasoning_opened)
+        return _Prepared(prompt, sampling, choices, starts, request.form, syntax.reasoning_opened)
 
     def _prompt(self, request: ChatRequest, tokenizer: ChatTokenizer) -> Prompt:
         """Return the prompt of the request: its messages as the chat template renders them, or a raw prompt."""

@@ -17,8 +17,8 @@ from headrace_runtime.grammars.guides import allow_stops
 from headrace_runtime.grammars.vocabulary import VocabularyUnreadable, library_vocabulary
 
 
-class HeldBackend(GuidanceBackend):  # type: ignore[misc]
-    """vLLM's back end over the vocabulary of `headrace_runtime.grammars`, for grammars of this service."""
+class HeadraceBackend(GuidanceBackend):  # type: ignore[misc]
+    """vLLM's back end `guidance` with the vocabulary of `headrace_runtime.grammars`, so that masks are equal."""
 
     @staticmethod
     def _build_ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
@@ -30,10 +30,10 @@ class HeldBackend(GuidanceBackend):  # type: ignore[misc]
     def compile_grammar(self, request_type: Any, grammar_spec: str, stop_token_ids: set[int] | None = None) -> Any:
         grammar = super().compile_grammar(request_type, grammar_spec, stop_token_ids)
         stop_ids = frozenset(token for token in stop_token_ids or () if token < grammar.vocab_size)
-        return HeldGrammar(grammar.ll_matcher, grammar.ll_tokenizer, grammar.vocab_size, stop_ids)
+        return HeadraceGrammar(grammar.ll_matcher, grammar.ll_tokenizer, grammar.vocab_size, stop_ids)
 
 
-class HeldGrammar(GuidanceGrammar):  # type: ignore[misc]
+class HeadraceGrammar(GuidanceGrammar):  # type: ignore[misc]
     """vLLM's grammar of one choice, with the masks of `headrace_runtime.grammars.guides.GrammarGuide`."""
 
     def __init__(self, matcher: Any, words: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
@@ -54,13 +54,13 @@ class HeldGrammar(GuidanceGrammar):  # type: ignore[misc]
 
 def use_own_masks() -> None:
     """Replace vLLM's back end `guidance` in this process."""
-    vllm_grammars.GuidanceBackend = HeldBackend
+    vllm_grammars.GuidanceBackend = HeadraceBackend
 
 
 def check_masks() -> None:
-    """Raise `RuntimeError` if vLLM does not use `HeldBackend`, so that turns would record other masks."""
-    if vllm_grammars.GuidanceBackend is not HeldBackend:
+    """Raise `RuntimeError` if vLLM does not use `HeadraceBackend`, so that turns would record other masks."""
+    if vllm_grammars.GuidanceBackend is not HeadraceBackend:
         raise RuntimeError(
-            "vLLM has not loaded its plugin 'headrace_masks', so answers would not be held by the masks that turns "
+            "vLLM has not loaded its plugin 'headrace_masks', so its masks would differ from those that turns "
             "record; install headrace-inference with its entry points, and leave VLLM_PLUGINS unset or name it there"
         )
