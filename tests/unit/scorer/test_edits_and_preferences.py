@@ -135,8 +135,8 @@ async def test_a_reward_may_be_the_sum_of_its_parts(open_scorer: Open) -> None:
         ]
 
 
-async def rematched(rig: Rig) -> None:
-    """Far fewer than one step takes."""
+async def rematch(rig: Rig) -> None:
+    """Match feedback about tasks in one step, whose bound is far above the number of runs here."""
     await rig.stream.step(rematch_of(rig))
 
 
@@ -148,14 +148,14 @@ async def test_feedback_about_a_task_is_about_its_runs_of_before_and_after(open_
     async with open_scorer() as rig:
         await rig.deliver(runs[0])
         await rig.deliver(of_task(0.5), feedback("other", value=0.0, level="task", task_id="other", partition=0))
-        await rematched(rig)
+        await rematch(rig)
         await rig.stream.deliver(of_task(1.0, partition=1), partition=1)
         await rig.deliver(runs[1], feedback("y", value=1.0))
-        await rematched(rig)
+        await rematch(rig)
         rewards = {experience.session_id: experience.reward for experience in rig.stream.sent(Experience)}
         assert rewards == {"x": 0.5, "y": 1.0}, "what is said of a session goes before what is said of its task"
         await rig.deliver(runs[2], of_task(None, withdrawn=True))
-        await rematched(rig)
+        await rematch(rig)
         assert {experience.session_id: experience.reward for experience in rig.stream.sent(Experience)} == {
             "x": None,
             "y": 1.0,

@@ -41,8 +41,8 @@ def thumbed_runs(seed: int = 1, count: int = 400, **people: object) -> list[Thum
     return thumbed(seed, runs(seed, count), People(**{"share": 1.0, **people}))[0]  # type: ignore[arg-type]
 
 
-def plain(count: int, *raters: str) -> list[ThumbedRun]:
-    """Return runs of which every second one is good and has better features. Each rater rates all of them correctly."""
+def separable_runs(count: int, *raters: str) -> list[ThumbedRun]:
+    """Return runs of which every second one is good and has a better feature. Each rater rates all runs correctly."""
     thumbed = []
     for number in range(count):
         thumbs = tuple(Thumb(rater, float(number % 2)) for rater in raters)
@@ -95,9 +95,14 @@ def test_it_comes_back_as_it_was_and_order_makes_no_difference() -> None:
 
 
 def test_it_is_silent_with_few_thumbs_and_where_thumbs_say_nothing() -> None:
-    assert "10 thumbs; scorer.learned.thumbs_min requires 20" in str(fit(plain(10, "a"), [], DEMANDS).fit_facts.silent)
+    assert "10 thumbs; scorer.learned.thumbs_min requires 20" in str(
+        fit(separable_runs(10, "a"), [], DEMANDS).fit_facts.silent
+    )
     chance = random.Random(0)
-    noise = [replace(thumbed_run, thumbs=(Thumb("a", float(chance.random() < 0.5)),)) for thumbed_run in plain(60, "a")]
+    noise = [
+        replace(thumbed_run, thumbs=(Thumb("a", float(chance.random() < 0.5)),))
+        for thumbed_run in separable_runs(60, "a")
+    ]
     assert "chance" in str(fit(noise, [], DEMANDS).fit_facts.silent)
     assert fit(noise, [], DEMANDS).judge(noise[0].features) is None
 
@@ -105,7 +110,8 @@ def test_it_is_silent_with_few_thumbs_and_where_thumbs_say_nothing() -> None:
 def test_thumbs_that_are_swapped_are_noticed() -> None:
     """A reward of another source must not have a negative weight if all raters agree."""
     swapped = [
-        replace(thumbed_run, thumbs=(Thumb("a", 1 - thumbed_run.thumbs[0].value),)) for thumbed_run in plain(60, "a")
+        replace(thumbed_run, thumbs=(Thumb("a", 1 - thumbed_run.thumbs[0].value),))
+        for thumbed_run in separable_runs(60, "a")
     ]
     fitted = fit(swapped, [], DEMANDS)
     likely = fitted.judge({"judge:help": 0.65})
@@ -113,7 +119,7 @@ def test_thumbs_that_are_swapped_are_noticed() -> None:
 
 
 def test_it_abstains_of_what_it_has_not_seen_enough_of() -> None:
-    usual_runs = plain(60, "a")
+    usual_runs = separable_runs(60, "a")
     rare_runs = [replace(usual_run, features={**usual_run.features, "rare": 1.0}) for usual_run in usual_runs[:2]]
     training_runs = [*rare_runs, *usual_runs[2:]]
     wide = fit(training_runs, [], replace(DEMANDS, width_max=1.0))
@@ -133,9 +139,9 @@ def _log_odds(share: float) -> float:
 def test_what_was_made_of_the_thumb_is_refused(of_others: dict[str, float]) -> None:
     training_runs = [
         replace(thumbed_run, features={**thumbed_run.features, "function:leak": thumbed_run.thumbs[0].value})
-        for thumbed_run in plain(60, "a")
+        for thumbed_run in separable_runs(60, "a")
     ]
-    unrated = [{**thumbed_run.features, **of_others} for thumbed_run in plain(80, "a")]
+    unrated = [{**thumbed_run.features, **of_others} for thumbed_run in separable_runs(80, "a")]
     fitted = fit(training_runs, unrated, DEMANDS)
     assert fitted.fit_facts.refused == ("function:leak",)
     assert all(column.name != "function:leak" for column in fitted.columns)
@@ -192,7 +198,7 @@ def test_it_is_silent_where_the_agent_controls_all_that_it_sees() -> None:
 
 
 def test_who_contradicts_everybody_is_not_heard() -> None:
-    training_runs = plain(120, "a", "b")
+    training_runs = separable_runs(120, "a", "b")
     poisoned = [
         replace(item, thumbs=(*item.thumbs, Thumb("x", 1 - item.thumbs[0].value))) if n % 2 else item
         for n, item in enumerate(training_runs)
@@ -209,13 +215,13 @@ def test_who_contradicts_everybody_is_not_heard() -> None:
 def test_nobody_with_a_name_weighs_more_than_his_share() -> None:
     training_runs = [
         replace(thumbed_run, thumbs=(Thumb("busy" if n % 2 else f"u{n}", 1.0),))
-        for n, thumbed_run in enumerate(plain(100, "a"))
+        for n, thumbed_run in enumerate(separable_runs(100, "a"))
     ]
     thumbs = crowd.thumbs_of(training_runs, 0.1)
     weights = np.bincount(thumbs.rater_T, weights=thumbs.weight_T)
     assert weights[thumbs.raters.index("busy")] == pytest.approx(10.0)
     assert weights.sum() == pytest.approx(60.0)
-    nameless = crowd.thumbs_of(plain(100, ""), 0.1)
+    nameless = crowd.thumbs_of(separable_runs(100, ""), 0.1)
     assert nameless.weight_T.sum() == 100.0, "people without a name are many"
 
 

@@ -40,8 +40,8 @@ CONTROLLED = ("run/*", "function:*/tool_failed", "function:*/looped")
 
 
 @dataclass(frozen=True, slots=True)
-class LikelyThumb:
-    """Probability that a run is good, with its confidence interval."""
+class QualityEstimate:
+    """Estimated probability that a run is good, with its confidence interval."""
 
     value: float
     low: float
@@ -71,7 +71,7 @@ class FittedModel(ABC):
     """Digest of the fitted model. Equal training data give an equal id."""
 
     @abstractmethod
-    def judge(self, features: Features) -> LikelyThumb | None:
+    def judge(self, features: Features) -> QualityEstimate | None:
         """Return the probability that a run is good; None if the model abstains."""
 
     @abstractmethod

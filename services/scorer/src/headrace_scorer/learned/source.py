@@ -18,7 +18,7 @@ from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store
 from headrace_scorer.learned.columns import features_of
-from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, LikelyThumb
+from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, QualityEstimate
 from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
 
@@ -99,7 +99,7 @@ def reward_of(
 
     It abstains without a model, or if the model is uncertain.
     """
-    likely: LikelyThumb | None = None if fitted is None else fitted.judge(features)
+    likely: QualityEstimate | None = None if fitted is None else fitted.judge(features)
     reason = None
     if fitted is None:
         reason = "the reward model was not fitted yet"

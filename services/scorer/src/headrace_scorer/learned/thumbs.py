@@ -31,7 +31,7 @@ from headrace_scorer.learned.models import (
     Features,
     FitRequirements,
     FittedModel,
-    LikelyThumb,
+    QualityEstimate,
     RewardModel,
     ThumbedRun,
 )
@@ -85,7 +85,7 @@ class FittedThumbs(FittedModel):
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_id", hashlib.sha256(self.to_json()).hexdigest()[:16])
 
-    def judge(self, features: Features) -> LikelyThumb | None:
+    def judge(self, features: Features) -> QualityEstimate | None:
         if self.fit_facts.silent is not None:
             return None
         row = [1.0, *(column.of(features) for column in self.columns)]
@@ -93,7 +93,7 @@ class FittedThumbs(FittedModel):
         if high - low > self.requirements.width_max:
             return None
         rewarded = [0.0 if column.controlled else number for column, number in zip(self.columns, row[1:], strict=True)]
-        return LikelyThumb(value, low, high, self._likely([1.0, *rewarded])[0])
+        return QualityEstimate(value, low, high, self._likely([1.0, *rewarded])[0])
 
     def _likely(self, row: Sequence[float]) -> tuple[float, float, float]:
         """Return the moderated probability and its interval. A 0 in a column is the mean of all runs."""
