@@ -36,7 +36,7 @@ Values = Mapping[str, Any]
 
 
 def results() -> dict[str, Any]:
-    """Target to its values, as its report has them."""
+    """Return the values of each target by its name."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -63,7 +63,7 @@ def named(texts: Mapping[str, str]) -> dict[str, None]:
 
 
 def at(values: Values, path: str) -> Any:
-    """The value there. Raises `KeyError`."""
+    """Return the value at a dotted path. Raises `KeyError`."""
     value: Any = values
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -73,7 +73,7 @@ def at(values: Values, path: str) -> Any:
 
 
 def as_text(value: Any, form: str) -> str:
-    """A value as a page shows it. `,` also puts commas into the numbers of a text such as `0 of 3269`."""
+    """Format a value for a page. `,` also puts commas into the numbers of a text such as `0 of 3269`."""
     if form == "p":
         return f"{value * 100:.0f}"
     if isinstance(value, str):
@@ -82,7 +82,7 @@ def as_text(value: Any, form: str) -> str:
 
 
 def paths(values: Values, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every single value with its path."""
+    """Yield each value with its path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from paths(value, (*before, name))
@@ -91,7 +91,7 @@ def paths(values: Values, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def as_toml(all_values: Values) -> str:
-    """The file without its head: a table for each target."""
+    """Return the file without its head: a table for each target."""
     tables = []
     for target, values in all_values.items():
         lines = (f"{'.'.join(map(key, path))} = {toml(value)}\n" for path, value in paths(values))
@@ -105,7 +105,10 @@ def _arms(report: Values) -> Values:
 
 
 def _attack(report: Values) -> Values:
-    """The figures of an attack by the places of their lines. One that was not played to its end has other lines."""
+    """Return the figures of each attack by the position of their line.
+
+    Attacks with a line that does not hold are left out, because an attack that ended early has other lines.
+    """
     held_lines = {
         name: lines_of_attack["lines"]
         for name, lines_of_attack in report["attacks"].items()
@@ -119,7 +122,7 @@ def _attack(report: Values) -> Values:
 
 
 def _bus(report: Values) -> Values:
-    """And how the best rates compare."""
+    """Add the best rates of the embedded bus as shares of Kafka's best rates."""
     rates = {bus: bus_report["per_s"] for bus, bus_report in report.get("rates", {}).items() if "per_s" in bus_report}
     if rates.keys() < {"embedded", "kafka"}:
         return report
@@ -128,7 +131,7 @@ def _bus(report: Values) -> Values:
 
 
 def _compose(report: Values) -> Values:
-    """Add the sizes that images add to their base, those with torch apart."""
+    """Add the smallest and the largest size that images without torch add to their base."""
     added = [image["added_mb"] for name, image in report["images"].items() if name not in ("inference", "trainer")]
     return {**report, "added_mb": {"least": min(added), "most": max(added)}}
 
@@ -157,7 +160,7 @@ def _simulate(report: Values) -> Values:
 
 
 def _trainer(report: Values) -> Values:
-    """Add the workloads measured with the peer, by model and length."""
+    """Add the measurements of the other trainer under keys with their model and length."""
     peers = {
         f"{peer['model']}, {'up to' if peer['mixed'] else 'all'} {peer['length']}": peer
         for peer in report.get("peers", ())
