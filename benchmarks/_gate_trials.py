@@ -261,8 +261,12 @@ def audited(draw: np.random.Generator, true: Floats, plays: int) -> Floats:
     return total / plays
 
 
-class OldModels:
-    """The old rule: one play of 96 fixed tasks, compared with the champion's score in its own gate."""
+class OldRuleModels:
+    """Champions of many runs under the old gate rule.
+
+    A candidate plays 96 fixed tasks once. It passes unless its mean score is below the champion's own gate score by
+    more than the margin.
+    """
 
     def __init__(self, draw: np.random.Generator, true: Floats) -> None:
         self._draw = draw

@@ -73,7 +73,7 @@ class Rates:
 
 @dataclass
 class Bus:
-    """An open bus with a topic of its own. `opened` creates it."""
+    """An open bus with a topic of its own. `open_bus` creates it."""
 
     settings: BusSettings
     producer: EventProducer
@@ -175,8 +175,8 @@ class Bus:
 
 
 @asynccontextmanager
-async def opened(address: str, blobs: BlobStore, rates: Rates) -> AsyncIterator[Bus]:
-    """Create a topic on the bus and a producer as services have it."""
+async def open_bus(address: str, blobs: BlobStore, rates: Rates) -> AsyncIterator[Bus]:
+    """Create a topic on the bus, and open a producer of the kind that services use."""
     settings = BusSettings(address=address)
     topic = f"bench-{uuid.uuid4().hex[:8]}"
     admin = AIOKafkaAdminClient(bootstrap_servers=address)

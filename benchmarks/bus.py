@@ -64,12 +64,12 @@ async def rates(
         for name in buses
     }
     async with contextlib.AsyncExitStack() as stack:
-        opened = []
+        open_buses = []
         for name in buses:
             address = stack.enter_context(running(name, root / name))
-            opened.append(await stack.enter_async_context(_rates.opened(address, blobs, results[name])))
+            open_buses.append(await stack.enter_async_context(_rates.open_bus(address, blobs, results[name])))
         for _ in range(rounds):
-            for name, bus in zip(buses, opened, strict=True):
+            for name, bus in zip(buses, open_buses, strict=True):
                 progress.update(doing=f"rates of the {name} bus")
                 await bus.round()
                 progress.advance()

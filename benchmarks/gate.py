@@ -21,7 +21,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks._gate_trials import OLD_TASKS, SHARED, Floats, Models, OldModels, Outcomes, Trials, audited, fresh, play
+from benchmarks._gate_trials import (
+    OLD_TASKS,
+    SHARED,
+    Floats,
+    Models,
+    OldRuleModels,
+    Outcomes,
+    Trials,
+    audited,
+    fresh,
+    play,
+)
 from headrace_cli.progress import ProgressDisplay
 from headrace_registry.settings import GateSettings
 
@@ -116,7 +127,7 @@ def decay(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
     for _ in range(VERSIONS):
         for total, more in zip((tasks, plays), models.meet(draw, gate, models.champion - POINT), strict=True):
             total += more
-    old = OldModels(draw, start)
+    old = OldRuleModels(draw, start)
     for _ in range(VERSIONS):
         old.meet(old.champion - POINT)
     return {
@@ -134,7 +145,7 @@ def decay(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
 def recorded(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, Numbers]:
     """Return the bias of the champion's recorded score after ten versions of a trainer with random gains and losses."""
     start = np.repeat(SCORES, runs)
-    models, old = Models.of(start), OldModels(draw, start)
+    models, old = Models.of(start), OldRuleModels(draw, start)
     for _ in range(10):
         step = draw.normal(0.0, 0.03, start.shape)
         models.meet(draw, gate, np.clip(models.champion + step, 0.02, 0.98))
@@ -155,7 +166,7 @@ def old_errors(draw: np.random.Generator, runs: int) -> dict[str, Numbers]:
     its recorded score is biased by selection."""
     report: dict[str, Numbers] = {}
     for score in SCORES:
-        old = OldModels(draw, same(score, runs))
+        old = OldRuleModels(draw, same(score, runs))
         report[f"{score:g}"] = {"tasks_mean": OLD_TASKS, **_old_rates(old, "")}
         for _ in range(10):
             old.meet(np.clip(old.champion + draw.normal(0.0, 0.03, runs), 0.02, 0.98))
@@ -163,7 +174,7 @@ def old_errors(draw: np.random.Generator, runs: int) -> dict[str, Numbers]:
     return report
 
 
-def _old_rates(old: OldModels, when: str) -> Numbers:
+def _old_rates(old: OldRuleModels, when: str) -> Numbers:
     refused, promoted = ~old.judge(old.champion), old.judge(old.champion - 0.1)
     return {f"{when}equal_refused": share(refused), f"{when}10_points_worse_promoted": share(promoted)}
 
