@@ -24,7 +24,7 @@ class Algorithm:
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def under(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the table of `[trainer]` with the algorithm's values where `given` has none."""
+        """Return `settings`, the user's table `[trainer]`, with the algorithm's values for settings that it lacks."""
         table: dict[str, Any] = {}
         for name, value in {"advantage.kind": self.advantage, "loss.kind": self.loss, **self.defaults}.items():
             *path, last = name.split(".")

@@ -165,7 +165,7 @@ class RewardRanges(Model):
     def note(self, experience: Experience, limits: RangeLimits) -> RewardRanges:
         """Return the ranges with the strays of an experience among those to report."""
         strays = self._strays_of(experience, limits) if limits.factor else []
-        return self.model_copy(update={"strays": _merged([*self.strays, *strays])}) if strays else self
+        return self.model_copy(update={"strays": _distinct_strays([*self.strays, *strays])}) if strays else self
 
     def _strays_of(self, experience: Experience, limits: RangeLimits) -> list[Stray]:
         strays = []
@@ -203,7 +203,7 @@ class RewardRanges(Model):
         ranges = RewardRanges(sources=sources)
         strays = [*self.strays, *(stray for _, experience in batch for stray in ranges._strays_of(experience, limits))]
         return RewardRanges(
-            sources=sources, strays=_merged(stray for stray in strays if ranges._is_current(stray, limits))
+            sources=sources, strays=_distinct_strays(stray for stray in strays if ranges._is_current(stray, limits))
         )
 
     def _is_current(self, stray: Stray, limits: RangeLimits) -> bool:
@@ -229,8 +229,8 @@ class RewardRanges(Model):
         return pvariance(self.sources[TOTAL].values)
 
 
-def _merged(strays: Iterable[Stray]) -> tuple[Stray, ...]:
-    """Return the last strays, those of the same source and value once."""
+def _distinct_strays(strays: Iterable[Stray]) -> tuple[Stray, ...]:
+    """Return the newest strays, at most `STRAYS_MAX`, without repetitions of the same source and value."""
     return tuple({(stray.source, stray.value): stray for stray in strays}.values())[-STRAYS_MAX:]
 
 

@@ -127,7 +127,7 @@ class AdmissionLimits:
 
     @property
     def rules(self) -> CorrectionRules:
-        """The configured correction rules, or those that use rewards as advantages."""
+        """The configured correction rules. Without them, the reward of an example is its advantage."""
         return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min, logprobs=self.logprobs)
 
 

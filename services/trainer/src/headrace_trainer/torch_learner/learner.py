@@ -116,7 +116,7 @@ class TorchCopy:
 
 
 class TorchLearner:
-    """See `headrace_trainer.learner.Learner`."""
+    """Learner that trains with PyTorch on one device of this process."""
 
     def __init__(
         self,

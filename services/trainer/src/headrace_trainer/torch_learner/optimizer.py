@@ -99,7 +99,8 @@ class Optimizer:
         """Read numbers from the device, the only time that an update waits for it.
 
         Returns:
-            The norm, `Adam.foreseen`, the norm of the stashed gradients and `beside`; and the norm as a device tensor.
+            The norm, the predicted logarithm (`Adam`), the norm of the stashed gradients and `extra` as numbers; and
+            the norm as a device tensor.
         """
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
         zero = torch.zeros((), device=device)

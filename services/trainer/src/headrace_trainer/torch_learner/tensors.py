@@ -35,7 +35,7 @@ def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mappin
 
 
 def write_weights(folder: Path, policy: Policy, lineage: str) -> None:
-    """Write the weights of `freeze` into `folder`, one tensor after the other, without a copy of them in memory."""
+    """Write the weights that `freeze` would return into `folder`, one tensor at a time to save memory."""
     weights = policy.parameters
     write_file(folder / WEIGHTS, weights, about_state(lineage), weights.__getitem__)
 
@@ -43,7 +43,7 @@ def write_weights(folder: Path, policy: Policy, lineage: str) -> None:
 def write_optimizer(
     folder: Path, policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the optimizer of `freeze` into `folder`, as `write_weights` does."""
+    """Write the optimizer state that `freeze` would return into `folder`, one tensor at a time to save memory."""
     _, state = _references(policy, optimizer, appraiser)
     write_file(folder / OPTIMIZER, state, about_state(lineage), state.__getitem__)
 
