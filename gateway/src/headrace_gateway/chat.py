@@ -68,8 +68,8 @@ def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, Answer
     return parse_chat(body, context), ChatCompletions()
 
 
-def tokens_asked(call: ChatCall) -> int:
-    """Return about how many tokens a call may take: those of its prompt, and the answers' limit for each choice."""
+def estimate_tokens(call: ChatCall) -> int:
+    """Estimate the tokens that a call may take: those of its prompt, and the limit on the answer for each choice."""
     return len(call.core) // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
 
 
@@ -99,7 +99,7 @@ class Chat:
                 self.relay.beside_users(call, _SHADOW_LOAD_MAX)
             call = replace(call, repeats=self.repeated.begin(call))
             mode = "stream" if call.request.stream else "plain"
-            choices, tokens = call.request.choices, tokens_asked(call)
+            choices, tokens = call.request.choices, estimate_tokens(call)
             with (
                 self.admission.limits.work(admitted.caller, choices, tokens) as work,
                 metrics.CALL_SECONDS.labels(mode).time(),
@@ -292,7 +292,7 @@ class TokenCounting:
         chat = self.chat
         async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
             call, _ = await chat.understand(request.scope, admitted)
-            with chat.admission.limits.work(admitted.caller, 1, tokens_asked(call)) as work:
+            with chat.admission.limits.work(admitted.caller, 1, estimate_tokens(call)) as work:
                 _, transcript = await chat.relay.complete(call)
                 work.used_tokens = len(transcript.prompt_token_ids) + transcript.sampled
         count = len(transcript.prompt_token_ids)

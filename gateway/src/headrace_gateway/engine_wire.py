@@ -106,7 +106,7 @@ class EngineChoice(EngineModel):
 
 
 class EngineAnswer(EngineModel):
-    """A whole answer, or one chunk of a stream. `model` is the version that the engine used (P3)."""
+    """A whole answer, or one chunk of a stream. `model` is the version that the engine used (promise P3)."""
 
     model: str = ""
     choices: list[EngineChoice] = []

@@ -211,9 +211,9 @@ class ResponseStore:
     def change(
         self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
     ) -> StoredConversation | None:
-        """Store what `change` returns for a conversation, and return it, or None if it is not stored.
+        """Store the result of `change` for a conversation and return it, or None without such a conversation.
 
-        The bus has the items as the last response left them. If they change, that state must not be read again.
+        The bus has the state after the last response. `recall` must not restore it once the items have changed.
         """
         with self._lock:
             current = self._get(tenant, conversation_id)

@@ -100,7 +100,7 @@ RequestTool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as the model is offered it."""
+    """A function or custom tool that the model may call, with its namespace."""
 
     tool: FunctionTool | CustomTool
     namespace: str | None = None
@@ -111,7 +111,7 @@ class OfferedTool:
         return chat_name(self.tool.name, self.namespace)
 
     def function(self) -> Json:
-        """Return the tool as a chat request offers it."""
+        """Return the definition of the tool for the chat request."""
         function: Json = {"name": self.chat_name}
         if isinstance(self.tool, CustomTool):
             function |= {"description": _described(self.tool), "parameters": _parameters(self.tool)}

@@ -68,13 +68,15 @@ def yes_or_no(name: str, value: Any) -> bool:
 def merge_settings(
     argument_settings: Mapping[str, object], user_settings: Mapping[str, object], names: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the settings of arguments, `own`, merged with the settings that the user passed, `named`.
+    """Return the settings that arguments determine, merged with the settings that the user passed.
 
     Args:
-        names: the argument behind each setting. A setting that an argument sets to another value is refused.
+        argument_settings: the settings that arguments determine.
+        user_settings: the settings that the user passed.
+        names: the name of the argument that determines each setting.
 
     Raises:
-        UsageError: an argument and `named` set the same setting to different values.
+        UsageError: an argument and the user set the same setting to different values.
     """
     for setting, value in user_settings.items():
         if setting in names and setting in argument_settings and argument_settings[setting] != value:

@@ -97,7 +97,7 @@ class JudgeOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuneConfig:
-    """Search of `tune_prompt`. `lm_model_name` is the model that proposes prompts, as litellm names models."""
+    """Settings of the search in `tune_prompt`. `lm_model_name` is litellm's name of the model that proposes prompts."""
 
     lm_model_name: str = "dashscope/qwen-plus"
     optimization_level: str = "light"

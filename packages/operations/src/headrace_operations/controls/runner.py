@@ -113,7 +113,10 @@ async def run(request: Request, tick: Tick) -> Report:
 
 
 def _with_base_folder(request: Request) -> Request:
-    """Return the request with the folder of its base. The data directory of the settings has models of the hub."""
+    """Return the request with `trainer.base` set to the folder of the base.
+
+    The base is fetched here, because the programs of the experiment have a scratch folder as data directory.
+    """
     base = base_folder(Overrides(request.config, request.settings, request.environ))
     return replace(request, settings={**request.settings, "trainer.base": str(base)})
 

@@ -197,7 +197,7 @@ async def _lineage_of(topics: Reader, version: str) -> str:
 async def _read(
     topics: Reader, contents: TrainedRevisions, version: str
 ) -> tuple[TrainedRevisions, Sequence[TrainingMetrics]]:
-    """Return the lineage's contents at the version's save, and the reports up to it without their outcomes."""
+    """Return the lineage's contents after the save of `version`, and the reports up to that save without outcomes."""
     lineage, reports = contents.lineage, []
     async for entry in topics.read(Range(TrainingMetrics.topic)):
         report = entry.event

@@ -164,8 +164,10 @@ class Pipeline:
         self.tick("scoring trajectories", merge.total, merge.total)
 
     async def _feed_feedback(self, program: Program) -> None:
-        """Feed feedback, rewards of other sources, and, for feedback about sessions, the times of their
-        trajectories."""
+        """Send feedback and the rewards of other sources to the scorer.
+
+        If feedback is about sessions, the scorer also needs the times of their trajectories.
+        """
         about_sessions = False
         keys = self.request.topic_range.keys
         async with connected(self.request.bus) as topics:

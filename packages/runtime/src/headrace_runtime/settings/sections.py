@@ -247,7 +247,7 @@ class DeadLetterSettings(Section):
 
     @property
     def bounds(self) -> RefusalBounds:
-        """The limits as a plain value."""
+        """The bounds that stream processors apply, without the class of the settings."""
         return RefusalBounds(self.run_max)
 
 

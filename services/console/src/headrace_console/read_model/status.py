@@ -45,7 +45,7 @@ class CountKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnState:
-    """A captured turn as the account sees it: its own event, completed by the trajectory that has it."""
+    """Facts for the status of a captured turn: its own event, completed by the trajectory that contains it."""
 
     turn: TurnRow
     model: int
