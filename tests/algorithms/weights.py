@@ -28,7 +28,7 @@ KINDS = {"sft": (SFT, "demonstrations"), "dpo": (DPO, "preferences"), "kto": (KT
 
 
 def settings_of(base: Path, algorithm: str, **more: Any) -> TrainerSettings:
-    """Return the settings as a start would read them."""
+    """Return the trainer's settings, completed as at the start of a trainer."""
     from headrace_runtime.settings.sections import complete
 
     table = {"base": str(base), "algorithm": algorithm, "native": {"tokens": 0}, **more}

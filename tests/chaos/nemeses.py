@@ -38,7 +38,7 @@ class Nemesis(abc.ABC):
 
     @classmethod
     def missing(cls, bus: str) -> str | None:
-        """Why it cannot be played here on this bus, None when it can."""
+        """Return the reason why this fault cannot strike here on this bus, or None if it can."""
         return None
 
     @classmethod

@@ -186,7 +186,7 @@ def _full(why: Why, undo: contextlib.ExitStack) -> None:
 
 
 def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
-    """Yield the stacks in the order in which they are played."""
+    """Yield the scenes in the order in which they run, each on a stack of its own."""
     trained = {**BATCHES, "trainer.base": str(base)}
     yield Scene(
         {},

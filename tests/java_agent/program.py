@@ -32,7 +32,7 @@ SUCCESS = {"status": "success"}
 
 
 class Example:
-    """Two lives of the Java agent on one stack."""
+    """Two runs of the Java agent on one stack."""
 
     def __init__(self, stack: Stack, port: int, classes: Path) -> None:
         self.stack, self.classes = stack, classes
@@ -40,7 +40,7 @@ class Example:
 
     def sampling(self) -> Iterator[Line]:
         """Every request is chosen, and played again four times."""
-        runs_by_task, refused, answers, calls = self._lived("sampling", lambda new: sum(map(len, new.values())))
+        runs_by_task, refused, answers, calls = self._run_agent("sampling", lambda new: sum(map(len, new.values())))
         yield equals("sampling: users are answered by the production model alone", answers, [ANSWER] * REQUESTS)
         yield equals("sampling: calls of the production model", calls, REQUESTS)
         yield equals("sampling: tasks that were trained", len(runs_by_task), REQUESTS)
@@ -51,7 +51,7 @@ class Example:
 
     def marking(self) -> Iterator[Line]:
         """Every other request is marked."""
-        runs_by_task, _, answers, _ = self._lived("marking", lambda new: REPEAT * sum(map(len, new.values())) * 2)
+        runs_by_task, _, answers, _ = self._run_agent("marking", lambda new: REPEAT * sum(map(len, new.values())) * 2)
         yield equals("marking: users are answered by the production model alone", answers, [ANSWER] * REQUESTS)
         trained = {task: sorted(runs) for task, runs in sorted(runs_by_task.items())}
         yield equals("marking: only marked requests are trained", trained, {"marked-0": ["0"], "marked-2": ["0"]})
@@ -68,9 +68,13 @@ class Example:
         nothing = asyncio.run(trained_runs(self.stack.bus)).keys() & {""}
         yield equals("runs that were trained and belong to no task", sorted(nothing), [])
 
-    def _lived(self, mode: str, enough: Callable[[Runs], int]) -> tuple[Runs, str, list[str], int]:
-        """Return the trained runs of one life, the refusal of its write, its users' answers, and the production model's
-        calls."""
+    def _run_agent(self, mode: str, enough: Callable[[Runs], int]) -> tuple[Runs, str, list[str], int]:
+        """Run the Java agent in a mode until `enough` of its runs are trained.
+
+        Returns:
+            The trained runs by task, the refusal of a copy's write, the answers to users, and the number of calls of
+            the production model.
+        """
         before = asyncio.run(trained_runs(self.stack.bus))
         with FakeLLM(say(ANSWER)) as production:
             words = (mode, self.address, self.stack.model, production.base_url.removesuffix("/v1"), "production")

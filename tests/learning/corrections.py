@@ -142,8 +142,8 @@ def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | Non
     return run.weights(), run.logprob(mine)
 
 
-def moved(run: CorrectionRun, *rows: Row) -> float:
-    """How far a batch of `rows` moves the weights at once."""
+def weight_change(run: CorrectionRun, *rows: Row) -> float:
+    """Return the length of the weight change in one step on `rows`."""
     before = run.weights()
     run.step(*rows)
     return float((run.weights() - before).norm())

@@ -25,7 +25,7 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay, Mean
 from headrace_trainer.algorithms.loss import token_loss
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.settings import OptimizerSettings, TrainerSettings
-from tests.learning.corrections import AFTER, LAG, Case, CorrectionRun, differing_bytes, moved, rest
+from tests.learning.corrections import AFTER, LAG, Case, CorrectionRun, differing_bytes, rest, weight_change
 from tests.support import tiny_model
 from tests.system.line import Line, between, caught
 from tests.system.program import Program, Run
@@ -147,8 +147,8 @@ def line(name: str, value: float, low: float, high: float, worst: float | None =
 
 
 def corrections(base: Path) -> Iterator[Line]:
-    """Yield the remainders of corrections (`tests.learning.corrections`): means over experiences, with the worst of
-    each."""
+    """Yield lines for the effect that corrections leave (`Rest`): its mean and maximum over experiences, for several
+    batch sizes."""
     for batch_size, first, second in _SIZES:
         for before in _BEFORE:
             remainders = [rest(base, Case(batch_size, first, second, before, seed)) for seed in range(_SEEDS)]
@@ -166,22 +166,25 @@ def steps(base: Path) -> Iterator[Line]:
     yield line("eight corrections of 0.002 first of all, in moves of eight of 1", small, 0, 0.01)
     run = CorrectionRun(base, 64, 2)
     run.full(10)
-    full_move = moved(run, *run.rows(64))
+    full_move = weight_change(run, *run.rows(64))
     yield line(
-        "a batch of zero advantages, in moves of the batch before", moved(run, *run.rows(64, 0.0)) / full_move, 0, 0
+        "a batch of zero advantages, in moves of the batch before",
+        weight_change(run, *run.rows(64, 0.0)) / full_move,
+        0,
+        0,
     )
     steady = CorrectionRun(base, 64, 3, OptimizerSettings(beta1=0.0))
     steady.full(10)
-    cut = moved(steady, *steady.rows(8)) / moved(steady, *steady.rows(64))
+    cut = weight_change(steady, *steady.rows(8)) / weight_change(steady, *steady.rows(64))
     yield line("a batch of 8 that time cut, in moves of 64", cut, 0, 0.6)
 
 
 def _eight_corrections(base: Path, advantage: float) -> float:
-    """How far they move a fresh optimizer, with the weight that tokens had in a whole batch."""
+    """Return the weight change by eight corrections with a fresh optimizer and the token weight of a whole batch."""
     other, run = CorrectionRun(base, 64, 5), CorrectionRun(base, 64, 4)
     weight = other.step(*other.rows(64))
     rows = run.rows(8, advantage=advantage)
-    return moved(run, *(replace(row, correction=True, token_weight=weight) for row in rows))
+    return weight_change(run, *(replace(row, correction=True, token_weight=weight) for row in rows))
 
 
 def exact(folder: Path, base: Path) -> Iterator[Line]:

@@ -21,7 +21,7 @@ from queue import Empty, Queue
 from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group, planted
-from tests.mutants.trial import Memory, Mutant, Target, Verdict, served
+from tests.mutants.trial import Mutant, Target, Verdict, VerdictCache, served
 from tests.system.line import at_least, at_most, no_problems
 from tests.system.program import Program, Run
 
@@ -58,17 +58,17 @@ def play(run: Run) -> None:
     if arguments.sample:
         indexes = run.draw.sample(range(len(mutants)), min(arguments.sample, len(mutants)))
         mutants = [mutants[index] for index in sorted(indexes)]  # those of one file share a server
-    memory = Memory(arguments.memory)
-    trials = try_all(mutants, memory, arguments)
+    cache = VerdictCache(arguments.memory)
+    trials = try_all(mutants, cache, arguments)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         existing = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {item[1]!r} into {item[2]!r} in {item[0]}" for item in sorted(listed - existing)]
     _report(run, trials, changes, listed, stale)
 
 
-def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Trials:
+def try_all(mutants: Sequence[Mutant], cache: VerdictCache, arguments: argparse.Namespace) -> Trials:
     """Try the mutants until `--minutes` have passed; later ones stay untried."""
-    trials = Trials({mutant: verdict_before for mutant in mutants if (verdict_before := memory.of(mutant))})
+    trials = Trials({mutant: verdict_before for mutant in mutants if (verdict_before := cache.get(mutant))})
     left = Waiting(mutant for mutant in mutants if mutant not in trials.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(trials.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
@@ -93,7 +93,7 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                 mutant, verdict = results.get(timeout=1.0)
                 trials.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
-                    memory.keep(mutant, verdict)
+                    cache.put(mutant, verdict)
                 _tell(progress, mutant, verdict, len(trials.lived()))
         for worker in workers:
             worker.result()

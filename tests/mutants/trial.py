@@ -140,12 +140,11 @@ def try_mutant(mutant: Mutant, timeout_s: float) -> Verdict:
         return server.try_mutant(mutant)
 
 
-class Memory:
-    """A file with a line for each verdict.
+class VerdictCache:
+    """Verdicts of earlier trials, in a file with a line for each.
 
-    The verdict of a killed mutant holds while the mutant and the file of the killing test are unchanged; any other
-    verdict
-    holds while none of its tests has changed.
+    The verdict of a killed mutant is valid while the mutant and the file of the killing test are unchanged. Any other
+    verdict is valid while none of its tests has changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,13 +155,13 @@ class Memory:
             entry = json.loads(line)
             self._remember(entry.pop("mutant"), entry.pop("digest"), entry.pop("tests"), Verdict(**entry))
 
-    def of(self, mutant: Mutant) -> Verdict | None:
+    def get(self, mutant: Mutant) -> Verdict | None:
         for digest, (verdict, tests) in self._verdicts.get(_name(mutant), {}).items():
             if {*tests} <= {*mutant.tests} and digest == _digest(tests) and (verdict.by or tests == [*mutant.tests]):
                 return verdict
         return None
 
-    def keep(self, mutant: Mutant, verdict: Verdict) -> None:
+    def put(self, mutant: Mutant, verdict: Verdict) -> None:
         tests = [verdict.by] if verdict.by in mutant.tests else [*mutant.tests]
         digest = _digest(tests)
         self._remember(_name(mutant), digest, tests, verdict)

@@ -169,12 +169,12 @@ class Bench:
 
 
 def contract(_: Bench) -> Iterator[Line]:
-    """The learners' contract, by pytest."""
+    """Run the contract tests of learners on two ranks. The figure is the exit status of pytest."""
     yield line("status of the learners' contract, asked of two ranks", _pytest("tests/ray/test_contract.py"), 0)
 
 
 def gate(_: Bench) -> Iterator[Line]:
-    """A gate's program on two workers."""
+    """Run the tests of a gate program on two workers. The figure is the exit status of pytest."""
     yield line(
         "status of a gate's plays on two workers, one of them killed", _pytest("tests/ray/test_gate_workers.py"), 0
     )

@@ -208,8 +208,8 @@ def _moved(later: Routing, then: Routing) -> list[str]:
     ]
 
 
-def once(decisions: Sequence[ModelEvent]) -> list[str]:
-    """Check that no two of the distinct decisions are the same step."""
+def repeated_decisions(decisions: Sequence[ModelEvent]) -> list[str]:
+    """Return a problem for each step or decision that several of the distinct events record."""
     steps = Counter(
         (decision.version, decision.rollout.kind, decision.rollout.stage) for decision in decisions if decision.rollout
     )

@@ -85,7 +85,7 @@ class Story:
         self._out.problems += [f"a call failed: {item}" for item in visitors.failed]
         seen = [item for item in self._rig.routings if item.model == self._model]
         decisions = self._rig.decisions_about(self._model)
-        self._out.problems += [*checks.in_a_row(seen), *checks.once(decisions), *await self._apart()]
+        self._out.problems += [*checks.in_a_row(seen), *checks.repeated_decisions(decisions), *await self._apart()]
         self._out.steps = self._rig.steps(self._second)
         self._out.seconds = round(time.monotonic() - began_s, 1)
         self._out.calls, self._out.tried_again = len(visitors.calls), visitors.tried_again

@@ -157,7 +157,7 @@ def _clock_step(cluster: Cluster, draw: random.Random) -> None:
 
 
 def _poison(cluster: Cluster, draw: random.Random) -> None:
-    """A record that can never be an event."""
+    """Append a record that no service can parse as an event."""
     topic = draw.choice(_POISONED)
     topic_partition = draw.choice(cluster.bus.partitions_of(topic))
     value, reason = draw.choice([(b"{", "invalid_json"), (b'{"time": 1}', "invalid_event"), (None, "empty_value")])
@@ -167,7 +167,7 @@ def _poison(cluster: Cluster, draw: random.Random) -> None:
 
 
 def _astray(cluster: Cluster, draw: random.Random) -> None:
-    """Feedback about a turn that there never was."""
+    """Append feedback about a turn that does not exist."""
     key = session_key("default", f"nobody {draw.getrandbits(32)}")
     feedback = Feedback(
         time=VirtualClock().now(), feedback_id=f"astray {key}", session_key=key, msg_ids=(response_id(key),), value=1.0

@@ -78,7 +78,7 @@ class GatewayProcess:
         self._process.wait()
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM, and SIGKILL after 20 s. Return the exit status."""
         assert self._process is not None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ class Ages:
 
 
 async def fill_collector(database: Database, turns: int, ages: Ages, progress: Callable[[int, int], None]) -> None:
-    """`turns` turns, a session and a feedback for every five, and the ids of all that was seen."""
+    """Insert `turns` turns, a session and a feedback for every five of them, and the ids of all received events."""
     key = _scattered(database, "i / 5")
     name = _scattered(database, "i")
     blank = "x''" if database.sqlite else "''::bytea"
@@ -81,7 +81,7 @@ async def fill_collector(database: Database, turns: int, ages: Ages, progress: C
 
 
 async def fill_scorer(database: Database, turns: int, ages: Ages, progress: Callable[[int, int], None]) -> None:
-    """`turns` turns in trajectories of five, a feedback that lists one of them, two entries in the ledger each."""
+    """Insert `turns` turns in trajectories of five, each with two ledger entries and a feedback about one turn."""
     key = _scattered(database, "i / 5")
     name = _scattered(database, "i")
     content = "randomblob(200)" if database.sqlite else "decode(repeat('ab', 200), 'hex')"
@@ -118,7 +118,7 @@ async def _insert(
     rows: dict[str, tuple[int, str, str]],
     progress: Callable[[int, int], None],
 ) -> None:
-    """`rows` is table to: one row for how many turns, its columns, and their values for turn `i`."""
+    """Insert `rows`: for each table, the number of turns for one row, its columns, and their values for turn `i`."""
     inserted, total = 0, turns * len(rows)
     for table, (every, columns, values) in rows.items():
         insert = f"INSERT INTO {table.strip()} ({columns}) {_SERIES} SELECT {values} FROM n WHERE i % {every} = 0"

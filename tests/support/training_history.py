@@ -187,7 +187,7 @@ class History:
         return sum(self.lineage.encode())
 
 
-def fate(history: History, name: Name) -> tuple[str, str | None] | None:
+def final_status(history: History, name: Name) -> tuple[str, str | None] | None:
     """Return the final status of a revision, and the first version that holds it."""
     if name in history.held:
         account = history.held[name]
@@ -206,8 +206,8 @@ Key = tuple[str, int]
 
 def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str]]:
     """Return each revision's status (`trained`, `queued` again, `undone`, or the reason of a drop), and contradictions.
-    Each
-    report counts once.
+
+    Each report counts once.
     """
     fates: dict[Key, str] = {}
     wrong: list[str] = []
@@ -301,5 +301,5 @@ async def assert_traces_agree(topics: Recorded, history: History) -> None:
         assert {(entry.experience_id, entry.revision) for entry in session_trace.entries} == set(names)
         for revision in session_trace.entries:
             statuses = [(status.outcome, status.version) for status in revision.fates]
-            expected_fate = fate(history, (revision.experience_id, revision.revision))
-            assert statuses == ([expected_fate] if expected_fate else []), (session, revision)
+            expected_status = final_status(history, (revision.experience_id, revision.revision))
+            assert statuses == ([expected_status] if expected_status else []), (session, revision)

@@ -154,7 +154,7 @@ async def _overwritten(folder: Path, base: Path, rng: random.Random, rank: int) 
     problems: list[str] = []
     for number in range(_VERSIONS):
         await asyncio.to_thread(_train, lineage, number)
-        problems += await _look(lineage, blobs, folder / f"cache-{number}", base)
+        problems += await _problems_of_newest(lineage, blobs, folder / f"cache-{number}", base)
     published = len(lineage.saved.versions) - 1
     try:
         await asyncio.to_thread(open_lineage, settings, blobs, SystemClock())
@@ -169,7 +169,7 @@ async def _overwritten(folder: Path, base: Path, rng: random.Random, rank: int) 
 
 
 def _overwrite(folder: Path, rng: random.Random) -> None:
-    """Another model's files under the same names, some of them nonsense."""
+    """Replace the files of a model by invalid files under the same names."""
     for path in versions.model_files(folder):
         path.write_bytes(rng.randbytes(64) if path.suffix == ".safetensors" else b'{"model_type": "nonsense"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -185,8 +185,8 @@ def _train(lineage: Lineage, number: int) -> None:
     lineage.save(publish=True)
 
 
-async def _look(lineage: Lineage, blobs: BlobStore, cache: Path, base: Path) -> list[str]:
-    """Return the problems of the newest version: as a replica finds them, and compared with the lineage's base."""
+async def _problems_of_newest(lineage: Lineage, blobs: BlobStore, cache: Path, base: Path) -> list[str]:
+    """Load the newest version as a replica does. Return its problems, and changes of the lineage's base."""
     checkpoint = lineage.saved.checkpoint
     try:
         manifest, folder = await VersionCache(blobs, cache).fetch(checkpoint.manifest)

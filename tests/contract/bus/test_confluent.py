@@ -187,8 +187,8 @@ def _until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_of_the_newer_group_protocol_hears_of_it_at_once(request: pytest.FixtureRequest, unique: str) -> None:
-    """The embedded broker has the classic protocol alone. (Kafka has both.)"""
+def test_a_consumer_with_the_newer_group_protocol_fails_at_once(request: pytest.FixtureRequest, unique: str) -> None:
+    """The embedded broker has only the classic group protocol. Kafka has both."""
     consumer = Consumer(
         {"bootstrap.servers": request.getfixturevalue("embedded_bus"), "group.id": unique, "group.protocol": "consumer"}
     )

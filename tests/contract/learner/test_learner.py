@@ -97,15 +97,15 @@ class Unmeasured(RememberingLearner):
 
 
 class Random(RememberingLearner):
-    """Never the same twice."""
+    """Return another state at each call."""
 
     def freeze(self) -> Frozen:
         frozen = super().freeze()
         return Frozen(frozen.weights, frozen.optimizer + secrets.token_bytes(4))
 
 
-class AnswersAsTheBase(RememberingLearner):
-    """Compute a fingerprint that is independent of the files."""
+class ReportsBaseFingerprint(RememberingLearner):
+    """Return the base's fingerprint for each version."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         super().write(folder, base)
@@ -120,8 +120,8 @@ class WritesMore(RememberingLearner):
         return super().write(folder, base)
 
 
-class Grows(RememberingLearner):
-    """Depend on the time of the call."""
+class GrowsVocabulary(RememberingLearner):
+    """Report a larger vocabulary after each update."""
 
     @property
     def abilities(self) -> Abilities:
@@ -130,7 +130,7 @@ class Grows(RememberingLearner):
 
 
 class RandomWeights(RememberingLearner):
-    """Learns something else each time."""
+    """Train other weights at each call."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         outcome = super().step(batch, stop, from_base=from_base)
@@ -140,7 +140,7 @@ class RandomWeights(RememberingLearner):
 
 
 class Stays(RememberingLearner):
-    """Goes back at a start alone."""
+    """Restore the state only at a start."""
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
         if with_random:
@@ -161,14 +161,14 @@ class CopiesLate(RememberingLearner):
 
 
 class ClosesOnce(RememberingLearner):
-    """Breaks when it is closed again, as a clean end after a failure does."""
+    """Fail when it is closed again, as a clean end after a failure does."""
 
     def close(self) -> None:
         del self.lessons
 
 
 FAULTS: tuple[tuple[type[RememberingLearner], Promise], ...] = (
-    (Grows, promises.it_says_what_it_can_be_given),
+    (GrowsVocabulary, promises.it_says_what_it_can_be_given),
     (Unmeasured, promises.a_step_changes_the_weights_and_is_measured),
     (PassesOverCorrections, promises.corrections_are_trained),
     (RandomWeights, promises.equal_calls_make_equal_weights),
@@ -180,10 +180,10 @@ FAULTS: tuple[tuple[type[RememberingLearner], Promise], ...] = (
     (LooksAfterwards, promises.what_is_not_finite_changes_nothing),
     (AlwaysMoves, promises.a_step_reports_whether_it_moved_the_weights),
     (Deaf, promises.a_step_that_is_told_to_stop_is_abandoned),
-    (AnswersAsTheBase, promises.a_version_is_what_was_trained),
+    (ReportsBaseFingerprint, promises.a_version_is_what_was_trained),
     (WritesMore, promises.a_version_holds_weights_alone),
     (KeepsMomentum, promises.loading_forgets_all_momentum),
-    (AnswersAsTheBase, promises.the_base_answers_as_the_base),
+    (ReportsBaseFingerprint, promises.the_base_answers_as_the_base),
     (ClosesOnce, promises.it_may_be_closed_twice),
 )
 """Faults, and the promise that finds each."""

@@ -66,7 +66,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The chart for the newest Kubernetes that we have schemas of."""
+    """Render the chart for the newest Kubernetes of which the repository has schemas."""
     return helm("template", "headrace", str(CHART), "--kube-version", VERSIONS[-1], *arguments)
 
 
@@ -83,7 +83,7 @@ def objects(variant: str) -> list[Object]:
 
 
 def of_kind(variant: str, kind: str) -> dict[str, Object]:
-    """By name."""
+    """Return the objects of a kind by name."""
     return {item["metadata"]["name"]: item for item in objects(variant) if item["kind"] == kind}
 
 
@@ -106,11 +106,11 @@ class Container:
 
     @property
     def mounts(self) -> dict[str, str]:
-        """Place to the volume there."""
+        """Names of the mounted volumes by path."""
         return {mount["mountPath"]: mount["name"] for mount in self.spec["volumeMounts"]}
 
     def volume(self, name: str) -> Object:
-        """Of the Pod, or of the claims that each replica has of its own."""
+        """Return a volume of the Pod, or the template from which each replica gets a claim of its own."""
         claims = {
             volume_claim["metadata"]["name"]: volume_claim
             for volume_claim in self.workload["spec"].get("volumeClaimTemplates", ())
@@ -121,7 +121,7 @@ class Container:
         return source
 
     def environment(self) -> dict[str, str]:
-        """As the process sees it: Secrets and fields looked up, `$(NAME)` put in."""
+        """Return the environment of the process, with the values of Secrets, fields and `$(NAME)`."""
         seen: dict[str, str] = {}
         for variable in self.spec["env"]:
             assert variable["name"] not in seen, f"{self.label} has {variable['name']} twice"
@@ -130,7 +130,7 @@ class Container:
 
 
 def containers(documents: list[Object]) -> Iterator[Container]:
-    """Of every workload among the objects, those of initialization too."""
+    """Yield the containers of every workload among the objects, with those of initialization."""
     settings = next(
         document["data"]["headrace.toml"]
         for document in documents

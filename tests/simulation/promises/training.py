@@ -171,9 +171,9 @@ def _reports(cluster: Cluster) -> list[TrainingMetrics]:
 
 
 def _journal(cluster: Cluster) -> Iterator[tuple[Experience, tuple[int, ...]]]:
-    """Experiences in the order of reading; with the last one before batches, how many they had.
+    """Yield the experiences in the order of reading, each with the sizes of the batches that were cut after it.
 
-    A batch that time cut may have been cut after a save, and so long after its last experience was read.
+    A batch that the waiting time cut may follow a save, and so come long after its last experience was read.
     """
     position: dict[int, int] = {}
     last: Experience | None = None

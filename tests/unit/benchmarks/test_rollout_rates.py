@@ -139,10 +139,10 @@ SOUND: dict[str, ShadowNumbers] = {
 }
 
 
-def test_a_tiny_model_is_one() -> None:
+def test_simulated_policies_have_consistent_probabilities() -> None:
     """Answer probabilities add up to 1, and token logprobs to the logprob of their answer.
 
-    The truth is the mean of many samples.
+    The mean of many samples equals the true difference.
     """
     chance = np.random.default_rng(3)
     pair = near(chance, 0.1)

@@ -128,8 +128,8 @@ def test_a_tombstone_outlives_its_key_until_it_is_old(broker: Harness, partition
 
 def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) -> None:
     broker.put(partition, (b"a", b"kept"))
-    _transaction(broker, partition, (b"a", b"aborted"), commit=False)
-    _transaction(broker, partition, (b"b", b"committed"), commit=True)
+    _write_transaction(broker, partition, (b"a", b"aborted"), commit=False)
+    _write_transaction(broker, partition, (b"b", b"committed"), commit=True)
     broker.put(partition, (b"z", b"end"))
     broker.compact(partition)
     assert _seen(broker, partition) == [(0, b"a", b"kept"), (3, b"b", b"committed"), (5, b"z", b"end")]
@@ -140,7 +140,7 @@ def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) ->
 
 def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> None:
     broker.put(partition, (b"a", b"kept"), (b"b", b"kept"))
-    _transaction(broker, partition, (b"a", b"aborted"), (b"b", b"aborted"), (b"c", b"aborted"), commit=False)
+    _write_transaction(broker, partition, (b"a", b"aborted"), (b"b", b"aborted"), (b"c", b"aborted"), commit=False)
     broker.put(partition, (b"z", b"end"))
     broker.compact(partition)
     assert [stored.base_offset for stored in split(broker.fetch(partition).records)] == [0, 6]
@@ -148,7 +148,7 @@ def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> 
 
 def test_what_is_undecided_is_not_looked_at(broker: Harness, partition: int) -> None:
     broker.put(partition, (b"a", b"1"))
-    _transaction(broker, partition, (b"a", b"2"), commit=None)
+    _write_transaction(broker, partition, (b"a", b"2"), commit=None)
     broker.put(partition, (b"a", b"3"))
     broker.compact(partition)
     assert [value for _, _, value in _seen(broker, partition)] == [b"1", b"2", b"3"]
@@ -201,7 +201,7 @@ def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: in
 def test_small_batches_are_read_many_at_a_time(broker: Harness, partition: int) -> None:
     for number in range(20):
         broker.put(partition, (b"%d" % number, b""))
-    _transaction(broker, partition, (b"a", b""), commit=True)
+    _write_transaction(broker, partition, (b"a", b""), commit=True)
     broker.put(partition, (b"behind the marker", b""))
     broker.put(partition, (b"z", b""))
     work = cleanup.Pass(partition, 0, 23, 0, -1, 1000)
@@ -238,8 +238,8 @@ def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> No
     assert broker.log.partition(partition).bytes == before - serialize
 
 
-def _transaction(broker: Harness, partition: int, *entries: Entry, commit: bool | None) -> None:
-    """Each entry is a batch of its own."""
+def _write_transaction(broker: Harness, partition: int, *entries: Entry, commit: bool | None) -> None:
+    """Write each entry as a batch of one transaction. The transaction stays open if `commit` is None."""
     transactions, name = broker.transactions, f"tx-{commit}"
     producer, epoch = broker.run(lambda: transactions.begin_session(name, 1000, 0))
     broker.run(lambda: transactions.add_partitions(name, producer, epoch, {partition}, 0))

@@ -246,13 +246,13 @@ def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
 class Bus:
     """A bus of two topics with one list of events for each poll."""
 
-    def __init__(self, *looks: Sequence[Any]) -> None:
-        self._looks = list(looks)
+    def __init__(self, *polls: Sequence[Any]) -> None:
+        self._polls = list(polls)
         self._now: Sequence[Any] = ()
 
     async def events(self, _topics: object, kind: type) -> AsyncIterator[Any]:
         if kind is Experience:
-            self._now = self._looks.pop(0) if self._looks else ()
+            self._now = self._polls.pop(0) if self._polls else ()
         for event in self._now:
             if event.kind is kind:
                 yield event
@@ -269,10 +269,10 @@ def trained(*names: str, version: str | None = None, undone: Sequence[str] = ())
     return SimpleNamespace(kind=TrainingMetrics, model="m", **fields)
 
 
-async def looks_until_settled(
-    monkeypatch: pytest.MonkeyPatch, *looks: Sequence[Any], champions: Sequence[str] = ("m@0",)
+async def polls_until_settled(
+    monkeypatch: pytest.MonkeyPatch, *polls: Sequence[Any], champions: Sequence[str] = ("m@0",)
 ) -> int:
-    """How often it looked. Time passes by a second with each look."""
+    """Return the number of polls until training is settled. The clock advances by a second with each poll."""
     clock = SimpleNamespace(now=0.0)
 
     async def sleep(_seconds: float) -> None:
@@ -286,30 +286,30 @@ async def looks_until_settled(
     monkeypatch.setattr(performance, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(performance, "asyncio", SimpleNamespace(sleep=sleep))
     settling = TrainingWait("bus", "m")
-    monkeypatch.setattr(settling, "_follow", Bus(*looks))
+    monkeypatch.setattr(settling, "_follow", Bus(*polls))
     await settling.until_settled(Watch("bus", "m", champions=list(champions)), 60.0)
     return int(clock.now)
 
 
 async def test_a_row_waits_until_everything_is_trained_and_the_bus_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = await looks_until_settled(
+    count = await polls_until_settled(
         monkeypatch, [experience_event("a")], [], [experience_event("b")], [trained("a", "b")]
     )
-    assert looked == 3 + 5, "5 s after the last news"
+    assert count == 3 + 5, "5 s after the last news"
 
 
 async def test_the_wait_for_an_incomplete_batch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        await looks_until_settled(monkeypatch, [experience_event("a"), experience_event("b")], [trained("a")]) == 1 + 21
+        await polls_until_settled(monkeypatch, [experience_event("a"), experience_event("b")], [trained("a")]) == 1 + 21
     )
     assert (
-        await looks_until_settled(monkeypatch, [experience_event("a")], [trained("a")], [trained(undone=["a"])])
+        await polls_until_settled(monkeypatch, [experience_event("a")], [trained("a")], [trained(undone=["a"])])
         == 2 + 21
     )
 
 
 async def test_a_row_waits_for_the_newest_version_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     news = [experience_event("a")], [trained("a", version="m@1")]
-    assert await looks_until_settled(monkeypatch, *news, champions=("m@0", "m@1")) == 1 + 5
+    assert await polls_until_settled(monkeypatch, *news, champions=("m@0", "m@1")) == 1 + 5
     with pytest.raises(StartFailed, match="0 experiences are not trained, and the newest version is m@1"):
-        await looks_until_settled(monkeypatch, *news)
+        await polls_until_settled(monkeypatch, *news)

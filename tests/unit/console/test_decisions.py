@@ -23,7 +23,7 @@ from headrace_schemas.http.catalog import AuditEntry
 from headrace_schemas.http.rollout_api import RolloutState
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.registry.rig import MODEL, Rig
-from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
+from tests.unit.registry.rollout_traffic import Traffic, canary_settings, under_way
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
@@ -88,7 +88,7 @@ async def test_pages_show_models_versions_and_their_decisions(data_dir: Path) ->
 async def test_an_operator_ends_a_rollout_under_the_own_name_with_a_reason(
     data_dir: Path, action: str, phase: str
 ) -> None:
-    rig = Rig(data_dir, settings=canary())
+    rig = Rig(data_dir, settings=canary_settings())
     await rig.start()
     await rig.promote_in_turn(0)
     new = await under_way(rig)

@@ -219,8 +219,8 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 
 
-def same(answer: httpx2.Response, replica: FakeReplica, request: int = -1) -> bool:
-    """Whether the client has every token, once."""
+def has_all_tokens_once(answer: httpx2.Response, replica: FakeReplica, request: int = -1) -> bool:
+    """Return whether the client received each token of the replica exactly once."""
     expected = "".join(map(text_of, Generation(replica.requests[request], VERSION).tokens(0)))
     if answer.headers["content-type"].startswith("application/json"):
         return bool(answer.json()["choices"][0]["message"]["content"] == expected)
@@ -230,7 +230,7 @@ def same(answer: httpx2.Response, replica: FakeReplica, request: int = -1) -> bo
 
 
 async def busy(served: Gateway, a: FakeReplica, b: FakeReplica) -> tuple[FakeReplica, FakeReplica]:
-    """The replica that the session `x` is with, and the other one."""
+    """Return the replica of the session `x`, and the other replica."""
     await served.chat(max_tokens=1, headers={"X-Session-Id": "x"})
     served.bus.records.clear()
     return (a, b) if a.requests else (b, a)
@@ -247,7 +247,7 @@ async def test_calls_of_a_replica_that_hangs_go_on_at_its_twin(tmp_path: Path, s
         first.moves.clear()
         answers = await asyncio.gather(*asking)
         assert {answer.status_code for answer in answers} == {200}
-        assert all(same(answer, second) for answer in answers)
+        assert all(has_all_tokens_once(answer, second) for answer in answers)
         assert len(second.requests) == 5
         assert {turn.replica_id for turn in served.turns} == {second.replica_id}
         assert len(served.turns) == 5
@@ -265,7 +265,7 @@ async def test_a_slow_replica_is_not_given_up(tmp_path: Path, stream: bool) -> N
         await until(lambda: first.health_checks >= 4)
         first.go_on.set()
         answer = await asking
-        assert same(answer, first)
+        assert has_all_tokens_once(answer, first)
         assert second.requests == []
 
 
@@ -297,7 +297,7 @@ async def test_the_only_replica_is_held_on_to_and_answers_when_it_can(tmp_path: 
         await until(lambda: replica.health_checks > 4, 10)
         replica.go_on.set()
         replica.moves.set()
-        assert same(await asking, replica, 0)
+        assert has_all_tokens_once(await asking, replica, 0)
         assert (await later).status_code == 200
         assert len(replica.requests) == 2, "nothing was asked twice"
 
@@ -310,7 +310,7 @@ async def test_a_twin_that_comes_later_takes_over(tmp_path: Path) -> None:
         a.moves.clear()
         await until(lambda: served.replica_set.hanging(), 10)
         served.beat(b)
-        assert same(await asking, b)
+        assert has_all_tokens_once(await asking, b)
         assert a.cancelled == 1
 
 
@@ -352,4 +352,4 @@ async def test_a_hung_replica_without_the_version_of_a_begun_stream_is_waited_fo
         assert (await served.chat("new")).json()["model"] == other
         a.go_on.set()
         a.moves.set()
-        assert same(await asking, a)
+        assert has_all_tokens_once(await asking, a)

@@ -226,8 +226,8 @@ def decoding(kind: str) -> Decoding:
     return Decoding(KINDS[kind], {silent})
 
 
-def in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
-    """Return the text before the end and the text at the end."""
+def text_in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
+    """Return the text of a stream in portions that end at `cuts`: before the end of the stream, and after it."""
     stream = Detokenizer(decoder)
     bounds = [0, *sorted(cuts), len(ids)]
     text = "".join(stream.feed(ids[start:end]) for start, end in pairwise(bounds))
@@ -241,7 +241,7 @@ def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataO
     """Any tokens, in any portions."""
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), min_size=1, max_size=30))
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
-    assert in_portions(decoding(kind), ids, cuts) == in_portions(decoding(kind), ids, list(range(len(ids))))
+    assert text_in_portions(decoding(kind), ids, cuts) == text_in_portions(decoding(kind), ids, list(range(len(ids))))
 
 
 @each_kind
@@ -253,7 +253,7 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
     ids = KINDS[kind].encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
     expected = decoding(kind).of(ids)
-    early, late = in_portions(decoding(kind), ids, cuts)
+    early, late = text_in_portions(decoding(kind), ids, cuts)
     assert late == expected
     assert early == expected, "text that is whole waits for no end"
 
@@ -263,7 +263,7 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
 @given(data=st.data())
 def test_any_tokens_come_out_as_the_tokenizer_decodes_them_but_for_nul(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), max_size=30))
-    assert in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids).replace("\0", HALF)
+    assert text_in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids).replace("\0", HALF)
 
 
 def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
@@ -271,7 +271,7 @@ def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
     assert nul is not None
     decoder = decoding("byte-level")
     assert decoder.of([nul]) == "\0"
-    assert in_portions(decoder, [nul, nul], [1]) == (HALF * 2, HALF * 2)
+    assert text_in_portions(decoder, [nul, nul], [1]) == (HALF * 2, HALF * 2)
 
 
 def test_one_wrong_byte_costs_one_character() -> None:
@@ -279,7 +279,7 @@ def test_one_wrong_byte_costs_one_character() -> None:
     decoder = decoding("unigram")
     spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     ids = [spelled[byte] for byte in b"\xc3\xb6\xffok\xe6\x97"]
-    assert in_portions(decoder, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
+    assert text_in_portions(decoder, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
     assert "ok" not in decoder.of(ids)
 
 
@@ -296,7 +296,7 @@ def test_silent_tokens_neither_show_nor_part_a_character() -> None:
     ids = KINDS["unigram"].encode("👩").ids
     (silent,) = decoder.silent
     parted = [token for token_id in ids for token in (token_id, silent)]
-    assert in_portions(decoder, parted, []) == in_portions(decoder, ids, [])
+    assert text_in_portions(decoder, parted, []) == text_in_portions(decoder, ids, [])
 
 
 def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> None:

@@ -44,8 +44,8 @@ HALF = (RolloutStage(share=Fraction(1, 2)),)
 """A share with which every unit is in one of the arms."""
 
 
-def canary(**changes: object) -> RegistrySettings:
-    """Quick to decide: rewards alone, one age, wide margins."""
+def canary_settings(**changes: object) -> RegistrySettings:
+    """Return settings of a canary that few sessions decide: by rewards alone, at one age, with wide margins."""
     plan: dict[str, object] = {
         "kind": "canary",
         "stages": HALF,
@@ -136,7 +136,7 @@ class Traffic:
         return keys
 
     async def advance(self, seconds: float) -> None:
-        """The clock of the rollouts goes on, as a reader that has read everything lets it."""
+        """Advance the clock of the rollouts by `seconds`, as a consumer does that has read all records."""
 
         async def work(tx: AsyncConnection, _now: object) -> list[Event]:
             await self.rig.lease.check(tx)
@@ -149,7 +149,7 @@ class Traffic:
         await self.rig.model_controller.tick()
 
     async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> RolloutRecord:
-        """Users come until the rollout ends."""
+        """Create sessions until the rollout ends."""
         began = self._count
         last = await self.last()
         while last.is_under_way and self.rig.routing.split is not None:
@@ -196,7 +196,7 @@ HALVES = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fr
 
 def shadow_settings(units: int = 20, **changes: object) -> RegistrySettings:
     plan = {"shadow_units": units, "shadow": SHADOW, "shadow_demands": DEMANDS, "stages": HALVES}
-    return canary(**{**plan, **changes})
+    return canary_settings(**{**plan, **changes})
 
 
 class FakeAnswers:

@@ -22,7 +22,7 @@ from headrace_registry.versions import lifecycle
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Event, ModelEvent, Routing
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
+from tests.unit.registry.rollout_traffic import Traffic, canary_settings, steps, under_way
 
 
 async def reboot(rig: Rig) -> None:
@@ -126,7 +126,7 @@ async def test_candidate_without_a_possible_decision_is_rejected(
 
 @pytest.mark.parametrize("kind", ERRORS)
 async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    rig = Rig(data_dir, settings=canary())
+    rig = Rig(data_dir, settings=canary_settings())
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -208,7 +208,7 @@ async def test_rollout_decisions_are_the_same_after_crashes(
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
     stories = []
     for dies in (False, True):
-        rig = Rig(tmp_path / str(dies), database_url, canary(stages=stages))
+        rig = Rig(tmp_path / str(dies), database_url, canary_settings(stages=stages))
         await _empty(rig, database_url)
         await rig.start()
         try:
@@ -226,7 +226,7 @@ async def test_rollout_decision_without_a_bus_is_published_later(
 ) -> None:
     """A routing never shows one half: the decision, the split, the aliases and the withdrawal are one record."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
-    rig = Rig(data_dir, settings=canary())
+    rig = Rig(data_dir, settings=canary_settings())
     await rig.start()
     try:
         (old,) = await rig.promote_in_turn(0)
@@ -258,7 +258,7 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
     """Two registries at once: one leads, the other's transactions are refused."""
     from headrace_registry.storage.leader import LeaderLease, LostLeadership
 
-    rig = Rig(data_dir, settings=canary())
+    rig = Rig(data_dir, settings=canary_settings())
     await rig.start()
     try:
         await rig.promote_in_turn(0)

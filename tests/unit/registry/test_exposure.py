@@ -18,7 +18,7 @@ from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.rules.assignment import assign_unit
 from tests.unit.registry.rig import MODEL, Rig
-from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
+from tests.unit.registry.rollout_traffic import Traffic, canary_settings, steps, under_way
 from tests.unit.registry.test_versions import post
 
 RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fraction(1, 2)))
@@ -32,7 +32,7 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary(stages=RAMP, exposure_max=Fraction(1, 10)))
+    opened = Rig(data_dir, settings=canary_settings(stages=RAMP, exposure_max=Fraction(1, 10)))
     await opened.start()
     yield opened
     await opened.database.close()
@@ -110,7 +110,7 @@ async def test_exposure_counts_turns_once_by_answering_version(rig: Rig) -> None
 
 @pytest.mark.parametrize("experiences", ["keep", "exclude"])
 async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: Path, experiences: str) -> None:
-    rig = Rig(data_dir, settings=canary(experiences=experiences))
+    rig = Rig(data_dir, settings=canary_settings(experiences=experiences))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -148,7 +148,7 @@ async def test_stop_leaves_the_champion_alone(rig: Rig) -> None:
 
 
 async def test_check_after_updates_delays_versions_without_a_request(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(check_after_updates=3))
+    rig = Rig(data_dir, settings=canary_settings(check_after_updates=3))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -172,7 +172,7 @@ def served(rig: Rig) -> list[str | None]:
 
 async def test_reports_draw_each_step_and_delete_the_oldest(data_dir: Path) -> None:
     pytest.importorskip("matplotlib")
-    rig = Rig(data_dir, settings=canary())
+    rig = Rig(data_dir, settings=canary_settings())
     folder = data_dir / "pictures"
     rig.reports = ReportWriter(folder, 2)
     rig.boot()

@@ -23,7 +23,7 @@ from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from tests.support.turns import feedback
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.rollout_traffic import HALF, Traffic, canary, steps, under_way
+from tests.unit.registry.rollout_traffic import HALF, Traffic, canary_settings, steps, under_way
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary())
+    opened = Rig(data_dir, settings=canary_settings())
     await opened.start()
     yield opened
     await opened.database.close()
@@ -94,7 +94,7 @@ async def test_rollout_of_an_equal_version_is_promoted(rig: Rig, reward: float) 
 
 async def test_rollout_share_grows_by_stages(data_dir: Path) -> None:
     stages = tuple(RolloutStage(share=Fraction(1, part), units_min=10) for part in (10, 4, 2))
-    rig = Rig(data_dir, settings=canary(stages=stages))
+    rig = Rig(data_dir, settings=canary_settings(stages=stages))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -109,7 +109,7 @@ async def test_rollout_share_grows_by_stages(data_dir: Path) -> None:
 
 
 async def test_rollout_at_units_max_is_held_and_can_be_requested_again(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(units_max=10))
+    rig = Rig(data_dir, settings=canary_settings(units_max=10))
     await rig.start()
     try:
         (old,) = await rig.promote_in_turn(0)
@@ -146,7 +146,7 @@ async def test_readings_are_taken_once_in_the_order_of_arrival(rig: Rig) -> None
 async def test_closing_reading_uses_feedback_up_to_the_closing_age(
     data_dir: Path,
 ) -> None:
-    rig = Rig(data_dir, settings=canary(closing_s=120.0))
+    rig = Rig(data_dir, settings=canary_settings(closing_s=120.0))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -182,7 +182,7 @@ async def test_record_read_twice_counts_once(rig: Rig) -> None:
 async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None:
     """Without rewards in time, missing harm is no evidence."""
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
-    rig = Rig(data_dir, settings=canary(stages=stages))
+    rig = Rig(data_dir, settings=canary_settings(stages=stages))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -201,7 +201,7 @@ async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None
 
 
 async def test_sessions_outside_the_arms_are_not_stored(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(stages=(RolloutStage(share=Fraction(1, 100)),)))
+    rig = Rig(data_dir, settings=canary_settings(stages=(RolloutStage(share=Fraction(1, 100)),)))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -251,7 +251,7 @@ async def test_canary_refused_by_all_replicas_is_held(rig: Rig) -> None:
 
 
 async def test_rollouts_per_hour_are_limited(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(versions_per_hour_max=1, units_max=10))
+    rig = Rig(data_dir, settings=canary_settings(versions_per_hour_max=1, units_max=10))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -282,7 +282,7 @@ async def test_rollout_waits_until_traffic_is_read(rig: Rig) -> None:
 
 
 async def test_promotion_of_one_candidate_holds_the_other(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(slots=2, stages=HALF))
+    rig = Rig(data_dir, settings=canary_settings(slots=2, stages=HALF))
     await rig.start()
     try:
         await rig.promote_in_turn(0)
@@ -327,7 +327,7 @@ async def test_failed_metric_holds_its_rollout_only(
 
 
 async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(unit="user", window_s=30.0))
+    rig = Rig(data_dir, settings=canary_settings(unit="user", window_s=30.0))
     await rig.start()
     try:
         await rig.promote_in_turn(0)

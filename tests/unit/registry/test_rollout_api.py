@@ -18,7 +18,7 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.http.rollout_api import RolloutList, RolloutState
 from tests.unit.registry.rig import MODEL, Rig
-from tests.unit.registry.rollout_traffic import Traffic, canary, steps, under_way
+from tests.unit.registry.rollout_traffic import Traffic, canary_settings, steps, under_way
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary())
+    opened = Rig(data_dir, settings=canary_settings())
     await opened.start()
     yield opened
     await opened.database.close()
@@ -89,7 +89,7 @@ async def test_api_ends_a_rollout(rig: Rig, how: str, phase: str, state: str) ->
 
 
 async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary(kind="rolling"))
+    rig = Rig(data_dir, settings=canary_settings(kind="rolling"))
     await rig.start()
     try:
         (old,) = await rig.promote_in_turn(0)

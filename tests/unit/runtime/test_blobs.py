@@ -282,7 +282,9 @@ def test_a_folder_without_hard_links_is_refused(tmp_path: Path, monkeypatch: pyt
         BlobStore(tmp_path.as_uri()).check_exclusive()
 
 
-def test_a_refusal_in_words_of_its_own_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_recognizes_an_existing_file_after_any_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Client libraries turn "precondition failed" into exceptions of many kinds."""
     store = BlobStore(f"memory://{tmp_path.name}")
     store.set_pointer("x", b"1")

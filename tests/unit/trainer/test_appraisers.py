@@ -205,7 +205,7 @@ class Bandit:
         return logprobs
 
     def success(self) -> float:
-        """Probability of a rewarded token, exactly."""
+        """Return the exact probability of a rewarded token."""
         return float(self.logprobs().exp()[: VOCABULARY // 2].sum())
 
     def play(self, task: str | None) -> Experience:
@@ -223,7 +223,7 @@ class Bandit:
         return event.model_copy(update={"branch": branch, "run_id": str(self._number)})
 
     def learn(self) -> list[float]:
-        """Success before, and after each step."""
+        """Train `STEPS` steps. Return the success probability before the first step and after each step."""
         rates = [self.success()]
         grouped = self.lineage._settings.grouped
         for _ in range(STEPS):

@@ -32,11 +32,11 @@ from tests.unit.trainer.world import Bus, World, decision, experience
 
 
 class Died(BaseException):
-    """kill -9: no handler sees it."""
+    """Death of the process, as by SIGKILL: no handler catches it."""
 
 
 class Fuse:
-    """Dies at the n-th point; counts the points when n is None."""
+    """Raise `Died` at the call with number `at`. `None` never raises. `points` counts the calls."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -49,7 +49,7 @@ class Fuse:
 
 
 class FragileBlobs(BlobStore):
-    """Burns the fuse before each durable change; dying after one is dying before the next."""
+    """Blob store that calls the fuse before each durable change. A crash after one is a crash before the next."""
 
     def __init__(self, url: str, fuse: Fuse) -> None:
         super().__init__(url)
@@ -86,7 +86,7 @@ class FragileBlobs(BlobStore):
 
 
 class FragileBus(Bus):
-    """Burns the fuse before each announcement."""
+    """Bus that calls the fuse before each published event."""
 
     burn: Callable[[], None]
 
@@ -101,8 +101,11 @@ Story = Callable[[World, str], None]
 async def tell(
     folder: Path, settings: TrainerSettings, story: Story, die_at: int | None = None
 ) -> tuple[dict[str, Any], World, int]:
-    """A lineage begins, the story happens, with one death somewhere and a new process after it; how it ended, and how
-    many points there were to die at."""
+    """Train a lineage on the events of `story`, with one crash at the point `die_at`, and a new process after it.
+
+    Returns:
+        The result of the training, the world, and the number of points at which the process could have died.
+    """
     fuse = Fuse(die_at)
     bus = FragileBus()
     bus.burn = fuse

@@ -300,8 +300,8 @@ def test_the_device_is_waited_for_once_an_update(
     assert reads == ["tolist"] * loss.get("updates_per_step", 1)
 
 
-def test_what_is_learned_of_gradients_is_foreseen(base: Path) -> None:
-    """The size is read before the squares change, and equals the size after it."""
+def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
+    """`take` computes the scale before the squares change, and the scale after the change is equal."""
     for kind in ("adamw", "muon"):
         policy = open_policy(base)
         settings = OptimizerSettings(kind=kind, learning_rate=1e-5, gradient_norm_max=0.5, warmup_updates=4)

@@ -82,8 +82,8 @@ def story(world: World, version: str) -> None:
     world.bus.produce(experience(1, version, reward=-1.0, revision=1), experience(12, version, reward=None))
 
 
-async def live(folder: Path, settings: TrainerSettings, fuse: Fuse) -> tuple[World, list[Any]]:
-    """A lineage begins, the story happens, with one death somewhere and a new process after it."""
+async def train_with_crash(folder: Path, settings: TrainerSettings, fuse: Fuse) -> tuple[World, list[Any]]:
+    """Train a lineage on the experiences of `story`, with a crash at the fuse's point and a new process after it."""
     world = World(folder)
     trainer = await _survive(world, settings, fuse)
     assert trainer.lineage is not None
@@ -101,7 +101,7 @@ async def _survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Any:
 
 
 def lessons(world: World, folder: Path) -> list[Any]:
-    """The batches that the lineage's weights hold, by the checkpoint that they came from."""
+    """Return the batches that the lineage's weights contain, from the checkpoint that they were loaded from."""
     store = LineageStore(world.blobs, "main")
     reply = store.read()
     assert reply is not None
@@ -111,7 +111,7 @@ def lessons(world: World, folder: Path) -> list[Any]:
 
 
 def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dies before and after everything that lasts."""
+    """Make the process die before and after each durable change, at the point of the fuse."""
 
     def burning(owner: Any, name: str) -> None:
         was: Callable[..., Any] = getattr(owner, name)
@@ -132,7 +132,7 @@ def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _calm(folder: Path, base: Path) -> tuple[dict[str, Any], list[Any]]:
-    world, trained = await live(folder, settings_of(base, folder / "trinity"), Fuse(None))
+    world, trained = await train_with_crash(folder, settings_of(base, folder / "trinity"), Fuse(None))
     assert len(trained) == _STEPS == len(set(trained))
     return result(world), trained
 
@@ -169,7 +169,7 @@ async def test_a_trinity_that_dies_anywhere_trains_each_batch_once(
     expected, trained = await _calm(tmp_path / "calm", base)
     monkeypatch.setenv("STAND_IN_DIES", point)
     monkeypatch.setenv("STAND_IN_DIED", str(tmp_path / "died"))
-    world, trained_batches = await live(
+    world, trained_batches = await train_with_crash(
         tmp_path / "other", settings_of(base, tmp_path / "other" / "trinity"), Fuse(None)
     )
     assert (tmp_path / "died").exists(), "nothing died"

@@ -200,8 +200,8 @@ def _end(trainer: Trainer) -> tuple[dict[str, bytes], GapEstimate]:
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}, teacher_of(trainer.lineage).gap
 
 
-def test_recorded_batches_of_another_algorithm_are_added_up(make: Make) -> None:
-    """Batches of this recording were cut without an undecided step."""
+def test_an_undecided_step_also_takes_the_next_recorded_batch(make: Make) -> None:
+    """The recording is of an algorithm that decides every step, so it has no larger batch after an undecided step."""
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
     state = waiting(1.0, 2.0, 3.0, 4.0, 5.0)
     assert named(cutter.next(state, START, 2)) == ["e0", "e1"]

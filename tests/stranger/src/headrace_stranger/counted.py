@@ -1,4 +1,4 @@
-"""A `headrace_trainer.learner.Learner` in front of another one."""
+"""A `headrace_trainer.learner.Learner` that wraps another learner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_trainer.learner import Abilities, Copy, Learner, StepResult
 
 
 class CountedLearner:
-    """Counts, and has the other one do the work."""
+    """Learner that counts the trained rows and delegates the work to `inner`."""
 
     def __init__(self, inner: Learner, already: int) -> None:
         self._inner = inner
@@ -30,9 +30,9 @@ class CountedLearner:
         return self._inner.sequence_bound()
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        taken = self._inner.step(batch, stop, from_base=from_base)
+        result = self._inner.step(batch, stop, from_base=from_base)
         ROWS.inc(len(batch.rows))
-        return taken
+        return result
 
     def copy(self, base: str | None) -> Copy:
         return self._inner.copy(base)

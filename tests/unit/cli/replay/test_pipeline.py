@@ -234,9 +234,8 @@ def test_experiences_left_out_of_a_batch_count_in_its_cut() -> None:
     assert [record.left_out for record in journal.recorded] == [("e1", "e4"), (), ()]
 
 
-def test_recorded_batches_have_their_results() -> None:
-    """A batch with a gradient that was not finite has the step of the batch before it; a version is of the last
-    batch."""
+def test_recorded_batches_state_whether_they_trained_and_published() -> None:
+    """A batch whose gradient was not finite has the step of the batch before it. A version is of the last batch."""
     records = [batch(1, (0, 1)).model_copy(update={"step": step}) for step in (1, 2, 2, 3, 3)]
     accounts = [account(0, version=VERSION), account(1, *records[:2], version=VERSION), account(2, *records[2:4])]
     journal = build_journal([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")

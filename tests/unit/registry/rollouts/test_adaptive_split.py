@@ -34,7 +34,7 @@ from headrace_schemas.values.blobs import BlobRef
 from tests.rollouts import checks
 from tests.rollouts.checks import Call, key_of
 from tests.unit.registry.rig import Rig
-from tests.unit.registry.rollout_traffic import Traffic, canary, under_way
+from tests.unit.registry.rollout_traffic import Traffic, canary_settings, under_way
 
 
 def test_probabilities_of_best_match_the_difference_of_two_normals() -> None:
@@ -104,7 +104,7 @@ def test_adaptive_split_gives_candidate_and_control_equal_shares() -> None:
 async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
     stages = (RolloutStage(share=Fraction(1, 4), units_min=2000),)
-    opened = Rig(data_dir, settings=canary(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8)))
+    opened = Rig(data_dir, settings=canary_settings(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8)))
     await opened.start()
     yield opened
     await opened.database.close()
@@ -263,8 +263,8 @@ def test_checks_find_a_step_decided_twice() -> None:
         about = {"time": _NOW, "model": "m", "version": NEW, "decision": "probed", "decision_id": decision_id}
         return ModelEvent.model_validate({**about, "rollout": step_event})
 
-    assert checks.once([step("a", 0), step("b", 1)]) == []
-    assert checks.once([step("a", 1), step("b", 1)])
+    assert checks.repeated_decisions([step("a", 0), step("b", 1)]) == []
+    assert checks.repeated_decisions([step("a", 1), step("b", 1)])
 
 
 def test_checks_find_an_answer_of_a_withdrawn_version() -> None:

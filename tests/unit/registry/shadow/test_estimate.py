@@ -260,8 +260,8 @@ def test_contrast_predicts_a_unit_before_it_updates_the_regression() -> None:
         assert all(-1.0 <= contrast_value <= 1.0 for contrast_value in contrasts)
 
 
-def _spread(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
-    """Mean and variance of x over 6,000 units of forty tasks."""
+def _mean_and_variance(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
+    """Return mean and variance of the contrasts of 6,000 units of forty tasks."""
     dice = random.Random(5)
     hard = [0.1, 0.9] * 20
     contrast, contrasts = Contrast(), []
@@ -278,8 +278,8 @@ def _spread(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
 def test_contrast_with_expectations_keeps_the_mean_and_reduces_variance(lying: bool) -> None:
     """Rewards of 0.1 and 0.9 evenly: of a variance of 1/4, 0.16 lies between tasks. The slope corrects wrong
     expectations."""
-    plain, informed = _spread(False, lying, effect=0.0), _spread(True, lying, effect=0.0)
+    plain, informed = _mean_and_variance(False, lying, effect=0.0), _mean_and_variance(True, lying, effect=0.0)
     assert abs(informed[0]) < 0.02
     assert plain[1] == pytest.approx(0.25, abs=0.01)
     assert informed[1] == pytest.approx(0.09, abs=0.015)
-    assert _spread(True, lying, effect=0.1)[0] == pytest.approx(0.05, abs=0.02)
+    assert _mean_and_variance(True, lying, effect=0.1)[0] == pytest.approx(0.05, abs=0.02)
