@@ -205,9 +205,9 @@ def scenes(base: Path, judge: FakeLLM) -> Iterator[Scene]:
         (
             Plant("no_traffic", "no call", r"No call was captured since the gateway started", _nothing),
             Plant(
-                "untrained_traffic",
+                "only_evaluations",
                 "calls for evaluation only",
-                r"none became an experience",
+                r"Only evaluations were captured so far",
                 _calls(2, "task", purpose="eval"),
             ),
             Plant("sessions_open", "a session that goes on", r"1 session is open", _unfinished),

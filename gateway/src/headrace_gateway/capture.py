@@ -76,7 +76,7 @@ def event_of(
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         return _refused(call, transcript, "invalid_turn", f"{where}: {problem['msg']}")
-    metrics.TURNS.labels(turn.model).inc()
+    metrics.TURNS.labels(turn.model, turn.purpose).inc()
     metrics.TOKENS.labels("prompt").inc(turn.usage.prompt_tokens)
     metrics.TOKENS.labels("sampled").inc(turn.usage.completion_tokens)
     if not delivered:

@@ -21,7 +21,7 @@ CAPTURE_SECONDS = Histogram(
 IGNORED_FIELDS = Counter(
     "headrace_gateway_ignored_fields_total", "Fields of calls that were accepted without an effect", ["field"]
 )
-TURNS = Counter("headrace_gateway_turns_total", "Turns captured", ["model"])
+TURNS = Counter("headrace_gateway_turns_total", "Turns captured", ["model", "purpose"])
 TOKENS = Counter("headrace_gateway_tokens_total", "Tokens of captured turns", ["kind"])
 UNDELIVERED = Counter("headrace_gateway_undelivered_total", "Turns whose client had gone before the response ended")
 ABANDONED = Counter(

@@ -83,6 +83,10 @@ async def test_left_out_turns_are_counted(stream: Bench) -> None:
     lengths = [len(turn.choices[0].token_ids) for turn in (free, greedy)]
     assert counted() == [before[0] + 1, before[1] + lengths[0], before[2] + lengths[1]]
 
+    evaluated = ask([user("q")], session="examined", delivered=False).model_copy(update={"purpose": "eval"})
+    await stream.deliver(evaluated, end("examined"))
+    assert counted()[0] == before[0] + 1, "an evaluation that a gate cut short is nobody's trouble"
+
 
 async def test_feedback_without_a_target_is_dead_lettered(stream: Bench) -> None:
     ghost = ask([user("q")])

@@ -27,7 +27,7 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState, SourceState, VersionState
 
 NAMES = ("broker", "gateway", "inference", "collector", "scorer", "trainer", "registry")
-TURNS = 'gateway_turns_total{model="m"} 40'
+TURNS = 'gateway_turns_total{model="m",purpose="train"} 40'
 
 
 def facts(*samples: str, models: tuple[ModelState, ...] = (), **changes: object) -> Facts:
@@ -84,6 +84,10 @@ CASES = [
     ("dropped", facts(TURNS, 'trainer_dropped_total{reason="temperature"} 9.0')),
     ("sessions_open", facts(TURNS, "collector_open_sessions 4.0")),
     ("untrained_traffic", facts(TURNS, "collector_trajectories_total 4.0")),
+    (
+        "only_evaluations",
+        facts('gateway_turns_total{model="m",purpose="eval"} 40', "collector_trajectories_total 4.0"),
+    ),
     ("version_at_gate", facts(TURNS, models=(ModelState(id="m", revision=1, candidate="m@0123456789ab"),))),
     ("weights_went_back", facts(TURNS, "trainer_rewinds_total 1.0")),
 ]
@@ -135,7 +139,7 @@ OLD_TROUBLE = (TURNS, 'collector_left_out_total{reason="truncated_sampling"} 9.0
 def test_what_was_counted_before_training_last_advanced_is_no_cause() -> None:
     before = facts(*OLD_TROUBLE).stack
     assert cause_of(facts(*OLD_TROUBLE, before=before, untrained_s=500.0)).sentence.startswith("No call was captured")
-    dropped = ('trainer_dropped_total{reason="stale"} 2.0', 'gateway_turns_total{model="m"} 44')
+    dropped = ('trainer_dropped_total{reason="stale"} 2.0', 'gateway_turns_total{model="m",purpose="train"} 44')
     assert cause_of(facts(*OLD_TROUBLE, *dropped, before=before, untrained_s=500.0)).name == "stale"
 
 

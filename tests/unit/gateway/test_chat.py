@@ -318,7 +318,7 @@ async def test_health_and_metrics_tell_how_it_goes(tmp_path: Path) -> None:
         assert (await served.client.get("/health")).json()["checks"] == {"routing": True, "capture": True}
         page = (await served.client.get("/metrics")).text
         assert 'headrace_gateway_requests_total{route="chat",status="200"}' in page
-        assert 'headrace_gateway_turns_total{model="tiny"}' in page
+        assert 'headrace_gateway_turns_total{model="tiny",purpose="train"}' in page
 
 
 async def test_a_client_that_goes_away_leaves_an_undelivered_turn(tmp_path: Path) -> None:

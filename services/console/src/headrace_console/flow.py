@@ -50,10 +50,10 @@ class Facts:
         earlier = (since.service(service).value(metric) or 0.0) if since is not None else 0.0
         return now - earlier if now >= earlier else now
 
-    def rises(self, service: str, metric: str) -> dict[str, float]:
-        """Return the growth of a counter since `before` by its label `reason`, without those that did not grow."""
-        now = self.stack.service(service).by_label(metric, "reason")
-        earlier = self.before.service(service).by_label(metric, "reason") if self.before is not None else {}
+    def rises(self, service: str, metric: str, *, label: str = "reason") -> dict[str, float]:
+        """Return the growth of a counter since `before` by one of its labels, without those that did not grow."""
+        now = self.stack.service(service).by_label(metric, label)
+        earlier = self.before.service(service).by_label(metric, label) if self.before is not None else {}
         growth = {name: value - earlier.get(name, 0.0) for name, value in now.items()}
         return {name: now[name] if value < 0 else value for name, value in growth.items() if value}
 
@@ -295,10 +295,18 @@ def _only_untrained_traffic(facts: Facts) -> Cause | None:
         return None
     if facts.rise("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
         return None
+    turns = facts.rises("gateway", "headrace_gateway_turns_total", label="purpose")
+    if turns and turns.keys() <= {"eval"}:
+        since = "since an experience was last trained" if facts.trained else "so far"
+        return Cause(
+            "only_evaluations",
+            f"Only evaluations were captured {since}: the gate's plays, or calls with purpose=eval.",
+            "Let the agent work, and check that its calls are not marked with purpose=eval.",
+        )
     return Cause(
         "untrained_traffic",
-        "Sessions have ended, and none became an experience: their calls are marked as evaluation, or a version that "
-        "nobody trains answered them.",
+        "Sessions have ended, and none became an experience: a version that nobody trains answered their calls, or "
+        "the calls were not made to be trained.",
         "Call the trained model without purpose=eval.",
     )
 

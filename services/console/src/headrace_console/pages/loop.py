@@ -189,7 +189,7 @@ def _stages(facts: Facts) -> list[tuple[str, str, float]]:
         ("gateway", "calls captured", "headrace_gateway_turns_total"),
         ("collector", "sessions open", "headrace_collector_open_sessions"),
         ("collector", "runs closed", "headrace_collector_trajectories_total"),
-        ("collector", "turns left out, also of evaluation", "headrace_collector_left_out_total"),
+        ("collector", "turns left out, without evaluations", "headrace_collector_left_out_total"),
         ("scorer", "runs that wait for rewards", "headrace_scorer_waiting_trajectories"),
         ("scorer", "experiences sent", "headrace_scorer_experiences_total"),
         ("trainer", "experiences that wait for a batch", "headrace_trainer_waiting_experiences"),
