@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.feedback import feedback_body
+from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources import gateway
 from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import Scope, User
@@ -111,7 +112,36 @@ async def test_page_states_why_feedback_trains_nothing(stand: Stand, stub: Gatew
     stub.reply |= {"teaches": False, "reason": "no_logprobs"}
     client = await stand.signed_in("reviewer")
     form = {"form_token": await form_token(client), "action": "score", "value": "1"}
-    assert "trains nothing: no logprobs" in (await client.post(PATH, data=form, headers=BY_PAGE)).text
+    page = (await client.post(PATH, data=form, headers=BY_PAGE)).text
+    assert "trains nothing. Your agent samples with temperature=0" in page
+    assert 'value="withdraw_score">Undo<' in page
+
+
+async def test_only_own_valid_feedback_can_be_withdrawn(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"msg_ids": (TURN_ID,), "rater": "reviewer"}
+    score, edit = feedback(value=0.5, rater="reviewer"), feedback(edit=EDIT, **own)
+    sent: list[Feedback] = []
+
+    async def read(_self: object, _topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Feedback]:
+        return dict(zip(sorted(positions), sent, strict=False)) if sent else {}
+
+    monkeypatch.setattr(RecordReader, "read", read)
+    client = await stand.signed_in("reviewer")
+    turn_path = f"{PATH}?turn={await turn_number(client)}"
+    assert "Withdraw my" not in (await client.get(turn_path)).text
+    await apply(stand, [score, feedback(value=1), edit])
+    assert "Withdraw my edit<" in (await client.get(turn_path)).text, "the bus does not answer"
+    sent[:] = [score, feedback(value=1), edit]
+    of_session, of_turn = (await client.get(PATH)).text, (await client.get(turn_path)).text
+    assert "Withdraw my score of 0.5<" in of_session
+    assert "Withdraw my edit" not in of_session
+    assert "Withdraw my edit<" in of_turn
+    assert ">Ada.</textarea>" in of_turn, "the user's edit takes the place of the answer"
+    assert "Withdraw my score" not in of_turn
+    undone = feedback(kind="edit", withdrawn=True, **own)
+    await apply(stand, [undone])
+    sent.append(undone)
+    assert "Withdraw my" not in (await client.get(turn_path)).text
 
 
 @pytest.mark.parametrize(
@@ -199,7 +229,7 @@ UNDONE_EDIT = feedback(msg_ids=("a",), kind="edit", withdrawn=True)
         ([feedback(value=1), feedback(value=0, rater="bob")], ["counted in the reward", "counted in the reward"]),
         ([feedback(value=1), feedback(withdrawn=True)], ["withdrawn", "in effect"]),
         ([feedback(edit=EDIT, msg_ids=("a",)), UNDONE_EDIT], ["withdrawn", "in effect"]),
-        ([feedback(edit=EDIT, msg_ids=("a",))], ["sent to the trainer"]),
+        ([feedback(edit=EDIT, msg_ids=("a",))], ["passed to the trainer, whose algorithm decides"]),
         ([feedback(value=1, msg_ids=("b",))], ["trains nothing: eval"]),
         ([feedback(value=1, msg_ids=("a", "b"))], ["counted in the reward"]),
         ([feedback(value=0.25)], ["dead-lettered: unknown_target"]),

@@ -133,6 +133,13 @@ def test_a_stack_that_trains_has_no_cause_but_one_that_stops_it() -> None:
     assert cause_of(facts(TURNS, "trainer_stopped 1.0", untrained_s=3.0)).name == "training_stopped"
 
 
+def test_drops_after_late_feedback_are_no_trouble() -> None:
+    reasons = ("unchanged", "withdrawn", "superseded", "already_trained")
+    dropped = [f'trainer_dropped_total{{reason="{reason}"}} 2.0' for reason in reasons]
+    assert find_cause(facts(TURNS, *dropped)) is None
+    assert cause_of(facts(TURNS, *dropped, 'trainer_dropped_total{reason="stale"} 1.0')).name == "stale"
+
+
 OLD_TROUBLE = (TURNS, 'collector_left_out_total{reason="truncated_sampling"} 9.0', "trainer_trained_total 4.0")
 
 

@@ -25,8 +25,9 @@ DROP_REMEDIES = {
     "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
     "singleton": "a group needs several runs of one task: repeat tasks, or choose an algorithm without groups",
     "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
-    "withdrawn": "their feedback was withdrawn",
 }
+ORDINARY_REASONS = frozenset({"superseded", "already_trained", "unchanged", "withdrawn"})
+"""Reasons of the trainer's drops after late feedback, which are no trouble."""
 _MEANINGS = {
     "eval": "The call was an evaluation (purpose eval), which is never trained.",
     "dead_letter": "A service refused the record; it is among the dead letters.",
@@ -35,6 +36,7 @@ _MEANINGS = {
     "side_call": "The client made the call beside its task, for example for a title.",
     "superseded": "A later revision of the reward replaced this one before it was trained.",
     "already_trained": "The revision was trained before.",
+    "withdrawn": "The feedback was withdrawn.",
     "unchanged": "The revision changes nothing that was trained.",
     "invalid": "The experience does not fit the model, for example by its tokens.",
     "retried": "The client repeated the call, and only the last answer counts.",

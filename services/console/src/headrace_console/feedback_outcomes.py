@@ -53,6 +53,6 @@ def _effect_of(event: Feedback, counted: Collection[str], untrained: Mapping[str
     if reasons and None not in reasons:
         return "trains nothing: " + ", ".join(sorted(str(reason).replace("_", " ") for reason in reasons))
     if event.about != "value":
-        return "sent to the trainer"
+        return "passed to the trainer, whose algorithm decides"
     sources = {event.metric_source, *(f"{event.source}:{metric}" for metric in event.parts)}
     return "counted in the reward" if sources & set(counted) else "not matched yet"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, remedy
+from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, ORDINARY_REASONS, remedy
 from headrace_console.flow_rules import BatchRules, RewardRules
 from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
@@ -228,7 +228,8 @@ def _no_advantage(facts: Facts) -> Cause | None:
 
 
 def _dropped(facts: Facts) -> Cause | None:
-    reasons = facts.rises("trainer", "headrace_trainer_dropped_total")
+    rises = facts.rises("trainer", "headrace_trainer_dropped_total")
+    reasons = {reason: number for reason, number in rises.items() if reason not in ORDINARY_REASONS}
     if _waiting(facts) or not reasons:
         return None
     reason = max(reasons, key=lambda name: reasons[name])

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pydantic import JsonValue
 from starlette.responses import Response
 
+from headrace_console.drop_reasons import describe_reason
 from headrace_console.pages.frame import LINES_LENGTH_MAX
 from headrace_console.pages.page import Page, Visit
 from headrace_console.pages.turns import find_session, find_turn, read_turn
+from headrace_console.read_model import queries
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row
+from headrace_console.read_model.queries import Row, position_of
+from headrace_console.sources.gateway import SOURCE
 from headrace_runtime.errors import Refused
-from headrace_schemas import Message
+from headrace_schemas import Feedback, Message
 from headrace_schemas.values.text import storable
 
 ACTIONS = ("score", "edit", "withdraw_score", "withdraw_edit")
 _FIELDS = frozenset({"action", "turn", "value", "text", "tool_calls", "comment"})
 _COMMENT_LENGTH_MAX = 2_000
+_FEEDBACK_MAX = 50
+"""Latest feedback of a session among which the user's own is looked for."""
 _ANSWER_LENGTH_MAX = 200_000
 
 
@@ -27,13 +32,19 @@ async def form(visit: Visit) -> Response:
     """Show the forms for a session, or for one of its turns with its answer to edit."""
     session, turn = await _target(visit, visit.parameters("turn").get("turn", ""))
     event = await read_turn(visit, turn) if turn is not None else None
-    editable = editable_answer(event.choices[0].message) if event is not None else None
+    own, is_complete = await _own_feedback(visit, session, turn)
+    edit = own.get("edit")
+    answer = edit.edit if edit is not None else event.choices[0].message if event is not None else None
+    editable = editable_answer(answer) if answer is not None else None
     return visit.render(
         "feedback.html",
         session=session,
         turn=turn,
         answer=editable or ("", ""),
         has_text=editable is not None,
+        score=own.get("value"),
+        edit=edit,
+        unknown=not is_complete,
     )
 
 
@@ -42,7 +53,34 @@ async def send(visit: Visit) -> Response:
     form = await visit.fields(_FIELDS)
     session, turn = await _target(visit, form.get("turn", ""))
     reply = await visit.parts.gateway.send(visit.user, session["tenant_name"], feedback_body(form, session, turn))
-    return visit.render("feedback_sent.html", session=session, turn=turn, action=form["action"], reason=reply.reason)
+    problem = describe_reason(reply.reason) if reply.reason else ""
+    return visit.render("feedback_sent.html", session=session, turn=turn, action=form["action"], problem=problem)
+
+
+async def _own_feedback(visit: Visit, session: Row, turn: Row | None) -> tuple[dict[str, Feedback], bool]:
+    """Return the user's valid feedback about the turn or the session by its kind, and whether all could be read."""
+    async with visit.transaction() as tx:
+        rows = (await queries.session_records(tx, session["id"], turns_max=1)).feedback
+    events = await visit.parts.records.read_rows("feedback", rows[:_FEEDBACK_MAX])
+    read = [event for row in rows if isinstance(event := events.get(position_of(row)), Feedback)]
+    turn_id = unpack_id(turn["name"]) if turn is not None else None
+    return valid_feedback(read, visit.user.name, turn_id), len(read) == len(rows)
+
+
+def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | None) -> dict[str, Feedback]:
+    """Return the feedback of a user of the console that can be withdrawn, by its kind.
+
+    Args:
+        newest_first: feedback about one session.
+        rater: name of the user.
+        turn_id: response id of the turn that it is about, or None for the session.
+    """
+    last: dict[str, Feedback] = {}
+    for event in newest_first:
+        named = (turn_id,) if turn_id is not None else ()
+        if (event.source, event.rater, event.msg_ids) == (SOURCE, rater, named):
+            last.setdefault(event.about, event)
+    return {kind: event for kind, event in last.items() if not event.withdrawn}
 
 
 async def _target(visit: Visit, number: str) -> tuple[Row, Row | None]:
