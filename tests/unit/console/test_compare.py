@@ -216,8 +216,9 @@ async def test_two_versions_are_compared_by_scores_sessions_and_shared_tasks(
     client = await stand.signed_in()
     page = (await client.get(f"/models/m/{OTHER[2:]}/compare")).text
     assert f"<option selected>{VERSION}</option>" in page, "the champion, unless another version is chosen"
-    assert "Audit score of the first version: lower (-0.200, 95 %: -0.2" in page
-    assert "Mean reward of the first version: lower (-0.500, 95 %: -0.6" in page
+    difference = "000000000000 (step 2) is lower than 0123456789ab (step 1): "
+    assert f"Audit score of {difference}-0.200 (95 %: -0.2" in page
+    assert f"Mean reward of {difference}-0.500 (95 %: -0.6" in page
     rows = dict(re.findall(r'<tr><th scope="row">([^<]*)</th><td class="number">([^<]*)</td>', page))
     assert (rows["sessions"], rows["mean reward"], rows["audit score"]) == ("40", "0.250 ± 0.078", "0.400 ± 0.039")
     assert page.count("/compare?left=") == 20, "tasks that both have played"
@@ -225,5 +226,24 @@ async def test_two_versions_are_compared_by_scores_sessions_and_shared_tasks(
     assert (await client.get("/compare", params={"left": left, "right": right})).text.count("<section") == 2
     assert "<script>alert" not in page
     assert ">rejected<" in page, "the decision between them"
+    assert "No stored session of each names the same task" not in page
     for path in (f"{OTHER[2:]}/compare?with=m@1", "ffffffffffff/compare", f"{OTHER[2:]}/compare?tenant=other"):
         assert (await client.get(f"/models/m/{path}")).status_code == 404
+
+
+async def test_comparison_counts_the_turns_of_each_version_alone(
+    stand: Stand, registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session("a", 3)
+    *turns, run, trained = session.events
+    versions = (VERSION, OTHER, OTHER)
+    turns = [
+        turn.model_copy(update={"version": version, "time": START + timedelta(seconds=at)})
+        for at, (turn, version) in enumerate(zip(turns, versions, strict=True))
+    ]
+    await fill(stand, [*turns, run, trained, saved(OTHER, 3, session.outcome(0.5))], monkeypatch)
+    page = (await (await stand.signed_in()).get(f"/models/m/{OTHER[2:]}/compare")).text
+    cells = re.search(r'its turns trained, dropped</th><td class="number">([^<]*)</td><td class="number">([^<]*)', page)
+    assert cells is not None
+    assert cells.groups() == ("2, 0", "0, 0"), "the first turn is of the other version, which did not answer last"
+    assert "No stored session of each names the same task" in page

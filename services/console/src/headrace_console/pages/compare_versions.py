@@ -48,7 +48,7 @@ async def compare(visit: Visit) -> Response:
         tenant=tenant,
         sessions_max=SESSIONS_MAX,
         rows=_rows(pair, [scores.get(version.id) for version in pair], traffic),
-        sentences=_differences([scores.get(version.id) for version in pair], traffic),
+        sentences=_differences(pair, [scores.get(version.id) for version in pair], traffic),
         decisions=[
             event
             for version in pair
@@ -79,30 +79,35 @@ def _rows(
         ("lineage and step", [f"{version.lineage}, {version.step}" for version in pair]),
         ("audit score", [_interval(score.score, score.error) if score else "" for score in scores]),
         ("sessions", [f"{numbers.sessions:,}" for numbers in traffic]),
-        ("sampled tokens per turn", [_ratio(numbers.tokens, numbers.turns) for numbers in traffic]),
-        ("turns trained, dropped", [f"{numbers.trained:,}, {numbers.dropped:,}" for numbers in traffic]),
+        ("sampled tokens per turn of it", [_ratio(numbers.tokens, numbers.turns) for numbers in traffic]),
+        ("its turns trained, dropped", [f"{numbers.trained:,}, {numbers.dropped:,}" for numbers in traffic]),
         ("mean reward", [_interval(n.reward_mean, n.reward_error) if n.rewards else "" for n in traffic]),
         ("thumbs up, down", [f"{numbers.up:,}, {numbers.down:,}" for numbers in traffic]),
     ]
 
 
-def _differences(scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]) -> list[str]:
+def _differences(
+    pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
+) -> list[str]:
     """Return sentences with the differences of the first version from the second one."""
     first, second = traffic
+    names = [f"{version.id.partition('@')[2][:12]} (step {version.step})" for version in pair]
     sentences = []
     left, right = (*scores, None)[:2]
     if left is not None and right is not None:
-        sentences.append(_difference("Audit score", left.score - right.score, math.hypot(left.error, right.error)))
+        error = math.hypot(left.error, right.error)
+        sentences.append(_difference("Audit score", names, left.score - right.score, error))
     if min(first.rewards, second.rewards) >= REWARDS_MIN:
         error = math.hypot(first.reward_error, second.reward_error)
-        sentences.append(_difference("Mean reward", first.reward_mean - second.reward_mean, error))
+        sentences.append(_difference("Mean reward", names, first.reward_mean - second.reward_mean, error))
     return sentences
 
 
-def _difference(name: str, difference: float, error: float) -> str:
+def _difference(metric: str, names: Sequence[str], difference: float, error: float) -> str:
     lower, upper = difference - Z95 * error, difference + Z95 * error
-    verdict = "higher" if lower > 0 else "lower" if upper < 0 else "not shown to differ"
-    return f"{name} of the first version: {verdict} ({difference:+.3f}, 95 %: {lower:+.3f} to {upper:+.3f})."
+    verdict = "higher than" if lower > 0 else "lower than" if upper < 0 else "not shown to differ from"
+    numbers = f"{difference:+.3f} (95 %: {lower:+.3f} to {upper:+.3f})"
+    return f"{metric} of {names[0]} is {verdict} {names[1]}: {numbers}."
 
 
 def _interval(value: float, error: float) -> str:

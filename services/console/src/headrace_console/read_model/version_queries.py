@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import numbers_of, turn_row, turns_query
+from headrace_console.read_model.queries import numbers_of, texts_of, turn_row, turns_query
+from headrace_console.read_model.status import split_status
 
 SESSIONS_MAX = 5_000
 """Newest sessions of a version that are summed up."""
@@ -20,7 +22,10 @@ TASKS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class VersionTraffic:
-    """Sums over the newest sessions that a version answered last, without evaluation."""
+    """Sums over the newest sessions that a version answered last, without evaluation.
+
+    Turns and tokens are those that the version itself answered. Thumbs and rewards are of whole sessions.
+    """
 
     sessions: int = 0
     turns: int = 0
@@ -55,18 +60,26 @@ class SharedTask:
 async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> VersionTraffic:
     """Return the sums of a version."""
     rows = await _newest(tx, tenant, version)
-    columns = rows.c
+    columns, turns = rows.c, tables.turns
+    is_training = columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0
     query = select(
         func.count(),
-        *(func.coalesce(func.sum(columns[name]), 0) for name in ("turns", "tokens", "trained", "dropped")),
         *(func.coalesce(func.sum(case((columns.thumb == thumb, 1), else_=0)), 0) for thumb in (1, -1)),
         func.count(columns.reward),
         func.coalesce(func.avg(columns.reward), 0.0),
         func.coalesce(func.avg(columns.reward * columns.reward), 0.0),
-    ).where(columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0)
-    sessions, turns, tokens, trained, dropped, up, down, rewards, mean, square = (await tx.execute(query)).one()
-    sums = int(turns), int(tokens), int(trained), int(dropped), int(up), int(down)
-    return VersionTraffic(sessions, *sums, rewards, float(mean), float(square))
+    ).where(is_training)
+    sessions, up, down, rewards, mean, square = (await tx.execute(query)).one()
+    own = select(turns.c.status, func.count(), func.sum(turns.c.sampled_tokens))
+    own = own.join(rows, columns.id == turns.c.session)
+    own = own.where(is_training, turns.c.version == columns.version, turns.c.status > 0).group_by(turns.c.status)
+    by_status = (await tx.execute(own)).all()
+    texts = await texts_of(tx, (status for status, _, _ in by_status))
+    kinds: Counter[str] = Counter()
+    for status, number, _ in by_status:
+        kinds[split_status(texts[status])[0]] += number
+    sums = kinds.total(), sum(int(tokens) for *_, tokens in by_status), kinds["trained"], kinds["dropped"]
+    return VersionTraffic(sessions, *sums, int(up), int(down), rewards, float(mean), float(square))
 
 
 async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
