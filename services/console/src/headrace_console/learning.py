@@ -74,8 +74,9 @@ def describe_rule(rule: GateRule) -> str:
     least = f", and that its score is at least {rule.minimum_score:g}" if rule.minimum_score else ""
     return (
         f"A version takes over when held-out tasks show that it is less than {rule.margin:g} worse than the champion "
-        f"and less than {rule.anchor_margin:g} worse than the anchor, the best version so far{least}. The probability "
-        f"of a wrong promotion is at most {rule.alpha:g} over all versions together."
+        f"and less than {rule.anchor_margin:g} worse than the anchor, which is the last version shown to be better "
+        f"than the anchor before it{least}. The probability of a wrong promotion is at most {rule.alpha:g} over all "
+        "versions that meet one anchor."
     )
 
 
