@@ -21,8 +21,8 @@ from headrace_gateway.feedback import events_of
 from headrace_gateway.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
-from headrace_schemas import Feedback, Message
-from tests.support.account_events import START
+from headrace_schemas import Event, Feedback, Message
+from tests.support.account_events import START, turn
 from tests.support.remembered import make_tables
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
@@ -117,31 +117,34 @@ async def test_page_states_why_feedback_trains_nothing(stand: Stand, stub: Gatew
     assert 'value="withdraw_score">Undo<' in page
 
 
-async def test_only_own_valid_feedback_can_be_withdrawn(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"msg_ids": (TURN_ID,), "rater": "reviewer"}
     score, edit = feedback(value=0.5, rater="reviewer"), feedback(edit=EDIT, **own)
-    sent: list[Feedback] = []
+    undone = feedback(kind="edit", withdrawn=True, **own)
+    log = [turn(TURN_ID, session_key=KEY, session_id="s1"), score, feedback(value=1), edit, undone]
+    readable: list[Event] = []
 
-    async def read(_self: object, _topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Feedback]:
-        return dict(zip(sorted(positions), sent, strict=False)) if sent else {}
+    async def read(_self: object, _topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
+        return {(partition, offset): readable[offset] for partition, offset in positions if offset < len(readable)}
 
     monkeypatch.setattr(RecordReader, "read", read)
-    client = await stand.signed_in("reviewer")
-    turn_path = f"{PATH}?turn={await turn_number(client)}"
-    assert "Withdraw my" not in (await client.get(turn_path)).text
-    await apply(stand, [score, feedback(value=1), edit])
-    assert "Withdraw my edit<" in (await client.get(turn_path)).text, "the bus does not answer"
-    sent[:] = [score, feedback(value=1), edit]
-    of_session, of_turn = (await client.get(PATH)).text, (await client.get(turn_path)).text
-    assert "Withdraw my score of 0.5<" in of_session
-    assert "Withdraw my edit" not in of_session
-    assert "Withdraw my edit<" in of_turn
-    assert ">Ada.</textarea>" in of_turn, "the user's edit takes the place of the answer"
-    assert "Withdraw my score" not in of_turn
-    undone = feedback(kind="edit", withdrawn=True, **own)
-    await apply(stand, [undone])
-    sent.append(undone)
-    assert "Withdraw my" not in (await client.get(turn_path)).text
+    async with Stand(tmp_path) as stand:
+        await apply(stand, log[:1])
+        client = await stand.signed_in("reviewer")
+        turn_path = f"{PATH}?turn={await turn_number(client)}"
+        assert "Withdraw my" not in (await client.get(turn_path)).text
+        await apply(stand, log[:4])
+        assert "Withdraw my edit<" in (await client.get(turn_path)).text, "the bus does not answer"
+        readable[:] = log[:4]
+        of_session, of_turn = (await client.get(PATH)).text, (await client.get(turn_path)).text
+        assert "Withdraw my score of 0.5<" in of_session
+        assert "Withdraw my edit" not in of_session
+        assert "Withdraw my edit<" in of_turn
+        assert "Ada.</textarea>" in of_turn, "the user's edit takes the place of the answer"
+        assert "Withdraw my score" not in of_turn
+        readable[:] = log
+        await apply(stand, log)
+        assert "Withdraw my" not in (await client.get(turn_path)).text
 
 
 @pytest.mark.parametrize(
