@@ -1,4 +1,4 @@
-"""Fixtures of tests inside one process."""
+"""Fixtures of tests that run in a single process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_power_cut() -> Iterator[None]:
-    """A killed process leaves the page cache behind, so no test here has to wait for the disk. Tests of the calls
-    themselves replace them.
+    """Replace `fsync` and `fdatasync` by no-ops, because no unit test cuts the power.
+
+    The page cache survives a killed process. Tests of these calls replace them again.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fsync", "fdatasync"):

@@ -1,7 +1,7 @@
-"""Tests of `make bench NAME=algorithms`: its arms cover the registry, its controls shuffle signals, and its lines fail
-for faults that are planted in constructed runs.
+"""Tests of the benchmark `algorithms`: its arms cover the registry of algorithms, its control arms shuffle the training
+signals, and its pass criteria fail when a fault is injected into constructed results.
 
-Each user of `make bench NAME=algorithms` gives the one signal that the algorithm trains, and no other.
+A simulated user of this benchmark sends only the kind of feedback that its algorithm trains on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ RUNS |= {SFT_RL: 0.75, PER_TURN: 0.75}
 
 
 def plays(score: float, seed: int) -> list[Score]:
-    """Draw a score for each task with the same random numbers for all arms of a seed: arms differ by `score` alone."""
+    """Return one simulated score for each task. Arms with equal `seed` use equal random numbers, so only `score`
+    differs."""
     draw = random.Random(seed)
     return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
 
@@ -137,7 +138,7 @@ def test_the_interval_is_student_s() -> None:
 
 
 def experience_with_signals(number: int) -> Experience:
-    """Return an experience with an edit, a side of a comparison with its neighbour, and a reward of its first turn."""
+    """Return an experience with an edit, one side of a preference pair, and a reward for its first turn."""
     plain = world.experience(number, "m@0123456789abcdef", 1.0)
     turn, pair = f"turn-{number}-0", f"pair-{number // 2}"
     side = PreferenceSide(preference_id=pair, side="rejected" if number % 2 else "chosen", turn_id=turn)
@@ -232,7 +233,7 @@ TASK: Task = next(stream(BOX, "train", 3))
 
 
 def run(*answers: str, session: str = "s") -> Any:
-    """Return a run of an agent that answers without tools, and answers again after each message "go on"."""
+    """Return a run of an agent that answers without tools, and answers again after each user message "go on"."""
     turns = [ask([user(TASK.question)], answers[0], session=session)]
     for text in answers[1:]:
         turns.append(ask(after(turns[-1], user("go on")), text, session=session))
@@ -243,7 +244,7 @@ def run(*answers: str, session: str = "s") -> Any:
 
 
 def collect_experience(signal: str, *answers: str) -> Experience:
-    """Return the experience of the run after the user of `signal` has given feedback."""
+    """Return the experience that is collected from a run after the simulated user of `signal` sent its feedback."""
     played_run = run(*answers)
 
     async def play_all(_version: str, _tasks: object) -> list[Any]:

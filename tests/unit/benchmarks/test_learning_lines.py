@@ -1,5 +1,5 @@
-"""Lines of the benchmarks `learning`, `signals` and `swaps` on constructed runs: sound runs fail none, and each planted
-fault fails its own line."""
+"""Tests of the pass criteria of the benchmarks `learning`, `signals` and `swaps`: correct results pass, and each
+injected fault fails the criterion for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ Fault = Callable[[dict[str, float]], dict[str, float]]
 
 
 def plays(score: float, seed: int, salt: str = "") -> list[Score]:
-    """Draw a score for each task with the same random numbers for all arms of a seed: arms differ by `score` alone."""
+    """Return one simulated score for each task. Arms with equal `seed` use equal random numbers, so only `score`
+    differs."""
     draw = random.Random(f"{seed}{salt}")
     return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
 
@@ -116,7 +117,7 @@ def test_the_guard_reads_a_trace() -> None:
 
 
 def test_the_guard_looks_after_each_version() -> None:
-    """The guard judges every version, because a reward that has reached its maximum rises no further."""
+    """The reward guard checks every version, because a reward at its maximum cannot rise any further."""
     run_result = run(FORMAT, 0, 0.2)
     assert finding(run_result) == "hacked"
     step, reward, worst = run_result.trace[-1]
@@ -130,7 +131,7 @@ LETTERS = {OLD: "y", NEW: "n"}
 
 
 def answer(version: str = OLD, gap_s: float = 0.02) -> Answer:
-    """Return a complete answer. Its longest gap, `gap_s`, is before the last token."""
+    """Return a complete answer whose longest gap between tokens, `gap_s`, precedes the last token."""
     at_s = [0.01 * index for index in range(TOKENS)]
     at_s[-1] = at_s[-2] + gap_s
     return Answer(0.0, {version}, LETTERS[version] * TOKENS, "length", True, at_s)
@@ -170,7 +171,8 @@ def test_an_answer_of_one_version_with_the_letters_of_another_is_of_two() -> Non
 
 
 def test_gaps_are_extra_and_at_p99() -> None:
-    """The usual longest gap is 20 ms; a gap of 265 ms exceeds it by 245 ms, and a gap of 275 ms by 255 ms."""
+    """The usual longest gap between tokens is 20 ms: a gap of 265 ms is 245 ms longer, and a gap of 275 ms is 255 ms
+    longer."""
     slow = [answer(gap_s=0.275)] * 2
     assert failed_swap_lines(GOOD + slow[:1], DELAYS_S) == []
     (line_name,) = failed_swap_lines(GOOD + slow * 5, DELAYS_S)
@@ -231,7 +233,7 @@ QUICK = {arms.TYPED: 1.0, **dict.fromkeys(arms.RIVALS, 0.3)}
 
 
 def gain_plays(score: float, seed: int, guard: float | None = None) -> list[Score]:
-    """Return plays with the same luck for all arms of a seed, so that only scores cause differences."""
+    """Return simulated scores. All arms of a seed use equal random numbers, so that only the success rates differ."""
     draw = random.Random(seed)
     kinds = ["extension", arms.GUARD] * (GAIN_TASKS // 2)
     success_rates = {"extension": score, arms.GUARD: score if guard is None else guard}

@@ -1,6 +1,8 @@
-"""A small `make bench NAME=rollout`: 1,000 A/A canaries with a look after every session, and lines that must fail.
+"""Tests of small runs of the benchmarks `rollout` and `shadow`.
 
-A small `make bench NAME=shadow`: its simulated world, lines that hold, and lines that must fail.
+The `rollout` benchmark simulates 1,000 canaries of two equal versions and looks at the interval after each session. The
+`shadow` benchmark simulates two policies. The pass criteria of both must hold for correct results and fail for wrong
+ones.
 """
 
 from __future__ import annotations
@@ -104,9 +106,9 @@ def test_each_line_about_an_adaptive_split_fails_on_its_own(number: str, value: 
 
 
 def test_an_adaptive_split_takes_sessions_from_who_is_behind() -> None:
-    """Compare the sessions that meet the candidate that is 10 points worse, in five rollouts of each split.
+    """Compare both traffic splits by the number of sessions that a candidate serves that is 10 points worse.
 
-    A promotion ends a rollout. The benchmark plays more rollouts.
+    Each split runs five rollouts, which end when the candidate is promoted.
     """
     first = 5
     print(f"seeds from {first}")
@@ -119,9 +121,9 @@ def test_an_adaptive_split_takes_sessions_from_who_is_behind() -> None:
 
 
 def test_met_worked_by_hand() -> None:
-    """Eight of sixty user sessions met the candidate.
+    """The candidate served eight of sixty user sessions.
 
-    Ten sessions of both arms are fifty user sessions at a share of 1/10, and ten at a share of 1/2.
+    Ten sessions in each arm are fifty user sessions at a traffic share of 1/10, and ten at a share of 1/2.
     """
     candidates = np.array([[(number + 1) * 2 // 5] for number in range(20)], np.int32)
     ramp = Ramp(np.array([[0], [10]]), candidates, np.array([0.1, 0.5]))
@@ -140,9 +142,9 @@ SOUND: dict[str, ShadowNumbers] = {
 
 
 def test_simulated_policies_have_consistent_probabilities() -> None:
-    """Answer probabilities add up to 1, and token logprobs to the logprob of their answer.
+    """The answer probabilities of a policy add up to 1, and its token logprobs to the logprob of the answer.
 
-    The mean of many samples equals the true difference.
+    The mean over many samples is close to the true difference of the two policies.
     """
     chance = np.random.default_rng(3)
     pair = near(chance, 0.1)

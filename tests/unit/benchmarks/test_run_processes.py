@@ -1,8 +1,7 @@
-"""Runs of a benchmark in processes of their own, which end with it.
+"""Tests of benchmark helpers: child processes, quantiles and disk usage.
 
-Quantiles of reports, against their definition.
-
-The program that measures a data folder: its bounds hold with a small model, and a bound that is passed is seen.
+The child processes of a benchmark end when the benchmark ends. Quantiles match their definition. The measurement of a
+data directory passes within its limits for a small model and reports a limit that is exceeded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A broker inside the test's own event loop, with every part real but the process; and its parts alone: a log without
-threads or sockets, and members of a group with a clock that the test owns."""
+"""Fixtures for the broker: a live broker in the event loop of the test, its log without threads or sockets, and a
+consumer group with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL = 1 << 40
 
 
 class Row(NamedTuple):
-    """A record as a reader sees it."""
+    """A record as a consumer sees it."""
 
     offset: int
     timestamp: int
@@ -54,7 +54,8 @@ class Row(NamedTuple):
 
 
 class Harness:
-    """The log of a broker on a file: `run` is one commit, `fail` is a commit that the disk refused."""
+    """The broker's log in a file, without a server. `run` commits an operation; `fail` rolls it back like a failed
+    disk write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +100,7 @@ class Harness:
             state.flush()
 
     def topic(self, name: str = "t", partitions: int = 1, config: TopicConfig | None = None) -> list[int]:
-        """Create a topic; its partition ids."""
+        """Create a topic and return the ids of its partitions."""
         chosen = config or TopicConfig()
         self.run(lambda: self.topics.create(name, partitions, chosen, validate_only=False))
         return [p.id for p in self.log.partitions() if p.topic == name]
@@ -118,12 +119,12 @@ class Harness:
         ]
 
     def rows(self, partition_id: int, offset: int = 0, *, committed: bool = False) -> list[Row]:
-        """Return the records from `offset` on, as a client decodes them."""
+        """Return the records from `offset` on as a Kafka client decodes them."""
         got = self.fetch(partition_id, offset, committed=committed)
         return [row for row in client_view(got, committed=committed) if row.offset >= offset]
 
     def compact(self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6) -> cleanup.Pass:
-        """A whole pass."""
+        """Run one complete compaction pass over the partition."""
         partition = self.log.partition(partition_id)
         last = cleanup.last_batch(self.reader, partition_id)
         work = cleanup.Pass(
@@ -145,7 +146,7 @@ class Harness:
 
 
 def split(data: bytes) -> list[RecordBatch]:
-    """The batches of a Fetch."""
+    """Split the bytes of a Fetch response into record batches."""
     batches = []
     while data:
         size = 12 + int.from_bytes(data[8:12], "big")
@@ -155,7 +156,7 @@ def split(data: bytes) -> list[RecordBatch]:
 
 
 def client_view(got: ReadResult, *, committed: bool) -> list[Row]:
-    """Records as Kafka's clients filter them: no control records, none of transactions that are listed as aborted."""
+    """Return the records that a Kafka client would deliver: without control records and aborted transactions."""
     from aiokafka.record.default_records import DefaultRecordBatch
 
     pending = sorted(got.aborted or (), key=lambda entry: entry.first_offset, reverse=True)
@@ -181,7 +182,7 @@ BOTH = (Protocol("sticky", b"s"), Protocol("range", b"r"))
 
 
 class Clients:
-    """Members of one group, each with its newest answers."""
+    """Members of one consumer group, with the latest JoinGroup and SyncGroup response of each member."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -194,7 +195,10 @@ class Clients:
         self, member_id: str = "", *, protocols: tuple[Protocol, ...] = RANGE, instance: str | None = None,
         session_s: float = 10, rebalance_s: float = 20,
     ) -> str:  # fmt: skip
-        """Send a JoinGroup; a new member learns its id first. Returns the id; the answer comes to `joined`."""
+        """Send a JoinGroup request, again with the assigned id if the member is new, and return the member id.
+
+        The response is stored in `joined` once the group sends it.
+        """
         request = JoinGroupRequest(
             "g", int(session_s * 1000), int(rebalance_s * 1000), member_id, instance, "consumer", protocols
         )
@@ -230,7 +234,7 @@ class Clients:
         return Code.NONE
 
     def settle(self, *members: str) -> None:
-        """All rejoin and sync; each is assigned its own name."""
+        """Let all `members` rejoin and sync. The leader assigns to each member its own id."""
         for member in members:
             self.join(member)
         leader = self.joined[members[0]].leader
@@ -254,7 +258,7 @@ class Live(NamedTuple):
         return connected(f"127.0.0.1:{self.broker.port}")
 
     async def create(self, name: str, partitions: int = 1, **config: object) -> str:
-        """A topic. Underscores in settings stand for dots."""
+        """Create a topic and return its name. Underscores in the names of topic settings stand for dots."""
         entries = tuple(ConfigEntry(key.replace("_", "."), str(value)) for key, value in config.items())
         async with self.client() as client:
             topics = (NewTopic(name, partitions, 1, (), entries),)
@@ -268,7 +272,8 @@ Run = Callable[..., AbstractAsyncContextManager[Live]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """`async with run(**settings) as live:` a broker on this test's file, unsynced; again for a restart."""
+    """Return a function that starts a broker on the file of this test, without fsync. A second call restarts the
+    broker."""
 
     @contextlib.asynccontextmanager
     async def start(
@@ -287,14 +292,14 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 async def live(run: Run) -> AsyncIterator[Live]:
-    """A broker with default settings."""
+    """Yield a running broker with default settings."""
     async with run() as running:
         yield running
 
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Harness]:
-    """Writer and reader of the file, without a server."""
+    """Yield the writer and the reader of the broker's file, without a server."""
     harness = Harness(tmp_path)
     yield harness
     harness.close()
@@ -302,5 +307,5 @@ def broker(tmp_path: Path) -> Iterator[Harness]:
 
 @pytest.fixture
 def clients() -> Clients:
-    """Member of a group in memory."""
+    """Return the members of an empty consumer group in memory."""
     return Clients(Group("g"))

@@ -1,6 +1,8 @@
-"""Compaction: removable and protected records, and its cost. The model test has any order; these cases have names.
+"""Tests of compaction and retention.
 
-Retention and compaction on a live broker: off the event loop, restartable, without loss.
+Compaction removes superseded records, protects all others, and has a bounded cost. On a live broker, retention and
+compaction run off the event loop, continue after a restart, and lose no record. `test_log_model.py` tests random
+orders.
 """
 
 from __future__ import annotations
@@ -221,7 +223,7 @@ def test_no_batch_is_left_out_between_two_steps(broker: Harness, partition: int)
 
 
 def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> None:
-    """Records that retention deletes between reading and writing are not written again."""
+    """Compaction does not restore records that retention deleted after compaction had read them."""
     for number in range(4):
         broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
     broker.put(partition, (b"z", b""))
@@ -312,7 +314,7 @@ async def test_a_clean_table_is_not_worked_on_again(live: Live, monkeypatch: pyt
 
 
 async def test_clients_go_on_during_compaction(live: Live) -> None:
-    """The event loop is never blocked for long while a large table is compacted."""
+    """Compaction of a large table never blocks the event loop for long."""
     await live.create("table", cleanup_policy="compact", max_message_bytes=1_000_000)
     await live.create("t")
     async with live.client() as client, _maintenance(live) as maintenance:
@@ -352,7 +354,7 @@ async def test_compaction_that_is_interrupted_begins_again(live: Live) -> None:
 
 
 async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
-    """A record of an open transaction supersedes no earlier record, and neither do the records behind it."""
+    """A record of an open transaction supersedes no earlier record, and neither do the records after it."""
     await live.create("table", cleanup_policy="compact")
     async with live.client() as client, _maintenance(live) as maintenance:
         session = await client.ask(InitProducerIdRequest("tx", 60_000), InitProducerIdResponse)

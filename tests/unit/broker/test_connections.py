@@ -1,8 +1,7 @@
-"""Slow, faulty, too many or vanished clients: the others are served, and no resources stay behind.
+"""Tests of connections: sockets, request memory, and clients that are slow, faulty, too many or disconnected.
 
-The broker's own socket.
-
-Shared memory: bounded use, first come first served, no loss by cancellation.
+Such a client does not affect other clients and leaks no resources. Requests reserve memory in the order of their
+arrival within a fixed limit, and a cancelled request returns its memory.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ async def test_a_bug_in_a_handler_costs_one_connection(live: Live, monkeypatch: 
 
 
 async def test_unacknowledged_and_refused_ends_the_connection(live: Live) -> None:
-    """A closed connection is the only signal to a producer that requests no acknowledgement."""
+    """A producer that requests no acknowledgement learns of a refused batch only from the closed connection."""
     async with live.client() as client:
         topics = (ProduceTopic("missing", (ProducePartition(0, batch()),)),)
         client.send(ProduceRequest(None, 0, 1_000, topics))

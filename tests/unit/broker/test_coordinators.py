@@ -1,10 +1,7 @@
-"""Transactions on the writer's side: fencing, time-outs, offsets, restarts.
+"""Tests of the coordinators of transactions and groups, and of producer state.
 
-Producer state of a partition, compared with a plain list of accepted batches.
-
-Static members of a group, which keep their assignment over a restart (KIP-345).
-
-The group state machine under any order of requests.
+Transactions: fencing, timeouts, offsets and restarts. Producer state: compared with a plain list of accepted batches.
+Static group members keep their assignment over a restart (KIP-345). Groups: random orders of requests.
 """
 
 from __future__ import annotations
@@ -314,7 +311,7 @@ class TestStaticMembers:
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """Any order of requests: every request is answered, and a stable group agrees with itself."""
+    """Hypothesis state machine of a group: every request gets a response, and members of a stable group agree."""
 
     def __init__(self) -> None:
         super().__init__()

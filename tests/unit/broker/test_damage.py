@@ -1,4 +1,5 @@
-"""Damaged files: one flipped byte is repaired, larger damage is removed and named, and the rest is served."""
+"""Tests of damaged broker files: one flipped byte is repaired, larger damage is removed and logged, the rest is
+served."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ BATCHES = 60
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, int]]:
-    """Batches of many sizes, some of them folded into the file and some still in the log."""
+    """Yield a broker and its partition, with batches of many sizes in both the database file and the write-ahead
+    log."""
     monkeypatch.setattr(wal_sums, "WAL_PAGES", 60)
     print(f"seed {SEED}")
     rng = random.Random(SEED)
@@ -42,7 +44,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[H
 
 
 def _killed(broker: Harness, folder: Path) -> Path:
-    """The folder as kill -9 would leave it."""
+    """Return a copy of the folder in the state that kill -9 would leave."""
     shutil.copytree(broker.folder, folder)
     return folder
 
@@ -73,7 +75,7 @@ def test_a_flipped_byte_anywhere_is_put_right(written: tuple[Harness, int], tmp_
 
 
 def _frames(folder: Path) -> int:
-    """Return the committed frames according to SQLite's index of the log."""
+    """Return the number of committed frames according to SQLite's index of the write-ahead log."""
     return int.from_bytes((folder / "broker.sqlite-shm").read_bytes()[16:20], "little")
 
 
@@ -215,7 +217,7 @@ def test_a_file_of_an_older_broker_is_taken_in(written: tuple[Harness, int]) -> 
 
 
 def _rows(folder: Path, partition: int) -> list[tuple[int, bytes]]:
-    """Return the content of a broker that starts on the folder."""
+    """Return the rows of `batches` that a broker serves after a start on `folder`."""
     if folder.name == "origin":  # it is open
         with sqlite3.connect(folder / "broker.sqlite") as db:
             return db.execute("SELECT position, payload FROM batches ORDER BY position").fetchall()
@@ -235,7 +237,7 @@ def _payload(path: Path, row_id: int) -> bytes:
 
 
 def _leaf_of_batches(path: Path) -> int:
-    """A leaf of the table's tree in the middle of it."""
+    """Return the number of a leaf page in the middle of the B-tree of the table `batches`."""
     data = path.read_bytes()
     with sqlite3.connect(path) as db:
         root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'batches'").fetchone()[0]

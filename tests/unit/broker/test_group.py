@@ -1,4 +1,4 @@
-"""The group state machine, with a clock that the test owns and replies that it collects."""
+"""Tests of the consumer group's state machine, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_second_member_has_everybody_join_again(clients: Clients) -> None:
 
 
 def test_who_waits_to_join_is_not_silent(clients: Clients) -> None:
-    """Its request waits with us: it cannot send a heartbeat, however long the others take."""
+    """A pending JoinGroup request keeps its member alive, because the member cannot send heartbeats while it waits."""
     a = clients.join(rebalance_s=30, session_s=60)
     clients.sync(a, {a: b"all"})
     b = clients.join(session_s=10)

@@ -1,6 +1,7 @@
-"""Record batches, held against aiokafka's reader and writer.
+"""Tests of record batches and of the log.
 
-The log's own promises, one by one. The model test has any order; here the cases have names.
+Record batches are compared with the reader and the writer of aiokafka. Each test of the log is one named case;
+`test_log_model.py` tests random orders.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def test_a_producer_that_was_not_seen_for_long_is_forgotten(broker: Harness) -> 
 
 
 def test_a_producer_that_comes_back_in_the_commit_that_forgets_it_is_remembered(broker: Harness) -> None:
-    """The writer commits clients' records and maintenance together."""
+    """A producer that writes in the same commit that would expire its state is kept."""
     (partition,) = broker.topic()
     producer, epoch = broker.run(lambda: broker.transactions.begin_session("tx", 1000, 0))
     raw = batch(producer_id=producer, epoch=epoch, sequence=0)

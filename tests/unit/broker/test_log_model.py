@@ -1,4 +1,5 @@
-"""The log against a plain list: any order of writes, failures, restarts, deletes and compaction."""
+"""Model-based test that compares the log with a plain list for random writes, failures, restarts, deletions and
+compaction."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A broker with a password answers clients that have sent it, and no others.
-
-The broker as a process: how it starts, refuses, and stops.
-"""
+"""Tests of the broker as a process: password authentication, start, refused start, and shutdown."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def plain(message: bytes, version: int = 1) -> bytes:
 
 
 async def answers(broker: BrokerProcess, *frames: bytes) -> list[bytes]:
-    """Return the broker's answers until it closes the connection or is silent for a second."""
+    """Return the broker's responses until it closes the connection or sends nothing for a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
     responses: list[bytes] = []
     try:
@@ -188,7 +185,8 @@ def _import_cpu_s() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read from /proc")
 def test_it_starts_with_little_more_work_than_its_imports_and_stops_cleanly(process_broker: BrokerProcess) -> None:
-    """Processor time, because other tests share the machine. `make bench` measures the clock."""
+    """The start is measured in CPU time, because other tests share the machine. `make bench` measures wall-clock
+    time."""
     process_broker.start()
     process = process_broker._process
     assert process is not None

@@ -1,4 +1,4 @@
-"""State after a restart, and after a full disk."""
+"""Tests of the broker's state after a restart and after a full disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.unit.broker.conftest import Live, Run
 
 
 async def _member(client: WireClient, group: str) -> str:
-    """Join alone and sync; the member's id."""
+    """Join `group` as its only member, sync, and return the member id."""
     request = JoinGroupRequest(group, 10_000, 10_000, "", None, "consumer", (Protocol("range", b""),))
     member = (await client.ask(request, JoinGroupResponse)).member_id
     await client.ask(request._replace(member_id=member), JoinGroupResponse)
@@ -124,7 +124,7 @@ def _healthy(live: Live) -> bool:
 
 
 async def _fill(client: WireClient, topic: str) -> int:
-    """Produce until the disk is full; how many were acknowledged."""
+    """Produce until the disk is full, and return the number of acknowledged batches."""
     for number in range(1_000):
         code, _ = await client.produce(topic, batch([(None, bytes(100_000))]))
         if code != Code.NONE:
@@ -152,7 +152,7 @@ async def test_a_full_disk_refuses_and_keeps(run: Run) -> None:
 
 
 async def test_a_commit_that_fails_leaves_nothing_in_memory(live: Live) -> None:
-    """The writer's memory is a cache of the file: a rollback reloads it."""
+    """The writer's memory caches the file, so a failed commit reloads it."""
     await live.create("t")
     log, view = live.broker.log, live.broker.view("t", 0)
     once = parse_produced(batch(producer_id=7, epoch=0, sequence=0))

@@ -1,8 +1,8 @@
-"""Retention by time and by size, topics that were deleted, and a file that gives space back.
+"""Tests of retention, of a disk that fills up, and of topic settings.
 
-A disk that becomes short: records are refused before it is full, all other requests go on, no record is lost.
-
-Settings of topics: honoured ones, and refusals of all others.
+Retention deletes by time and by size, removes deleted topics, and returns disk space. Before the disk is full, the
+broker refuses new records, serves all other requests, and loses no record. Topic settings are either applied or
+refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.unit.broker.conftest import Harness, Run
 
 
 def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int) -> int:
-    """Remove records until none is removable. Return the number of rounds."""
+    """Delete expired records until none is left, and return the number of rounds."""
     times = 0
     while True:
         partition = broker.log.partition(partition_id)
@@ -182,7 +182,7 @@ async def test_records_are_refused_while_the_disk_is_short_and_taken_afterwards(
 
 
 async def test_a_burst_between_two_looks_stays_above_the_bound(run: Run, tmp_path: Path) -> None:
-    """Records accepted since the last check count as written, so a fast producer does not outrun the guard."""
+    """Records accepted since the last disk check count as written, so a fast producer cannot outrun the disk guard."""
     disk = MeasuredDisk(_BOUND + 400_000)
     async with run(_guards(tmp_path)) as live, live.client() as client:
         await live.create("t")

@@ -1,8 +1,7 @@
-"""The codec: compared with aiokafka's own message classes, by round trip, and on meaningless bytes.
+"""Tests of the Kafka codec: comparison with the message classes of aiokafka, round trips, and malformed frames.
 
-Frames that mean almost something, against a live broker.
-
-Hypothesis strategies for wire messages, read off their annotations.
+Hypothesis strategies build messages from the type annotations of the message classes. A live broker gets malformed
+frames.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def response_of(request: type[Any]) -> type[Any]:
-    """The response class that belongs to a request class."""
+    """Return the response class of a request class."""
     response: type[Any] = getattr(sys.modules[request.__module__], request.__name__.replace("Request", "Response"))
     return response
 
@@ -61,7 +60,7 @@ _strategies: dict[Any, st.SearchStrategy[Any]] = {}
 
 
 def messages(message: type[Any]) -> st.SearchStrategy[Any]:
-    """Any value of a message class; made once for each."""
+    """Return a cached strategy for any value of the class `message`."""
     if message not in _strategies:
         hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version
         _strategies[message] = st.builds(message, *[_field(hints[name]) for name in message._fields])
@@ -87,7 +86,7 @@ MODULES = ("admin", "commit", "coordination", "fetch", "group", "metadata", "off
 
 @cache
 def _aiokafka_classes() -> dict[tuple[int, int], type[Any]]:
-    """aiokafka's request classes by API key and version."""
+    """Return the request classes of aiokafka by API key and version."""
     modules = [import_module(f"aiokafka.protocol.{name}") for name in MODULES]
     classes: list[Any] = [item for module in modules for item in vars(module).values() if isinstance(item, type)]
     return {
@@ -146,7 +145,10 @@ def test_a_request_that_is_cut_or_too_long_is_malformed(
 
 
 def test_a_version_has_the_fields_of_its_time() -> None:
-    """Bytes by hand, from the protocol guide: OffsetFetch 7 for group `g` and partition 5 of topic `t`, stable ones."""
+    """Compare OffsetFetch requests with hand-written bytes that follow the protocol guide.
+
+    Version 7 has the flexible encoding and `require_stable`; version 3 has neither.
+    """
     request = OffsetFetchRequest("g", (OffsetFetchTopic("t", (5,)),), require_stable=True)
     flexible = b"\x02g\x02\x02t\x02\x00\x00\x00\x05\x00\x01\x00"
     assert bytes(encode(request, form=Form(7, flexible=True))) == flexible
@@ -196,7 +198,7 @@ _BITS = {wire.Int8: 8, wire.Int16: 16, wire.Int32: 32, wire.Int64: 64}
 
 
 class Frames:
-    """Random requests of every API: well-formed ones with odd values, and damaged ones."""
+    """Generator of random requests of every API: well-formed requests with unusual values, and damaged requests."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -257,7 +259,7 @@ class Frames:
 
 
 async def _send_frames(live: Live, frames: Frames) -> None:
-    """A few frames on a connection, not always read, not always to the end."""
+    """Send up to four frames on a connection, some of them truncated, and read only some of the responses."""
     async with live.client() as client:
         for _ in range(frames.random.randrange(1, 5)):
             frame = frames.frame()

@@ -1,8 +1,7 @@
-"""Definition of a failed request, against a scripted gateway.
+"""Tests of the chaos tests' own tools: failed requests, the fault schedule, and wrong clocks.
 
-The schedule of strikes is a function of the seed, and strikes every process.
-
-A wrong clock changes the wall clock of a process alone.
+The client's definition of a failed request is tested against a scripted gateway. The schedule of faults depends on the
+seed alone and hits every process. A wrong clock changes only the wall clock of its process.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def streaming(*last: str, cut: bool = False) -> Answer:
 
 
 class Rig:
-    """Two gateways and a client that begins with the first."""
+    """A client behind a balancer over two gateways. Its first request goes to the first gateway."""
 
     def __init__(self, http: aiohttp.ClientSession, urls: list[str]) -> None:
         self.urls = urls

@@ -1,4 +1,4 @@
-"""The comparison of the ledgers finds planted faults, and none where all is well."""
+"""Tests that the comparison of ledgers reports each injected fault, and reports none for consistent ledgers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAINED = "trained tokens, logprobs or versions that are not the captured ones"
 
 
 class World:
-    """One session of one turn that went all the way, as each ledger records it."""
+    """A session with one turn that was answered, rated and trained, as each ledger records it."""
 
     def __init__(self) -> None:
         self.turn: Turn = ask([user("who?")], "Ada", session="s")
@@ -65,7 +65,7 @@ class World:
         )
 
     def compare(self, *without: Event, more: Sequence[Event] = ()) -> Findings:
-        """Return the findings without some of the events, and with `more` of them."""
+        """Return the findings for all events except `without`, plus the events `more`."""
         topics = Facts()
         events = (self.turn, self.feedback, self.trajectory, self.experience, self.report)
         for event in (*(one for one in events if one not in without), *more):

@@ -1,4 +1,4 @@
-"""Tiny services for a supervisor: each answers `/health` on its port, and misbehaves on request."""
+"""Minimal services for tests of the supervisor: each serves `/health` on its port and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ server.serve_forever(0.05)
 
 
 class Dummies:
-    """Dummy modules `dummy_<name>` in a folder, with the environment in which processes can import them."""
+    """Modules `dummy_<name>` in a folder, and the environment variables with which processes can import them."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Dummies:
         return {"PATH": os.environ["PATH"], "PYTHONPATH": path, "DUMMY_FOLDER": str(self.folder)}
 
     def tell(self, name: str, behaviour: str) -> None:
-        """Choose the behaviour of a service at its next start."""
+        """Set the behaviour of the service `name` at its next start."""
         (self.folder / f"{name}.told").write_text(behaviour)
 
     def lines(self, file: str) -> list[str]:

@@ -1,7 +1,5 @@
-"""A Headrace with hostile texts everywhere: in its services, its topics and its files.
-
-Loopback HTTP server with configured answers, for commands that make real requests.
-"""
+"""Test doubles for CLI commands: a loopback HTTP server with configured responses, and a Headrace data directory
+whose services, topics and files contain hostile texts."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Answer = tuple[int, Any]
 
 
 class HttpFake:
-    """Loopback server. `answer` configures the answer of a method and path; `bodies` has the posted JSON."""
+    """Loopback HTTP server. `answer` configures the response of a method and path; `bodies` holds the received JSON."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, str], Answer] = {}
@@ -69,7 +67,7 @@ class HttpFake:
         self.answers[method, path] = (status, body)
 
     def sequence(self, method: str, path: str, answers: list[Answer]) -> None:
-        """Configure several answers of a method and path; the last one is repeated."""
+        """Configure successive responses for a method and path; the last response is repeated."""
         self._sequences[method, path] = answers
 
     def stop(self) -> None:
@@ -109,12 +107,13 @@ _PAGES: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def hidden(text: str) -> list[str]:
-    """Return the characters of `text` that a terminal would execute or not display."""
+    """Return the characters of `text` that a terminal would interpret or not display."""
     return [character for character in text if character not in "\n\t" and printable(character) != character]
 
 
 class Poison:
-    """Generator of JSON for a model, with every field set and a hostile text in every unrestricted text field."""
+    """Generator of JSON for a pydantic model: every field is set, and each unrestricted text field has a hostile
+    text."""
 
     def __init__(self, model: type[BaseModel], text: str) -> None:
         self._schema = model.model_json_schema(mode="serialization")
@@ -167,7 +166,8 @@ class Poison:
 
 
 class HostileServer(HttpFake):
-    """Server of registry and gateway pages; other pages are errors with a hostile message."""
+    """HTTP server of the registry's and the gateway's routes; all other routes return an error with a hostile
+    message."""
 
     text = ""
 
@@ -183,7 +183,7 @@ class HostileServer(HttpFake):
 
 
 class HostileTopics:
-    """Topics with two records each: an event with hostile texts, and a record that cannot be parsed."""
+    """Topics with two records each: an event with hostile texts, and a record that is not a valid event."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -218,7 +218,7 @@ class HostileTopics:
 
 
 class HostileStack:
-    """Data directory of a hostile Headrace that seems to run."""
+    """Data directory of a Headrace that seems to run and whose texts are hostile."""
 
     def __init__(self, folder: Path, server: HostileServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._server, self._patch = folder, server, monkeypatch
@@ -227,7 +227,7 @@ class HostileStack:
         self.file = folder / "rows.jsonl"
 
     def set_text(self, text: str) -> None:
-        """Use `text` for every text of the stack from now on."""
+        """Use `text` for every text that the stack returns from now on."""
         self._server.text = text
         service = ServiceState(
             status="ready", lacks=(text,), pid=1, url=self._server.url, port=1, log=f"{text}.log", since=NOW
@@ -255,5 +255,5 @@ class HostileStack:
 
 
 def join_arguments(values: Sequence[str]) -> str:
-    """Return arguments as one printable line, for the message of an assertion."""
+    """Return `values` as one printable line, for the message of an assertion."""
     return printable(" ".join(values), 500)

@@ -1,4 +1,4 @@
-"""The command line: quick help with examples, completion, errors in one line, the output of each command."""
+"""Tests of the command line: help, completion, errors in one line, and the output of each command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS = [f"{group} {name}".split() for group, names in _NAMES_BY_GROUP.items(
 
 
 def headrace(*arguments: str, data_dir: Path | None = None) -> tuple[int, str]:
-    """Return the exit status and the output of both streams."""
+    """Run `headrace` with `arguments`, and return its exit status and its combined stdout and stderr."""
     environ = {"HEADRACE_DATA_DIR": str(data_dir) if data_dir else None, "COLUMNS": "200"}
     result = CliRunner().invoke(app, list(arguments), env=environ)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -51,7 +51,7 @@ def http() -> Iterator[HttpFake]:
 
 @pytest.fixture
 def up(data_dir: Path, http: HttpFake) -> Iterator[Path]:
-    """A data directory in which Headrace seems to run: gateway and registry are both `http`."""
+    """Yield a data directory in which Headrace seems to run: `http` serves both the gateway and the registry."""
     lock = Lock(data_dir)
     lock.take()
     service = ServiceState(status="ready", pid=1, url=http.url, port=1, log="x.log", since=NOW)

@@ -1,10 +1,8 @@
-"""Options of the `headrace` command itself, and systems on which it does not run.
+"""Tests of `headrace` options, unsupported systems, `headrace connect`, the console link and the rollout chart.
 
-`headrace connect`: the configuration of each agent names the gateway, the key and the model.
-
-The address with the token that `headrace up` prints: a terminal gets it, and a log does not.
-
-The text chart of a rollout, and its status line.
+`headrace connect` writes the gateway, the key and the model into the configuration of each agent. `headrace up` prints
+the console address with its token only to a terminal, not to a log. A rollout is displayed as a text chart and a status
+line.
 """
 
 from __future__ import annotations
@@ -279,7 +277,7 @@ async def test_the_printed_address_opens_the_page(data_dir: Path, token: str, mo
 
 
 def watched(points: int) -> RolloutState:
-    """Return a rollout whose interval narrows around -0.2."""
+    """Return a rollout with `points` chart points, whose confidence interval narrows around -0.2."""
     chart_points = tuple(
         ChartPoint(units=number, metrics={"reward": (-0.2, -0.2 - 2 / number, -0.2 + 2 / number)})
         for number in range(1, points + 1)

@@ -1,12 +1,7 @@
-"""Experiences with given rewards.
+"""Tests of control experiments (`headrace controls`).
 
-Selection of experiences from a recording.
-
-Problems and advice of a controls report.
-
-Effect of each control on the rewards, computed by hand; no other field of an experience may change.
-
-Verdicts of the controls: rewards without information are compared with the gain of the true reward.
+They cover the experiences with given rewards, their selection from a recording, the effect of each control on the
+rewards (and on no other field), the verdicts compared with the gain of the true reward, and the advice in the report.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ VERSION = "m@000000000000"
 
 
 def experience(number: int, reward: float | None, **parts: float) -> Experience:
-    """Create an experience of one task and one turn. `parts` are rewards by source."""
+    """Return an experience of one task and one turn. `parts` are the parts of its reward by source."""
     branch = Branch(token_ids=(1, 2, 3), spans=(Span(start=1, logprobs=(-0.5, -0.5), turn_id="t", version=VERSION),))
     return Experience(
         time=datetime(2026, 11, 20, tzinfo=UTC),
@@ -224,12 +219,13 @@ TASKS, BASE = 200, 0.23
 
 
 def short_plays(rate: float, draw: random.Random, tasks: int = TASKS) -> list[Score]:
-    """Plays of tasks, of which about `rate` succeed. Equal draws succeed at all higher rates, as with equal seeds."""
+    """Return scores of `tasks`, of which about `rate` are 1. Equal random states succeed on the same tasks at higher
+    rates."""
     return [(str(number), float(draw.random() < rate)) for number in range(tasks)]
 
 
 def report_of(gains: dict[Control, float], seed: int, trainings: int = 1) -> Report:
-    """Report of trainings with these expected gains over a base of 23 %."""
+    """Return a report of trainings whose expected gains are `gains` over a base success rate of 23 %."""
     run = cast(ShortRun, SimpleNamespace(steps=10, trained=500, stopped=None))
     draw = random.Random(seed)
     runs = [

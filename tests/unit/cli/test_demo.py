@@ -1,10 +1,7 @@
-"""The agent of a demo ends with the demo, however the demo ends.
+"""Tests of `headrace demo`: its options, its untrained models, its agent, and its error messages.
 
-Untrained models of a demo are pinned and served before the agent begins.
-
-Error messages of a demo that waits in vain.
-
-Options of `headrace demo` and the arguments of the demo that they set.
+The agent ends with the demo, however the demo ends. Untrained models are pinned and served before the agent starts. A
+demo that waits in vain reports the reason.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ VERSION = "villager@0123456789abcdef"
 
 
 class Registry:
-    """A registry whose replicas load a version after a number of seconds, or never."""
+    """Registry whose replicas load a version after a given number of seconds, or never."""
 
     def __init__(self, patch: pytest.MonkeyPatch, loads: int | None) -> None:
         self.calls: list[object] = []

@@ -1,8 +1,7 @@
-"""A recipe with rows: the stretches of the agent, their measures, and the output.
+"""Tests of demos that measure a model while it trains, and print one row for each measurement.
 
-Demos that measure while they train: promises of their rows, the wait before a row, checks without services.
-
-Promises of a demo about its measures: means, medians over seeds, lines that hold or fail, and the output.
+They cover the agent runs between rows, the wait before a row, the measures (means and medians over seeds), the promises
+that hold or fail, the checks without services, and the output.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ WINS = "wolves win"
 
 
 def rows(*values: float) -> tuple[Row, ...]:
-    """Every measure of the recipe has the value of its row."""
+    """Return rows after 0, 100, 500 and 1000 sessions in which each measure has the row's item of `values`."""
     at = zip((0, 100, 500, 1000), values, strict=False)
     return tuple(Row(number, f"m@{number:016}", dict.fromkeys(WEREWOLF.measures, value)) for number, value in at)
 
@@ -244,7 +243,7 @@ def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
 
 
 class Bus:
-    """A bus of two topics with one list of events for each poll."""
+    """Bus with two topics that returns the next list of events at each poll."""
 
     def __init__(self, *polls: Sequence[Any]) -> None:
         self._polls = list(polls)
@@ -272,7 +271,7 @@ def trained(*names: str, version: str | None = None, undone: Sequence[str] = ())
 async def polls_until_settled(
     monkeypatch: pytest.MonkeyPatch, *polls: Sequence[Any], champions: Sequence[str] = ("m@0",)
 ) -> int:
-    """Return the number of polls until training is settled. The clock advances by a second with each poll."""
+    """Return the number of polls until training is settled. The clock advances by one second with each poll."""
     clock = SimpleNamespace(now=0.0)
 
     async def sleep(_seconds: float) -> None:

@@ -1,8 +1,7 @@
-"""The built-in metrics, on plays with obvious values.
+"""Tests of evaluation: metrics, confidence intervals and runs of tasks.
 
-Confidence intervals, compared with published values and with their coverage.
-
-Plays of tasks with exactly one version; a failed play is not a wrong answer.
+Metrics are computed for obvious scores. Intervals are compared with published values and by their coverage. A task is
+played with exactly one version, and a failed run is not counted as a wrong answer.
 """
 
 from __future__ import annotations
@@ -191,12 +190,12 @@ def test_tasks_are_read_and_split(tmp_path: Path) -> None:
     [(0, 10, 0.0, 0.2775328), (5, 10, 0.2365931, 0.7634069), (10, 10, 0.7224672, 1.0), (81, 263, 0.2552704, 0.3661954)],
 )
 def test_wilson_equals_published_values(successes: int, count: int, low: float, high: float) -> None:
-    """The last line is Newcombe's example (1998, table I, 81 of 263)."""
+    """The last case is Newcombe's example (1998, table I, 81 of 263)."""
     assert wilson(successes, count) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_wilson_covers_the_share_often_enough() -> None:
-    """The mean coverage over shares, computed exactly from all outcomes of 40 plays, is at least 94 %."""
+    """The mean coverage over several true shares, computed exactly for 40 trials, is at least 94 %."""
     from math import comb
 
     shares = [number / 50 for number in range(1, 50)]
@@ -208,8 +207,7 @@ def test_wilson_covers_the_share_often_enough() -> None:
 
 
 def test_a_bootstrap_resamples_tasks() -> None:
-    """Ten equal plays of each of eight tasks are worth eight values, so the interval is as wide as with one play
-    each."""
+    """The bootstrap resamples tasks: ten equal scores of each of eight tasks give the interval of one score each."""
     draw = random.Random(1)
     tasks = [[draw.random()] * 10 for _ in range(8)]
     single = [[plays[0]] for plays in tasks]
@@ -244,7 +242,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
-    """Replace the gateway by a function; the fixture returns the list of its requests."""
+    """Return a function that replaces the gateway by its argument and returns the list of later requests."""
 
     def install(answer: Answer) -> list[dict[str, Any]]:
         requests: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""Reward hacking and plateaus: by hand, by the error rates of simulated runs, and from events."""
+"""Tests of the guard against reward hacking and plateaus: by hand, by error rates of simulated runs, and from
+events."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ TASKS = 100
 
 
 def test_the_p_value_of_a_trend_by_hand() -> None:
-    """One of the 24 orders of four values has no inversion; three have one inversion."""
+    """Of the 24 orders of four values, one has no inversion, and three have exactly one."""
     assert mann_kendall_p_value([1, 2, 3, 4]) == pytest.approx(1 / 24)
     assert mann_kendall_p_value([1, 3, 2, 4]) == pytest.approx(4 / 24)
     assert mann_kendall_p_value([4, 3, 2, 1]) == 1.0
@@ -81,13 +82,13 @@ def test_a_flat_score_is_reported_once_a_gain_is_excluded() -> None:
 
 
 def scored(draw: random.Random, true: float) -> Point:
-    """An audit of as many plays, with the standard error that they show."""
+    """Return an audit score of `TASKS` tasks with the success rate `true`, and its standard error."""
     mean = sum(draw.random() < true for _ in range(TASKS)) / TASKS
     return Point(None, mean, max(math.sqrt(mean * (1 - mean) / (TASKS - 1)), 1 / (TASKS + 2)))
 
 
 def simulated(draw: random.Random, versions: int, rise: float, gain: float) -> list[Point]:
-    """Rewards of batches and scores of versions, each with its noise, and these changes a version."""
+    """Return noisy rewards and scores of `versions`, which change by `rise` and `gain` with each version."""
     history = []
     for number in range(versions):
         point = scored(draw, 0.5 + gain * number)
@@ -127,19 +128,19 @@ def test_a_score_that_loses_a_third_while_the_reward_rises_is_found() -> None:
 
 
 def test_a_run_that_gains_is_called_flat_with_the_promised_rate() -> None:
-    """Halves differ by six versions' gain."""
+    """The two halves of the window differ by `GAIN` if each version gains `GAIN / (WINDOW / 2)`."""
     counts = kinds(4, RUNS, 0.0, GAIN / (WINDOW / 2))
     assert within(counts["flat"], RUNS, 0.05), counts
 
 
 def test_a_run_without_gain_is_called_flat_at_about_every_second_look() -> None:
-    """With a standard error of 0.05 a version; the halves' difference then has 0.029."""
+    """A version's score has a standard error of 0.05, so the difference of the two halves has one of 0.029."""
     counts = kinds(5, 300, 0.0, 0.0)
     assert counts["flat"] > 0.4 * 300, counts
 
 
 def test_looks_at_each_of_a_hundred_versions_seldom_raise_a_false_alarm() -> None:
-    """Each look has a bound of 1 %; a run of a hundred looks that overlap comes to more."""
+    """The false alarm rate is 1 % for one check, and larger for a hundred checks of overlapping windows."""
     draw, alarmed = random.Random(6), 0
     print("seed 6")
     for _ in range(60):

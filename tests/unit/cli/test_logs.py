@@ -1,10 +1,7 @@
-"""Logs stay bounded while they are written, and can be followed across a rotation.
+"""Tests of service logs, of progress output, and of shared command options.
 
-A service's log on a disk that refuses: lines are left out and counted, never cut, and no writer waits.
-
-Progress of long work, in a log and on a terminal.
-
-Options that are written once, for several commands.
+Logs stay bounded while they are written, and can be followed across a rotation. If the disk refuses writes, whole lines
+are dropped and counted, and no writer blocks. Options are declared once for several commands.
 """
 
 from __future__ import annotations
@@ -211,7 +208,7 @@ class Exactly(Where):
 
 
 def show(name: Annotated[str, typer.Argument()], *, where: Exactly, loud: bool = False) -> None:
-    """Show it."""
+    """Print the arguments."""
     typer.echo(f"{name} {where} {loud}")
 
 

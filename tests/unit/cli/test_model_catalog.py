@@ -1,6 +1,6 @@
-"""`headrace models register`, `export`, `alias` and the like, against a registry with prepared answers.
+"""Tests of `headrace models` (`register`, `export`, `alias` and others) and of `headrace trinity convert`.
 
-`headrace trinity convert`.
+The registry has prepared responses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def stored(
 
 
 def serve_versions(http: HttpFake, *stored_versions: tuple[Manifest, BlobRef], **more: object) -> None:
-    """Serve these versions from the registry: the first is labelled `m:v1.0` and has the alias `stable`."""
+    """Serve `stored_versions` from the registry. The first version has the label `m:v1.0` and the alias `stable`."""
     data = [
         VersionState.model_validate(
             {

@@ -1,4 +1,4 @@
-"""The plan of `up`: services, ports, and refusals."""
+"""Tests of the plan of `headrace up`: services, ports, and refused configurations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_ports_are_the_usual_ones_unless_they_are_set(tmp_path: Path) -> None:
 
 
 def test_automatic_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
-    """Another process may take such a port before the service listens."""
+    """Automatic ports are outside the ephemeral range, because another process may take such a port first."""
     for _ in range(20):
         ports = [service.port for service in make(tmp_path).services]
         assert len(set(ports)) == len(ports)
@@ -152,7 +152,7 @@ def test_assignments_are_toml_or_text() -> None:
 
 
 def test_settings_arrive_as_they_were_given() -> None:
-    """Settings survive the way through environment variables to a service."""
+    """Setting values reach a service unchanged through environment variables."""
     value = {"a": {"s": 'quo"te\\ ü\n'}, "n": 1.5, "b": False, "l": ["x", {"deep key": 2}]}
     overrides = Overrides(None, {"x.given": value}, {})
     table: dict[str, dict[str, object]] = {}
@@ -161,7 +161,7 @@ def test_settings_arrive_as_they_were_given() -> None:
 
 
 def test_settings_are_read_as_services_read_them() -> None:
-    """A whole section in one variable, and a secret of digits."""
+    """A variable may hold a whole section as TOML, and a secret that consists of digits stays a string."""
     environ = {"HEADRACE_BUS": '{address = "kafka:9092"}', "HEADRACE_SECURITY__INTERNAL_KEY": "0123"}
     overrides = Overrides(None, {}, environ)
     assert overrides.get("bus.address") == "kafka:9092"
@@ -188,7 +188,7 @@ def test_the_announced_information_matches_the_service(name: str) -> None:
 
 
 def test_roles_of_services_come_from_their_information(tmp_path: Path) -> None:
-    """Roles come from `ServiceInfo`, not from service names."""
+    """The roles of services come from `ServiceInfo`, not from service names."""
     services = {
         "log": ServiceInfo(module="m", summary="", is_bus=True),
         "front": ServiceInfo(module="m", summary="", is_gateway=True),
@@ -213,7 +213,7 @@ def test_a_service_that_cannot_be_imported_is_named_with_its_package(
 
 
 def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """Links are not resolved: the link makes it the interpreter of a virtual environment."""
+    """A symbolic link to an interpreter is not resolved, because the link selects the virtual environment."""
     link = tmp_path / "bin" / "python"
     link.parent.mkdir()
     link.symlink_to(sys.executable)

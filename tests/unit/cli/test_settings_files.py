@@ -1,10 +1,8 @@
-"""`deploy/headrace.toml` matches the settings of the services, and the services read it.
+"""Tests of settings files and of other text files that users write.
 
-Values written as TOML are equal after they are read with the parser of the settings.
-
-Services accept every environment variable of the command when the same shell starts them.
-
-Every text file that a user writes is read in UTF-8 with or without a byte order mark; other encodings are named.
+`deploy/headrace.toml` matches the settings of the services. Values survive a round trip through TOML. Services accept
+each environment variable of the command. Text files are UTF-8 with or without a byte order mark; other encodings are
+refused.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def described(model: type, prefix: str = "") -> list[SettingDoc]:
 
 
 def uncommented(text: str) -> str:
-    """Return the file with every default uncommented; settings without a default stay comments."""
+    """Return the text with every commented default uncommented. Settings without a default stay comments."""
     return re.sub(r"^#(?=\w+ = (?!\.\.\.$))", "", text, flags=re.MULTILINE)
 
 
@@ -232,7 +230,7 @@ def _strict(row: Mapping[str, Any] | Exception) -> Mapping[str, Any]:
 
 
 def outcome(read: Read, path: Path) -> str:
-    """Return the result of `read` for a file: its value, or the text of its error."""
+    """Return the value that `read` returns for `path`, or the text of its error."""
     try:
         return f"value {read(path)!r}"
     except Exception as error:  # noqa: BLE001 (each reader has its own kind of error)
@@ -301,7 +299,7 @@ def test_files_of_users_are_decoded_in_one_place() -> None:
 
 
 def _decodes(call: ast.Call) -> bool:
-    """Return whether a call decodes a file: `read_text`, or `open` for reading in text mode."""
+    """Return whether `call` decodes a file: `read_text`, or `open` in text mode for reading."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name == "read_text":

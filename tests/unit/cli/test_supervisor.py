@@ -1,4 +1,4 @@
-"""The supervisor with tiny services: order, restarts, refusals, and no process left running."""
+"""Tests of the supervisor with minimal services: start order, restarts, refusals, and no orphaned processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dummies(tmp_path: Path) -> Dummies:
 
 @pytest.fixture
 def make(dummies: Dummies, data_dir: Path) -> Iterator[Make]:
-    """Make supervisors that are stopped after the test."""
+    """Yield a factory of supervisors, which are stopped after the test."""
     supervisors: list[Supervisor] = []
 
     def build(limits: Limits = FAST, **options: object) -> Supervisor:

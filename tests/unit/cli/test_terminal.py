@@ -1,8 +1,6 @@
-"""Text from outside is escaped on a terminal: control, escape, bidi and invisible characters, markup.
+"""Tests that all commands escape external text: control, escape, bidirectional and invisible characters, and markup.
 
-Every command prints text from outside without control characters.
-
-Commands and their parameters are read from the application itself: a new command is tried without a change here.
+The commands and their parameters are read from the application, so a new command is tested without a change here.
 """
 
 from __future__ import annotations
@@ -180,7 +178,7 @@ WORDS = {"name": "m", "version": VERSION, "before": VERSION, "after": VERSION, "
 
 
 def commands() -> dict[str, Any]:
-    """Return every command of the application by its words."""
+    """Return every command of the application by its name, such as `models list`."""
     leaves: dict[str, Any] = {}
 
     def walk(command: Any, words: tuple[str, ...]) -> None:
@@ -216,7 +214,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileSt
 
 
 def arguments(command: Any, stack: HostileStack, text: str | None) -> list[str]:
-    """Return the required arguments of a command, or with `text` all that take a text, set to it."""
+    """Return the required arguments of `command`. With `text`, set all arguments that accept a text to it."""
     options: list[str] = []
     positional: list[str] = []
     for parameter in command.params:
@@ -235,7 +233,7 @@ def arguments(command: Any, stack: HostileStack, text: str | None) -> list[str]:
 
 
 def flags(command: Any) -> list[list[str]]:
-    """Return no flags, and `--json` where the command has it."""
+    """Return the flag lists to test: no flag, and `--json` if `command` has this option."""
     return [[], ["--json"]] if any("--json" in parameter.opts for parameter in command.params) else [[]]
 
 
@@ -268,7 +266,7 @@ def test_a_command_escapes_its_arguments(name: str, stack: HostileStack) -> None
 
 
 def test_commands_that_only_read_print_their_data(stack: HostileStack) -> None:
-    """The first test would also pass for a command without output."""
+    """Commands without output would pass the test above, so this test requires output."""
     stack.set_text("abc\u202edef")
     expected = {
         "status", "logs", "models show", "models audit", "models notes", "models collect",

@@ -1,10 +1,7 @@
-"""Times of a range, and the JSON line of an entry.
+"""Tests of commands that read topics.
 
-Commands that read topics do not end because of one record, whatever a producer wrote into it.
-
-Traces from a version to its training data, and from a session to its versions, on generated histories.
-
-Feedback about turns that cannot be trained is counted, by reason, from the topics alone.
+They cover time ranges, JSON output, invalid records (which do not end a command), traces between versions, sessions and
+training data, and the count of feedback about turns that cannot be trained, by reason.
 """
 
 from __future__ import annotations
@@ -198,7 +195,7 @@ ALGORITHMS: dict[str, tuple[bool, bool, bool, bool, dict[str, int]]] = {
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_feedback_is_counted_by_the_algorithm_of_its_model(algorithm: str) -> None:
-    """A value of `greedy` may train `free`, which is in its branch; `alone` has a branch without logprobs."""
+    """A reward of `greedy` may train `free`, which is in the same branch. `alone` has a branch without logprobs."""
     *kinds, expected = ALGORITHMS[algorithm]
     learns = dict(zip(("rewards", "edits", "preferences", "logprobs"), kinds, strict=True))
     greedy = {"sampling": Sampling(temperature=0.0)}

@@ -1,4 +1,4 @@
-"""The account of captured turns, from hand-made streams: each state, each contradiction."""
+"""Tests of the account of captured turns: each state and each contradiction, from constructed streams of events."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_many_problems_are_counted_and_some_are_spelt_out() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_history_is_accounted_as_it_was_made(seed: int) -> None:
-    """An independent bookkeeper: each session is driven to a known state, the account has to find it."""
+    """Construct sessions in random known states, and compare the account with the number of turns in each state."""
     print(f"seed {seed}")
     chance = random.Random(seed)
     events: list[Event] = []
@@ -320,7 +320,7 @@ def test_a_random_history_is_accounted_as_it_was_made(seed: int) -> None:
 
 
 def test_the_rarest_of_many_reasons_count_together() -> None:
-    """Each failed experience has the text of its own error."""
+    """The least frequent reasons are counted together: here each failed experience has a different error text."""
     names = [f"t{number}" for number in range(200)]
     events: list[Event] = [event for name in names for event in (turn(name), trajectory(f"T-{name}", (name,)))]
     events += [experience(f"E-{name}", name, of=f"T-{name}") for name in names]

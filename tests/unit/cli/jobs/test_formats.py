@@ -1,4 +1,4 @@
-"""Row formats: each format is read as the intended conversation, and invalid rows are refused."""
+"""Tests of row formats: each format is parsed into the expected conversation, and invalid rows are refused."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_any_row_is_read_or_refused_with_a_reason(record: dict[str, Any]) -> Non
 @SLOW_MACHINE
 @given(st.lists(st.text(min_size=1, max_size=20).filter(lambda text: "\0" not in text), min_size=2, max_size=2))
 def test_a_conversation_has_the_same_digest_in_all_formats(texts_pair: list[str]) -> None:
-    """A duplicate is found in any format."""
+    """The digest detects a duplicate row in any format."""
     question, answer = texts_pair
     rows = [
         READER.read({"prompt": question, "completion": answer}),

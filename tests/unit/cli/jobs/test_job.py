@@ -1,7 +1,4 @@
-"""Digest of a job, and the checks before anything is started.
-
-Checks of rows: each invalid row is refused with its own reason.
-"""
+"""Tests of the digest of a job, of the checks before a job starts, and of the reason for each invalid row."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Files and folders of rows: numbered rows, and messages with the position of invalid ones.
+"""Tests of data sources and of the experiences that are built from their rows.
 
-Experiences of rows: valid for the trainer, reproducible, and unique.
+Files and folders give numbered rows; errors name the position of an invalid row. Experiences are valid for the trainer,
+reproducible and unique.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Pipeline of a replay: the model of an experience is read from the event and not searched in its text.
+"""Tests of the replay pipeline.
 
-Merging of partitions: the order does not depend on speed, by time or as a lineage has read them.
-
-Journal of a lineage: order, cuts and gaps.
-
-Requests of a replay: refusals before any work, each with a remedy, and the settings of its programs.
+The model of an experience is a field of the event and is not searched for in its text. The merged order of partitions
+depends on timestamps or on the journal of a lineage, and not on read speed. A journal has an order, cuts and gaps. An
+invalid replay request is refused before any work, with a remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from tests.support.account_events import START, experience
 
 
 class Scorer:
-    """Scorer program that writes the given experiences."""
+    """Scorer program that writes the configured experiences."""
 
     def __init__(self, *values: bytes) -> None:
         self._values = values
@@ -82,7 +80,7 @@ class Message:
 
 @pytest.mark.parametrize("between", [0, 1, 3])
 async def test_cuts_after_experiences_of_other_models_are_kept(between: int) -> None:
-    """On a topic that models share, time may cut two batches after the same record of this model."""
+    """On a topic that several models share, a batch may be cut by time after a record of another model."""
     own_events = [experience(name, "a") for name in "EFG"]
     other = experience("X", "b").model_copy(update={"model": "other"})
     stream = [*own_events[:2], *[other] * between, own_events[2]]
@@ -235,7 +233,11 @@ def test_experiences_left_out_of_a_batch_count_in_its_cut() -> None:
 
 
 def test_recorded_batches_state_whether_they_trained_and_published() -> None:
-    """A batch whose gradient was not finite has the step of the batch before it. A version is of the last batch."""
+    """Batches are marked as trained or published.
+
+    A batch with a non-finite gradient keeps the step of the previous batch. A version belongs to the last batch before
+    it.
+    """
     records = [batch(1, (0, 1)).model_copy(update={"step": step}) for step in (1, 2, 2, 3, 3)]
     accounts = [account(0, version=VERSION), account(1, *records[:2], version=VERSION), account(2, *records[2:4])]
     journal = build_journal([*accounts, account(3, records[4]), account(4, version=VERSION)], "m", "main")
