@@ -1,8 +1,6 @@
-"""The clients: requests, retries and exceptions.
+"""Tests of the Python clients: requests, retries, exceptions, and synchronous calls through `blocking`.
 
-`blocking` runs coroutines for synchronous callers.
-
-Public names are frozen, and importing the client imports few modules.
+The public names are fixed, and an import of the client imports few modules.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Answer = Callable[[httpx2.Request], httpx2.Response]
 
 
 class Gateway:
-    """Gateway that answers from a list, repeating the last answer, and records requests."""
+    """Gateway that returns the configured responses in turn, repeats the last one, and records requests."""
 
     def __init__(self, *answers: httpx2.Response | Exception) -> None:
         self._answers = list(answers) or [httpx2.Response(202, json={})]
@@ -315,7 +313,7 @@ MODULES_MAX = 120
 
 
 def imported(statement: str) -> set[str]:
-    """Return the modules that a statement imports in a new interpreter."""
+    """Return the modules that `statement` imports in a new interpreter."""
     code = f"import sys; before = {{*sys.modules}}; {statement}; print(*{{*sys.modules}} - before)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(process.stdout.split())
@@ -329,7 +327,7 @@ def test_importing_the_client_imports_little(statement: str) -> None:
 
 
 def test_making_a_client_imports_no_event() -> None:
-    """An agent's program needs HTTP, but no module of the bus."""
+    """A program of an agent needs the HTTP client, but no module of the bus."""
     names = imported("from headrace import Client; Client().session('s', task_id='t')")
     assert "httpx2" in names
     assert not {"pydantic", "aiokafka"} & names

@@ -1,10 +1,7 @@
-"""`ModelManager`: named versions, with all decisions made by the registry.
+"""Tests of clients of the registry: `ModelManager`, `Listener`, blobs and rollouts.
 
-`Listener` reads decisions of the registry from a real bus, and `line` formats them.
-
-Blobs of records are fetched from a blob store and verified against their digest.
-
-Clients of rollouts, against a registry that answers as the real one.
+`ModelManager` names versions and leaves all decisions to the registry. `Listener` reads decisions from a real bus.
+Blobs are downloaded from a blob store and verified against their digest.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def manager(answer: Callable[[httpx2.Request], httpx2.Response]) -> ModelManager
 
 
 class Registry:
-    """Registry that answers as the real one, and records requests."""
+    """Registry that returns the real registry's responses and records requests."""
 
     def __init__(self, champion: str | None = OLD) -> None:
         self.champion = champion
@@ -258,7 +255,7 @@ def rollout(phase: str, *, good: bool = False) -> RolloutState:
 
 
 class FakeRegistry:
-    """Registry of one model; `ended` is the final state of its rollout."""
+    """Registry of one model. `ended` is the final state of its rollout."""
 
     def __init__(self, ended: RolloutState, state: str = "registered") -> None:
         self.ended = ended

@@ -1,6 +1,6 @@
-"""The reward library: rewards computed by hand, and the exploits that guards detect.
+"""Tests of the reward library: rewards computed by hand, exploits that guards detect, and reward events.
 
-Reward events of reward functions: a score only if the function returned one (P6).
+A reward event has a score only if the reward function returned one (P6).
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ RIGHT = "The order was shipped on Monday from Rotterdam and arrives on Friday."
 
 
 def keywords(answer: str) -> float:
-    """Return a reward for expected words anywhere in the answer."""
+    """Return the share of expected words that `answer` mentions. An answer that lists all words exploits this
+    reward."""
     return sum(word in answer for word in ("Monday", "Tuesday", "Rotterdam", "Friday")) / 4
 
 
@@ -229,7 +230,7 @@ def test_an_answer_that_lists_everything_is_stopped_by_its_length() -> None:
 
 
 def counted(answer: str) -> float:
-    """Return a reward for each mention of a phrase."""
+    """Return 0.1 for each mention of a phrase. An answer that repeats the phrase exploits this reward."""
     return min(1.0, answer.count("Rotterdam") / 10)
 
 
@@ -246,7 +247,7 @@ def test_repetition_is_a_share(words: list[str]) -> None:
 
 
 def flattered(answer: str) -> float:
-    """Return the score of a judge that follows instructions in the answer."""
+    """Return the score of a judge that follows instructions in `answer`."""
     return 1.0 if "full marks" in answer.lower() or "score: 10" in answer.lower() else 0.6
 
 
@@ -279,7 +280,7 @@ def test_an_honest_answer_is_no_plea(honest: str) -> None:
 
 
 def worked(messages: list[Message]) -> float:
-    """Return a reward for each answered call."""
+    """Return 0.1 for each tool result. An agent that makes needless calls exploits this reward."""
     return min(1.0, sum(message.role == "tool" for message in messages) / 10)
 
 
@@ -308,7 +309,7 @@ def test_guard_never_raises_a_reward() -> None:
 
 
 def test_no_function_has_the_name_of_its_module() -> None:
-    """Otherwise the meaning of the name would depend on the import order."""
+    """A function named like its module would make the meaning of the name depend on the import order."""
     folder = Path(rewards.__file__).parent
     assert {path.stem for path in folder.glob("*.py")}.isdisjoint(rewards.__all__)
 

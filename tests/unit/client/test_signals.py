@@ -1,4 +1,5 @@
-"""Natural signals, each by hand, and their calibration against an exhaustive search."""
+"""Tests of implicit feedback signals, computed by hand, and of their calibration, compared with an exhaustive
+search."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def tool(text: str) -> Message:
 
 
 def run(*messages: Message, sampled: int | None = None) -> Trajectory:
-    """Return a trajectory with the model's own turns t0, t1 and so on as the last `sampled` answers."""
+    """Return a trajectory whose last `sampled` answers are the model's own turns `t0`, `t1` and so on."""
     answers = sum(message.role == "assistant" for message in messages)
     turns = [f"t{number}" for number in range(answers if sampled is None else sampled)]
     spans = [Span(start=2 * at, logprobs=(-0.5,), turn_id=turn, version=VERSION) for at, turn in enumerate(turns)]
@@ -140,8 +141,8 @@ def test_hints_are_a_reward_of_run_and_turns_and_silence_is_none() -> None:
 
 
 def brute(pairs: list[tuple[float, float]]) -> dict[float, float]:
-    """Return the isotonic fit by its definition: the maximum over beginnings of the minimum over ends of the means
-    between them."""
+    """Return the isotonic fit by its definition: the maximum over starts of the minimum over ends of the mean in
+    between."""
     scores = sorted({score for score, _ in pairs})
     means = {}
     for at in range(len(scores)):

@@ -1,4 +1,4 @@
-"""A collector on a real database, fed by hand."""
+"""Fixtures for the collector on a real database. The test delivers the events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
 def collector(url: str, data_dir: Path, **settings: object) -> AbstractAsyncContextManager[Bench]:
-    """A started collector with these settings."""
+    """Return a context manager that starts a collector with these settings."""
     opened = Collector(CollectorSettings.model_validate({"idle_s": 300.0, **settings}), START)
     service = Service(
         tables=schema.stream,
@@ -46,12 +46,12 @@ def with_settings(database_url: str, data_dir: Path) -> Open:
 
 
 def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
-    """Return the end reason and the turns of each published trajectory."""
+    """Return the end reason and the turn ids of each published trajectory."""
     return [(trajectory.end_reason, list(trajectory.turn_ids)) for trajectory in stream.sent(Trajectory)]
 
 
 async def pass_time(stream: Bench, seconds: float, *, started: datetime = START, **settings: object) -> None:
-    """Advance the clock and run the timers of the service."""
+    """Advance the clock by `seconds`, and run the collector's timer for idle runs."""
     chosen = CollectorSettings.model_validate({"idle_s": 300.0, **settings})
     stream.clock.advance(seconds)
     after_batch = stream.processor.after_batch

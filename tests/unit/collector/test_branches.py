@@ -1,4 +1,4 @@
-"""The branch graph: exact token prefixes, every sampled token in one span of one branch, bit for bit (P2)."""
+"""Tests of the branch graph: token prefixes match exactly, and each sampled token is in one span of one branch (P2)."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ def test_branches_handle_very_long_sequences() -> None:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Turn]:
-    """Random trees: continue any choice, repeat a prompt, rewrite history, cut answers off, sample greedily."""
+    """Draw random conversation trees: continued choices, repeated prompts, edited history, truncated and greedy
+    answers."""
     turns: list[Turn] = []
     for at in range(draw(st.integers(1, 12))):
         texts = draw(st.lists(st.sampled_from(["a", "b", "aa", "ab", ""]), min_size=1, max_size=3))
@@ -185,7 +186,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 
 
 def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
-    """Return the choices that must be in a span."""
+    """Return the choices whose tokens must be in a span, by turn id and choice index."""
     return {
         (turn.turn_id, choice.index): (turn, choice) for turn in turns for choice in turn.choices if choice.token_ids
     }

@@ -1,4 +1,4 @@
-"""The collector as a service: invalid records, other tenants' feedback, retention, and any order of records."""
+"""Tests of the collector service: invalid records, feedback of other tenants, retention, and any order of records."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ async def test_equal_conversations_are_told_apart_by_tokens(stream: Bench) -> No
 
 
 def history(seed: int) -> list[Event]:
-    """Return turns, feedback and ends of a session with two runs."""
+    """Return the turns, feedback and ends of a session with two runs."""
     choose = random.Random(seed)
     events: list[Event] = []
     runs = []

@@ -1,4 +1,5 @@
-"""Sessions end by call, feedback, commit or idleness, and never before the turns that were sent earlier are in."""
+"""Tests of the end of sessions by call, feedback, commit or idleness. A session ends only after all earlier turns
+arrived."""
 
 from __future__ import annotations
 

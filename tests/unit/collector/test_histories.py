@@ -1,6 +1,7 @@
-"""Histories as clients rewrite them: each sampled token is in one place, and runs and forks are where they must be.
+"""Tests of conversation histories that clients rewrite.
 
-An SDK's retry credits one answer; parallel samples with the same prompt all count (pitfalls 20 and 21).
+Each sampled token is in exactly one span, and runs and forks are divided correctly. A retried request is credited once;
+all parallel samples of the same prompt count (pitfalls 20 and 21).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Conversation:
-    """One conversation of a client, and its captured turns."""
+    """One conversation of a client, and the turns that were captured from it."""
 
     family: str
     number: int
@@ -52,7 +53,7 @@ class Conversation:
     is_rewritten: bool = False
 
     def step(self, at: float) -> None:
-        """Send the next request, capture its answer, and echo the answer in some form."""
+        """Send the next request, capture the answer, and add it to the history exactly or rewritten."""
         if not self.messages:
             self.messages = [
                 {"role": "system", "content": "You repair code."},
@@ -132,7 +133,7 @@ class Conversation:
 
 
 def history(family: str, draw: random.Random) -> list[Conversation]:
-    """Return two conversations that begin alike, interleaved."""
+    """Return the interleaved turns of two conversations with equal first messages."""
     equal = draw.random() < 0.5
     conversations = [Conversation(family, number, draw, "fix it", equal) for number in range(2)]
     for at in range(draw.randint(4, 12)):
@@ -159,7 +160,7 @@ def _runs(turns: Sequence[Turn]) -> Sequence[SessionRun]:
 
 
 def leaves(turns: Sequence[Turn]) -> int:
-    """Return the number of sequences that no later turn of the run continues exactly: one branch each."""
+    """Return the number of turns that no later turn of the run continues exactly. Each is the end of one branch."""
     prompts = [token_bytes(turn.prompt_token_ids) for turn in turns]
     sequences = [prompt + token_bytes(turn.choices[0].token_ids) for prompt, turn in zip(prompts, turns, strict=True)]
     parents = set()
@@ -236,7 +237,7 @@ def call(reply: str = "x", **fields: Any) -> Turn:
 
 
 def superseded_ids(*turns: Turn) -> dict[str, str]:
-    """Return the superseded turns, captured in the order of their times."""
+    """Return the ids of superseded turns among `turns`, captured in the order of their times."""
     return superseded_turns([turn_facts(turn, START, round(turn.time.timestamp() * 1000)) for turn in turns])
 
 

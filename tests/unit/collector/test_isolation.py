@@ -1,10 +1,7 @@
-"""A run, a session or a feedback that cannot be handled fails alone and by name, at every stage.
+"""Tests that a failure, a large history or another tenant does not affect the rest of the collector.
 
-However much is remembered: no timer and no event reads all of it.
-
-Long runs are read and closed in worker threads, so that the service stays responsive.
-
-Two tenants with equal ids: records of one tenant change no session of the other.
+A run, session or feedback that fails is dead-lettered alone. No timer and no event reads all stored rows. Long runs are
+closed in worker threads, so the service stays responsive. Tenants with equal ids stay separate.
 """
 
 from __future__ import annotations
@@ -127,7 +124,7 @@ async def test_unreadable_idle_session_is_dead_lettered_alone(
 async def test_large_session_with_a_failing_run_loses_no_other_turn(
     with_settings: Open, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The turn that makes the session too large is not the one at fault."""
+    """If the session reaches its limit and one of its runs fails, all other turns are published."""
     async with with_settings(completions_per_session_max=3) as stream:
 
         def planted(*arguments: Any, **named_: Any) -> object:
@@ -176,7 +173,7 @@ _PARTIAL = frozenset({"ix_sessions_open", "ix_sessions_over", "ix_sessions_tenan
 
 
 async def _use(stream: Bench, settings: CollectorSettings) -> None:
-    """Every kind of event, and every timer."""
+    """Deliver every kind of event, and run every timer."""
     turn = ask([user("q")])
     await stream.deliver(turn, feedback("s", turn), feedback("elsewhere"))
     await stream.deliver(ask([user("q")], session="other"), feedback("other"), commit())
@@ -205,7 +202,8 @@ _BLOCK_S_MAX = 0.1
 
 
 def _run() -> list[Turn]:
-    """Turns of one conversation; each prompt holds the one before it, as an agent with long context sends them."""
+    """Return the turns of one conversation; each prompt contains the previous turn, as in an agent with long
+    context."""
     turns: list[Turn] = []
     prompt = tuple(range(1, _TOKENS))
     for at in range(_LARGE_RUNS_TURNS):
@@ -231,7 +229,7 @@ async def test_closing_a_long_run_does_not_block_the_event_loop(with_settings: O
 
 @pytest.mark.parametrize("tokens", [10, 40_000])
 async def test_runs_of_every_size_give_the_same_trajectory(with_settings: Open, tokens: int) -> None:
-    """Short runs are read at once, long ones in a thread."""
+    """Short runs are processed on the event loop, long runs in a thread, with equal results."""
     turn = ask([user("q")], "yes", prompt_token_ids=tuple(range(1, tokens)))
     async with with_settings() as stream:
         await stream.deliver(turn, end())
@@ -243,7 +241,7 @@ TENANTS = (("default", "b"), ("b", "default"), ("a", "b"), ("a/b", "a"))
 
 
 def _copy_for_tenant(events: Sequence[Event], tenant: str) -> list[Event]:
-    """Return the same events for another tenant, with equal ids and keys."""
+    """Return copies of `events` for `tenant`, with unchanged ids and keys."""
     return [event.model_copy(update={"tenant": tenant}) for event in events]
 
 
@@ -291,7 +289,8 @@ async def test_equal_ids_of_another_tenant_change_nothing(with_settings: Open, m
 
 @pytest.mark.parametrize(("mine", "other"), TENANTS)
 async def test_forged_turns_are_dead_lettered_with_the_reason(with_settings: Open, mine: str, other: str) -> None:
-    """Neither another tenant's session key nor the id of another session's turn takes anything away."""
+    """A turn with another tenant's session key or with the id of another session's turn changes nothing of the other
+    session."""
     turn = ask([user("q")], "yes", tenant=mine)
     foreign_turn = ask([user("q")], "no", tenant=other)
     forged = [

@@ -1,7 +1,6 @@
-"""The division of turns into runs: by the client's names, by feedback, by continued conversations, in any order of
-arrival.
+"""Tests of the division of turns into runs: by names from the client, by feedback and by continued conversations.
 
-Side calls and sub-agents are runs of their own, and side calls get no reward of the session.
+The order of arrival has no influence. Side calls and sub-agents are separate runs, and side calls get no reward.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ def implicit(messages: Sequence[Message], *replies: str, at: float = 0.0, **fiel
 
 
 def facts(*turns: Turn) -> list[TurnFacts]:
-    """Return the facts of turns captured in the order of their times."""
+    """Return the facts of `turns`, captured in the order of their times."""
     return [turn_facts(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
 
 
 def in_log_order(*feedback_events: Feedback) -> list[OrderedFeedback]:
-    """Return the feedback with offsets in its order."""
+    """Return the feedback events with increasing offsets."""
     return [OrderedFeedback(event, offset, 0) for offset, event in enumerate(feedback_events)]
 
 
@@ -109,7 +108,7 @@ def test_exact_tokens_divide_equal_conversations() -> None:
 
 
 def test_missing_tokens_do_not_change_runs() -> None:
-    """Content is deleted after a while; a turn without content counts like one whose tokens do not match."""
+    """Turns whose content was deleted by retention are divided like turns whose tokens do not match."""
     a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
     heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=(7, 7))
     for tokens_of in ([heir, a, b], [heir, a], [heir, b], [heir], [a, b]):
@@ -245,7 +244,7 @@ def test_runs_do_not_depend_on_the_order_of_arrival(
 
 
 def test_feedback_about_one_turn_is_not_a_listing() -> None:
-    """Else an edit would tear a turn out of its run, where the client named no session."""
+    """Otherwise feedback about one turn of an implied session would remove this turn from its run."""
     first = implicit([user("q")], "a")
     second = implicit(after(first, user("and?")), "b", at=5)
     better = Message(role="assistant", content="better")

@@ -1,6 +1,7 @@
-"""Fields of a trajectory: names, context, left-out turns and their reasons.
+"""Tests of the fields of trajectories, and of turns that refer to an earlier turn.
 
-Turns that extend an earlier one: equal trajectories, small rows, and a name for every reference that fails.
+The fields include names, context, and omitted turns with their reasons. A turn that stores only its difference to an
+earlier turn gives the same trajectory in fewer bytes, and a reference that cannot be resolved is named.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ LOOKUP = Tool.model_validate({"type": "function", "function": {"name": "lookup"}
 
 
 def conversation(turns: int, session: str = "s") -> list[Turn]:
-    """Return the whole turns of one conversation."""
+    """Return the turns of one conversation, each with its complete prompt."""
     whole_turns = [ask([user("the rules of the house " * 20)], "yes", session=session, tools=(LOOKUP,))]
     for at in range(1, turns):
         whole_turns.append(
@@ -209,7 +210,7 @@ def conversation(turns: int, session: str = "s") -> list[Turn]:
 
 
 def chained(whole_turns: list[Turn]) -> list[Turn]:
-    """Return the turns with each one extending the one before it."""
+    """Return the turns with each turn stored as an extension of the previous turn."""
     return [whole_turns[0], *(extending(turn, before) for before, turn in itertools.pairwise(whole_turns))]
 
 
@@ -219,7 +220,7 @@ async def trajectory_of(stream: Bench, turns: list[Turn]) -> Trajectory:
 
 
 def without_names(trajectory: Trajectory) -> str:
-    """Return a trajectory without the fields that depend on the session."""
+    """Return the trajectory as JSON, without the fields that depend on the session."""
     names = {"trajectory_id", "session_key", "session_id", "turns_from", "time"}
     text = trajectory.model_dump_json(exclude=names)
     for number, turn_id in enumerate(trajectory.turn_ids):
@@ -246,7 +247,7 @@ async def test_collector_stores_what_a_turn_adds(stream: Bench) -> None:
 
 
 async def test_facts_of_extending_turns_are_those_of_whole_turns(stream: Bench) -> None:
-    """Also where system messages, which conversations leave out, stand between shared messages."""
+    """The facts are equal even if system messages, which conversations omit, are between the shared messages."""
     clock = Message(role="system", content="It is noon.")
     lines: dict[str, list[Turn]] = {}
     for name in ("a", "b"):
@@ -272,7 +273,7 @@ async def test_facts_of_extending_turns_are_those_of_whole_turns(stream: Bench) 
 
 
 async def test_forks_and_runs_of_extending_turns_stay_apart(stream: Bench) -> None:
-    """Two runs of an implied session with equal openings, both extending the same turn, and a fork in one of them."""
+    """Two runs of an implied session with equal first messages extend the same turn, and one of the runs has a fork."""
     first = ask([user("q")], "call", session_source="implicit", run_id="1")
     second = ask([user("q")], "call", session_source="implicit", run_id="2", at=1)
     left = ask(after(first, user("a")), "left", session_source="implicit", run_id="1", at=2)
@@ -345,7 +346,7 @@ async def test_turn_that_extends_a_closed_turn_is_trained_after_its_content_was_
 
 
 async def test_open_turn_survives_the_end_of_the_run_that_it_extends(with_settings: Open) -> None:
-    """A turn of another run extends a turn that is closed and forgotten first."""
+    """A turn extends a turn of another run, which is closed and deleted first."""
     first = ask([user("q")], "call", session_source="implicit", run_id="1")
     second = ask(after(first, user("b")), "right", session_source="implicit", run_id="2", at=3)
     async with with_settings(retention_s=10.0) as stream:
@@ -361,7 +362,7 @@ async def test_open_turn_survives_the_end_of_the_run_that_it_extends(with_settin
 
 
 async def test_long_session_of_extending_turns_is_one_trajectory(with_settings: Open) -> None:
-    """Whole turns fill a session after 20 completions here; turns that continue each other do not."""
+    """Complete turns reach the session's limit after 20 completions here; turns that extend each other do not."""
     async with with_settings(completions_per_session_max=20) as stream:
         await stream.deliver(*conversation(50, "whole"), end("whole"))
         limited = [trajectory.end_reason for trajectory in stream.sent(Trajectory)]
