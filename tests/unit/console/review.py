@@ -1,4 +1,4 @@
-"""Sessions to review, and browsers that rate them, over a console whose gateway and topic are in memory."""
+"""Sessions to review, and reviewers' browsers, for a console whose gateway and topics are in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUEUE = {"name": "help", "rubric": "Does it help?", "question": "score", "rating
 
 
 class Bus:
-    """Stands in for the topic `turns` and for the gateway: what the console sends, it reads back."""
+    """In-memory substitute for the topic `turns` and the gateway: the console reads back the events that it sends."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -55,7 +55,7 @@ class Bus:
         return json.dumps({"event_ids": ["e"], "feedback_id": "f"}).encode()
 
     async def add(self, events: Sequence[Event]) -> None:
-        """Let the console read events."""
+        """Add `events` to the topic, and let the console read them."""
         assert self.stand is not None
         begin = len(self.events)
         self.events += events
@@ -83,7 +83,7 @@ async def stand(tmp_path: Path, bus: Bus) -> AsyncIterator[Stand]:
 
 
 def session_of(number: int, *, answers: int = 1, tenant: str = "default", text: str = "") -> list[Event]:
-    """Return a session with a turn in an arm, a judge's reward and the feedback of another rater."""
+    """Return the events of a session: turns in a rollout arm, a judge's reward, and feedback of another rater."""
     key = session_key(tenant, f"private-{number}")
     name = response_id(key, uuid.UUID(int=number + 1))
     choices = tuple(
@@ -114,14 +114,14 @@ _tokens: WeakKeyDictionary[httpx2.AsyncClient, str] = WeakKeyDictionary()
 
 
 async def token_of(client: httpx2.AsyncClient) -> str:
-    """Return the form token of a browser, which is the same on every page."""
+    """Return the form token of the browser's session, which is the same on every page."""
     if client not in _tokens:
         _tokens[client] = await form_token(client)
     return _tokens[client]
 
 
 async def make_queue(stand: Stand, **fields: str) -> tuple[httpx2.AsyncClient, str]:
-    """Make a queue. Return the reviewer's browser and the address of the queue."""
+    """Create a review queue, and return the reviewer's browser and the path of the queue."""
     reviewer = await stand.signed_in("reviewer")
     form = {"form_token": await token_of(reviewer), **QUEUE, **fields}
     reply = await reviewer.post("/review/new", data=form, headers=BY_PAGE)

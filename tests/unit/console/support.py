@@ -1,4 +1,4 @@
-"""The console behind the guards of its server, without network, and clients that are logged in."""
+"""A console with the middleware of its server but without network, and HTTP clients that are logged in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}
 
 
 class TestClock(SystemClock):
-    """A clock that a test moves."""
+    """Clock that a test advances."""
 
     __test__ = False
 
@@ -42,9 +42,9 @@ class TestClock(SystemClock):
 
 @dataclass
 class Stand:
-    """A console of one test, with a user of each role whose token is the name of the role.
+    """Console of one test, with one user for each role; the token of a user is the name of the role.
 
-    `async with` makes its tables and closes it after the block.
+    `async with` creates the tables and closes the console after the block.
     """
 
     data_dir: Path
@@ -72,12 +72,12 @@ class Stand:
         await self.console.close()
 
     def client(self) -> httpx2.AsyncClient:
-        """Return a browser without a session. It follows no redirect."""
+        """Return a client without a session, which follows no redirects."""
         guarded = WebGuard(SecurityHeaders(self.console.app), self.settings, SecuritySettings(), accepts_forms=True)
         return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=guarded), base_url=ORIGIN)
 
     async def signed_in(self, role: Role = "viewer") -> httpx2.AsyncClient:
-        """Return a browser with the session of the user who has `role`."""
+        """Return a client that is logged in as the user with `role`."""
         await make_tables(self.console.database, "headrace_console")
         client = self.client()
         reply = await client.post("/login", data={"token": role}, headers=BY_PAGE)
@@ -86,7 +86,7 @@ class Stand:
 
 
 async def form_token(client: httpx2.AsyncClient) -> str:
-    """Return the form token of the client's session, from a page."""
+    """Return the form token of the client's session, as a page contains it."""
     match = re.search(r'name="form_token" value="([0-9a-f]{64})"', (await client.get("/")).text)
     assert match is not None
     return match[1]

@@ -1,4 +1,4 @@
-"""Login, sessions, roles, forms and headers of the console."""
+"""Tests of the console's login, sessions, roles, forms and headers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 def routes(stand: Stand) -> list[tuple[str, str]]:
-    """Return method and a path of every route that needs a session."""
+    """Return the method and a path of every route that needs a session."""
     return [
         (method, re.sub(r"\{[^}]*\}", "x", route.path))
         for route in stand.console.app.routes

@@ -1,4 +1,4 @@
-"""Two turns side by side."""
+"""Tests of the page that compares two turns side by side."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ OTHER = "m@00000000000000bb"
 
 
 class Gateway:
-    """Stands in for the gateway: answers by the version that a request names, and lets the console read the turn."""
+    """Gateway substitute that answers by the requested version, and lets the console read the turn."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -180,7 +180,7 @@ async def test_read_only_console_requests_no_answer(tmp_path: Path, stub: Gatewa
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the registry two versions with audit scores, and one decision between them."""
+    """Make the registry return two versions with audit scores, one of which the gate has rejected."""
 
     def version(name: str, step: int, score: float) -> VersionState:
         audit = {"decision": "evaluated", "statistics": {"score": score, "tasks": 200, "score_standard_error": 0.02}}

@@ -1,4 +1,4 @@
-"""Counts of the read model equal the account, whatever the order, repetition and cut of the events."""
+"""Tests that the read model counts like the turn account for any order, repetition and batches of the events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]
 
 
 async def read(database: Database, events: Sequence[Event], chance: random.Random) -> None:
-    """Apply events in batches of random sizes. Every fifth batch is rolled back and applied again."""
+    """Apply `events` in batches of random sizes. Roll every fifth batch back and apply it again."""
     names, at = Names(), 0
     while at < len(events):
         size = chance.choice((1, 2, 5, 40))
@@ -92,7 +92,8 @@ Outcomes = list[TrainingOutcome | Undone | Restored]
 
 
 def random_history(chance: random.Random, sessions: int) -> list[Event]:
-    """Return the events of sessions that end in random states, with two tenants, two lineages and an ingested part."""
+    """Return the events of `sessions` that end in random states, with two tenants, two lineages and ingested
+    sessions."""
     events: list[Event] = []
     saves: dict[str, list[Outcomes]] = {"main": [], "replay": []}
     for number in range(sessions):
@@ -115,7 +116,7 @@ def random_history(chance: random.Random, sessions: int) -> list[Event]:
 
 
 def _session(chance: random.Random, number: int) -> list[Event]:
-    """Return the turns of a session and, mostly, its trajectory, with letters about some of them."""
+    """Return the turns of a session, in most cases its trajectory, and dead letters about some of them."""
     tenant = chance.choice(("default", "other"))
     key = session_key(tenant, f"s{number}")
     more: dict[str, Any] = {"tenant": tenant, "session_key": key, "session_id": f"s{number}"}
@@ -145,7 +146,7 @@ def _session(chance: random.Random, number: int) -> list[Event]:
 
 
 def _experiences(chance: random.Random, run: Trajectory, saves: dict[str, list[Outcomes]]) -> list[Event]:
-    """Return the experiences of a trajectory, and add the outcomes in each lineage to its saves."""
+    """Return the experiences of the trajectory `run`, and add their outcomes in each lineage to `saves`."""
     events: list[Event] = []
     of_session = {name: getattr(run, name) for name in ("tenant", "session_key", "session_id")}
     for at, branch in enumerate(run.branches):
@@ -163,7 +164,7 @@ def _experiences(chance: random.Random, run: Trajectory, saves: dict[str, list[O
 
 
 def _outcomes(chance: random.Random, name: str, turn_ids: Sequence[str], revisions: int) -> list[Outcomes]:
-    """Return the saves of a lineage about one experience: outcomes of its revisions, and reversals."""
+    """Return the outcomes that a lineage saves for one experience: outcomes of its revisions, and reversals."""
     saves: list[Outcomes] = []
     for revision in range(revisions):
         outcome_kind = chance.choice(
@@ -316,7 +317,7 @@ async def test_turn_belongs_to_the_session_whose_key_is_in_its_id(database: Data
 
 
 async def check_sessions(database: Database) -> None:
-    """Check that the summary of each session equals the sum over its turns."""
+    """Check that the summary row of each session equals the sum over its turns."""
     async with database.transaction() as tx:
         names = {row.id: row.name for row in await tx.execute(select(tables.names))}
         turns = (await tx.execute(select(tables.turns))).all()

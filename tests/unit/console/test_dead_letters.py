@@ -1,4 +1,4 @@
-"""Lists of dead letters: groups, states and rights. The integration tests retry and discard on a bus."""
+"""Tests of the lists of dead letters: groups, states and permissions. Integration tests retry and discard them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, versions and rollouts as the real registry reports them, and decisions that reach its audit log."""
+"""Tests of the pages of models, versions and rollouts with the real registry, and of decisions in its audit log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
 @contextlib.asynccontextmanager
 async def opened(data_dir: Path, rig: Rig, *, read_only: bool = False) -> AsyncIterator[Stand]:
-    """Serve the registry's REST interface over HTTP to a console."""
+    """Open a console that reaches the REST API of the registry in `rig` over HTTP."""
     common = Common(data_dir=data_dir)
     changes = RegistryChanges(rig.processor, rig.lease, rig.model_controller.wake.set)
     api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, changes)
@@ -48,7 +48,7 @@ async def post(client: httpx2.AsyncClient, path: str, reason: str) -> httpx2.Res
 
 
 async def audited(rig: Rig) -> AuditEntry:
-    """Return the newest entry of the audit log."""
+    """Return the newest entry of the registry's audit log."""
     async with rig.database.transaction() as tx:
         return (await audit.read_entries(tx, None, None, 1))[0]
 

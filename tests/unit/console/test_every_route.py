@@ -1,4 +1,4 @@
-"""Every route of the console: lower roles, foreign pages, other hosts, and the records of other tenants."""
+"""Tests of every console route: lower roles, cross-site requests, other hosts, and records of other tenants."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def stand(tmp_path: Path, bus: Bus) -> AsyncIterator[Stand]:
 
 
 def pages(stand: Stand) -> list[Page]:
-    """Return every page that needs a session, apart from the one for unknown addresses and the stream."""
+    """Return every page that needs a session, except the page for unknown addresses and the event stream."""
     return [page for page in stand.console.pages if page.path not in ("/{path:path}", "/live")]
 
 
@@ -90,7 +90,7 @@ async def test_every_route_refuses_another_host_and_every_change_of_a_foreign_pa
 
 
 async def test_foreign_and_unknown_ids_answer_alike_on_every_route(tmp_path: Path, bus: Bus) -> None:
-    """Ask for the records of another tenant by every parameter of every route, and for records that do not exist."""
+    """Request records of another tenant, and records that do not exist, by every parameter of every route."""
     other_key, unknown = session_key("other", "private-1"), session_key("default", "nobody")
     async with Stand(tmp_path) as everywhere:
         bus.stand = everywhere

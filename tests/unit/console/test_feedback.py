@@ -1,4 +1,4 @@
-"""Feedback from the console: the gateway receives the feedback of a reviewer, and the page shows its outcome."""
+"""Tests of feedback from the console: the gateway receives it, and the page shows the outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATH = f"/s/{KEY}/feedback"
 
 
 class Gateway:
-    """Stands in for the HTTP call: records the requests, and answers with `reply`."""
+    """Substitute for the HTTP call to the gateway, which records the requests and answers with `reply`."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []

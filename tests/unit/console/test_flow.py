@@ -1,4 +1,4 @@
-"""Causes of missing training are found from the facts that they leave, and learning is distinguished from noise."""
+"""Tests that the console finds the cause of missing training, and distinguishes learning from noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TURNS = 'gateway_turns_total{model="m",purpose="train"} 40'
 
 
 def facts(*samples: str, models: tuple[ModelState, ...] = (), **changes: object) -> Facts:
-    """Return the facts of a stack that is ready and publishes `samples` such as `collector_open_sessions 3`."""
+    """Return the facts of a ready stack with the metric samples `samples`, for example `collector_open_sessions 3`."""
     services = {name: ServiceReport(name, "ready") for name in NAMES}
     for name in NAMES:
         lines = [f"headrace_{sample}" for sample in samples if sample.startswith(f"{name}_")]
@@ -94,7 +94,7 @@ CASES = [
 
 
 def cause_of(observed: Facts) -> Cause:
-    """Return the cause, which must exist."""
+    """Return the cause of missing training. Fail if there is none."""
     cause = find_cause(observed)
     assert cause is not None
     return cause

@@ -1,4 +1,4 @@
-"""Advantages on the pages: which answers training pushed up or down, and what a version learned from."""
+"""Tests of advantages on pages: the answers that training made more or less likely, and what a version learned from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, SECOND, UNTRAINED = "m@00000000000000aa", "m@00000000000000bb", "m@100000
 
 @pytest.fixture
 async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stand]:
-    """Open a console whose registry has three versions."""
+    """Yield a console whose registry has three versions."""
 
     async def versions(_registry: RegistryReader, _model: str) -> tuple[VersionState, ...]:
         names = (FIRST, SECOND, UNTRAINED)
@@ -36,7 +36,7 @@ async def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 class Session:
-    """A session with `turns` turns and one experience, named after it."""
+    """Events of a session with `turns` turns and one experience that has the name of the session."""
 
     def __init__(self, name: str, turns: int = 1, tenant: str = "default") -> None:
         self.name, self.key = name, session_key(tenant, name)

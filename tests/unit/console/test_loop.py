@@ -1,4 +1,4 @@
-"""The first page, the readers of other services, and live changes."""
+"""Tests of the overview page, of the console's readers of other services, and of live updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed ids and keys are unpacked unchanged, and the history of outcomes is bounded."""
+"""Tests that packed ids and keys unpack to the same values, and that the history of outcomes is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions are deleted after their retention with all their rows, and the counts lose exactly their turns."""
+"""Tests of retention: an expired session is deleted with all its rows, and the counts drop by exactly its turns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def apply(database: Database, events: Sequence[Event], day: int) -> None:
 
 
 async def delete_expired(database: Database, day: int) -> int:
-    """Delete all expired rows, and return the number of transactions."""
+    """Delete all rows that are expired on `day`, and return the number of transactions."""
     names, transactions, more = Names(), 0, True
     while more:
         async with database.transaction() as tx:
@@ -74,7 +74,7 @@ async def rows_of(database: Database) -> dict[str, int]:
 
 
 async def check_counts(database: Database, events: Sequence[Event]) -> None:
-    """Compare the counts of each tenant with the account of its events."""
+    """Compare the counts of each tenant with the turn account of `events`."""
     for tenant in ("default", "other"):
         tenant_events = [event for event in events if getattr(event, "tenant", tenant) == tenant]
         account = turn_account_of(tenant_events, complete=False)

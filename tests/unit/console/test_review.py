@@ -1,4 +1,4 @@
-"""Ratings in a review queue: blind items, pairs, reservations, and verdicts that go back as feedback events."""
+"""Tests of ratings in a review queue: blind items, pairs, reservations, and verdicts published as feedback events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRETS = (
 
 
 def verdict_of_bob(call: Event) -> Feedback:
-    """Return the verdict of another rater about a session of the queue `help`."""
+    """Return another rater's verdict about the session of `call` in the queue `help`."""
     assert isinstance(call, Turn)
     item = item_id(call.tenant, "help", call.session_key)
     return Feedback(
@@ -172,7 +172,7 @@ async def make_pairs(stand: Stand, bus: Bus, number: int) -> tuple[httpx2.AsyncC
 
 
 def sides_of(page: str) -> tuple[str, str]:
-    """Return the texts of A and B."""
+    """Return the texts of the sides A and B on a page."""
     match = re.search(
         r'aria-label="A">.*?<pre class="text">(.*?)</pre>.*?aria-label="B">.*?<pre class="text">(.*?)</pre>',
         page,

@@ -1,4 +1,4 @@
-"""Agreement of the raters of a queue: the numbers of the page, and who may open it."""
+"""Tests of the agreement between the raters of a queue: the statistics, and the users who may open the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATERS = ("ann", "ben", "cat")
 
 
 def verdict(call: Event, rater: str, *, number: int = 1, repeated: bool = False, **answer: object) -> Feedback:
-    """Return the verdict of a rater about a session of the queue `help`."""
+    """Return the verdict of `rater` about the session of `call` in the queue `help`."""
     assert isinstance(call, Turn)
     item = item_id(call.tenant, "help", call.session_key)
     fields = {"level": "turn", **answer} if "preference" not in answer else answer
@@ -38,7 +38,7 @@ def verdict(call: Event, rater: str, *, number: int = 1, repeated: bool = False,
 
 
 def scores(sessions: int) -> tuple[list[Event], dict[int, dict[str, float]]]:
-    """Return scored sessions, and the scores by session and rater. Some are missing, and the judge rounds up to 0.5."""
+    """Return events and scores by session and rater. Some scores are missing, and the judge rounds up to 0.5."""
     draws, events, table = random.Random(5), list[Event](), dict[int, dict[str, float]]()
     for number in range(sessions):
         session = session_of(number)

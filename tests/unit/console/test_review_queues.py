@@ -1,4 +1,4 @@
-"""Review queues: who sees and makes them, what they draw, and their labels and texts."""
+"""Tests of review queues: permissions, sampling of sessions, labels and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of a session's page: the messages that a turn adds, and why there is no experience."""
+"""Tests of the texts on a session's page: messages that a turn adds, and reasons for missing experiences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of sessions, turns and rewards, over a read model that events have filled."""
+"""Tests of the pages of sessions, turns and rewards, with a read model that is filled from events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of single tokens, and the tokenizers of versions."""
+"""Tests of the texts of single tokens, and of the tokenizers of versions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_bytes_that_are_no_whole_character_are_shown_as_numbers(data: bytes, tex
 
 
 class Versions:
-    """Versions of a registry whose files are in a blob store. Counts the files that are read."""
+    """Registry versions with their files in a blob store. Counts the files that are read."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blobs = BlobStore((folder / "blobs").as_uri())
@@ -101,7 +101,7 @@ class Versions:
         monkeypatch.setattr(BlobStore, "get", counted)
 
     def add(self, number: int, tokenizer: bytes | None, base: str | None = None) -> str:
-        """Store a version, and return its name. `base` makes it an adapter."""
+        """Store a version and return its name. With `base`, the version is an adapter."""
         folder = self._folder / f"version-{number}"
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(str(number).encode())

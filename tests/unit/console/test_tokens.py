@@ -1,4 +1,4 @@
-"""The token lens: colours of tokens, which were trained, and probabilities under a version that is served now."""
+"""Tests of the token view: colours, trained tokens, and probabilities under a version that is served now."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_lens_shows_the_prompt_and_the_answer_in_windows() -> None:
 
 
 class Bus:
-    """Records of the stand's console, by topic and offset."""
+    """The console's bus, with records by topic and offset."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -94,7 +94,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 
 async def fill(stand: Stand, events: Sequence[Event], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store the events, and let the console read their texts, with a byte-level tokenizer for all versions."""
+    """Store `events`, and let the console read their texts, with a byte-level tokenizer for all versions."""
     await apply(stand, events)
     texts = TokenTexts(byte_level().to_str().encode())
 
@@ -202,7 +202,7 @@ def announce(source: ReplicaReader, replica: Replica) -> None:
 
 
 class FakeReplica:
-    """Answers `POST /v1/logprobs` with -1, -2 and so on, and records the requests."""
+    """Replica that answers `POST /v1/logprobs` with the logprobs -1, -2 and so on, and records the requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, surplus: int = 0) -> None:
         self.requests: list[ScoreRequest] = []
@@ -223,7 +223,7 @@ class FakeReplica:
 
 
 def two_turns() -> list[Event]:
-    """Return a turn, and one that contains only the end of its prompt."""
+    """Return a complete turn, and a turn that extends it and contains only the end of its own prompt."""
     second = response_id(KEY)
     first = sampled((1, 2), answer((3, 4), (-0.5, -0.5)))
     shared = (1, 2, 3, 4)

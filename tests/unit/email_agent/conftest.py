@@ -1,4 +1,4 @@
-"""A mailbox and its tools for the tests of the e-mail agent."""
+"""Fixtures for the e-mail agent: a mailbox and its tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The e-mail agent with models that behave well and badly: its loop, its evaluation, and the reward of a run."""
+"""Tests of the e-mail agent with correct and faulty models: the agent loop, the evaluation and the reward of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.turns import closed
 
 
 class Clerk:
-    """Answers each call as the right way would go on from there."""
+    """Model that answers every call with the next message of the demonstrated conversation."""
 
     def __init__(self, box: Mailbox, tools: Mailtools) -> None:
         all_tasks = (*tasks(box, "train"), *tasks(box, "held_out"))
@@ -327,7 +327,7 @@ def test_a_typed_answer_is_the_argument_of_the_last_call(last: dict[str, str], r
 
 
 def test_the_warm_up_of_typed_answers_ends_with_the_same_answers() -> None:
-    """Malformed calls stay text, so that the grammar has something to prevent."""
+    """The typed warm-up data keeps malformed tool calls as text, which the grammar has to prevent later."""
     schedule = Schedule(steps=4, batch=8, right_share=0.5)
     for typed_conversation, bare in zip(typed.conversations(schedule, 1), conversations(schedule, 1), strict=True):
         text = bare[-1]["content"]

@@ -1,4 +1,4 @@
-"""Mailboxes, tasks, tools and simulated users, whose signals carry their own information and no other signal's."""
+"""Tests of mailboxes, tasks, tools and simulated users. Each kind of feedback contains only its own information."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_database_says_what_the_mailbox_says(box: mailbox.Mailbox, tmp_path:
 
 
 def topics(tasks_of_split: list[Task]) -> set[str]:
-    """Folders and people in the questions."""
+    """Return the folders and people in the questions of a split."""
     return {task.about if task.kind == "mail_count" else task.about.split()[0] for task in tasks_of_split}
 
 

@@ -1,4 +1,4 @@
-"""Chat template, rendered as transformers does, and tokenizer of the e-mail agent."""
+"""Tests of the e-mail agent's chat template, rendered as by transformers, and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_tools_and_no_system_message_leave_no_system_block() -> None:
 
 
 def test_each_turn_continues_the_one_before_it(box: Mailbox, tools: Mailtools) -> None:
-    """Each prompt begins with the prompt and answer before it: a run is one branch (pitfall 7)."""
+    """Each prompt begins with the previous prompt and answer, so that a run is one branch (pitfall 7)."""
     for task in itertools.islice(stream(box, "train", 0), 60):
         messages = demonstrate(task, tools, random.Random(task.id), lapses=0.5)
         rendered = render(messages)
@@ -148,7 +148,7 @@ def test_a_call_takes_few_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
-    """A parser must see the markup of calls even where special tokens are left out, as with Qwen's own tokenizer."""
+    """Parsers need the markup of tool calls even if special tokens are skipped, as in Qwen's tokenizer."""
     text = "<|im_start|>assistant\n<tool_call>{}</tool_call><|im_end|>"
     decoded = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True)
     assert decoded == "assistant\n<tool_call>{}</tool_call>"

@@ -1,10 +1,7 @@
-"""The email search example: rounds of compared runs against a gateway in memory, held-out queries, and the recipe.
+"""Tests of the email search example: its queries, its rewards, its compared runs and its recipe.
 
-Queries have one right call, which finds exactly the mails that they are about; no two splits share a question.
-
-The reward of a run, term by term; how many mails it found; and which two runs of a query are compared.
-
-A behaviour for `FakeLLM`: a model that calls as a demonstration does.
+Each query has one right tool call, which finds exactly the relevant mails, and no two splits share a question. The
+agent runs against a gateway in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class Searcher:
-    """Knows `queries` and no others; of a query's calls one is as the next is, or as `habits` have it."""
+    """Model that answers a query with the demonstrated tool call, with the faults that `habits` adds to it."""
 
     def __init__(self, queries: list[Query], habits: Habits = NONE) -> None:
         self._queries = {query.question: query for query in queries}
@@ -175,7 +172,7 @@ QUERIES = [query for split in SPLITS for query in queries(BOX, split)]
 
 
 def played(query: Query, habits: Habits, seed: int = 0) -> list[dict[str, object]]:
-    """Return the demonstrated conversation, followed by the answer of the tool."""
+    """Return the demonstrated conversation for `query`, followed by the result of the tool."""
     messages = demonstrate(query, random.Random(seed), habits)
     function = messages[-1]["tool_calls"][0]["function"]
     answer = TOOLS_OF_BOX.call(function["name"], function["arguments"])
@@ -232,7 +229,8 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(name: str, arguments: str, 
 
 @pytest.mark.parametrize("habit", ["none", "invented", "confused", "insufficient", "excessive"])
 def test_each_habit_is_what_it_says(habit: str) -> None:
-    """Check tool, arguments, invalid calls and number of relevant mails in conversations with one habit."""
+    """Check the tool, the arguments, the invalid calls and the number of relevant mails of conversations with one
+    habit."""
     habits = NONE if habit == "none" else Habits(**{habit: 1.0})
     for seed, query in enumerate(QUERIES[::97]):
         messages = played(query, habits, seed)
@@ -302,7 +300,7 @@ def test_each_term_of_the_reward(name: str) -> None:
 
 
 def test_an_invalid_tool_that_is_not_punished_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: without its term an empty call is as good as a wrong one that fails."""
+    """Without the penalty for an invalid tool, an invalid call earns as much as a failed valid call."""
     invalid, failed = REWARDED_RUNS["a tool that there is not"][0], REWARDED_RUNS["another tool, in vain"][0]
     assert sum(earned(invalid)) < sum(earned(failed))
     monkeypatch.setattr(rewards, "WORTH", {**rewards.WORTH, "invalid_tool": 0.0})
