@@ -1,7 +1,4 @@
-"""Keys, scopes and limits.
-
-Rate, concurrency and size: of a key, and of all keys together.
-"""
+"""Tests of API keys, scopes and limits: rate, concurrency and size, for one key and for all keys together."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def test_a_key_gives_its_tenant_and_its_scopes() -> None:
 
 
 def test_a_key_in_the_path_wins_over_a_made_up_bearer() -> None:
-    """AgentScope's client sends `Bearer dummy` beside the only secret that it can carry, in its URL."""
+    """AgentScope's client can send the key only in the URL, and always adds the header `Bearer dummy`."""
     ring = KeyRing([key("s3cret", tenant="acme")], LIMITS)
     assert ring.identify("s3cret", bearer("dummy")).tenant == "acme"
 
@@ -167,7 +164,7 @@ def test_without_keys_agents_call_and_the_internal_key_alone_is_admin() -> None:
 
 
 class Clock:
-    """Moved by the test."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.at_s = 1000.0
@@ -187,7 +184,7 @@ def caller(name: str = "one", **limits: float) -> Caller:
 
 
 def begun(meter: Meter, tries: int) -> int:
-    """How many of so many requests may begin now; all of them end at once."""
+    """Return how many of `tries` requests may begin now. Each request ends before the next one begins."""
     count = 0
     for _ in range(tries):
         if meter.refusal("it") is None:

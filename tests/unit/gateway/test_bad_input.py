@@ -1,8 +1,8 @@
-"""Whatever comes in, the answer is a clear OpenAI-shaped error, and the next request is served as usual.
+"""Tests of invalid, large and hostile requests.
 
-A value of a wrong JSON type, at any place of any body, is refused by name or taken; the gateway never fails.
-
-Large and hostile bodies delay no other client, and tenants do not share the caches of replicas.
+An invalid request gets an OpenAI-shaped error, and the next request is served. A value of a wrong JSON type is refused
+by the name of its field or accepted, and never causes a server error. Large bodies do not delay other clients. Tenants
+do not share replica caches.
 """
 
 from __future__ import annotations

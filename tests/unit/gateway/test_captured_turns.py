@@ -1,4 +1,5 @@
-"""Turns that extend an earlier turn of their session are small, and every reader finds them whole again."""
+"""Tests of turns that extend an earlier turn of their session: stored without the shared part, and restored by
+readers."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"typ
 
 @pytest.fixture(autouse=True)
 def exact_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the replica's prompts continue the sampled tokens of earlier answers."""
+    """Make the prompts of the replica continue the sampled tokens of earlier answers."""
     monkeypatch.setattr(Generation, "prompt_ids", property(lambda self: prompt_of(self.body["messages"])))
     monkeypatch.setattr(Generation, "tokens", lambda self, index: answer_of([*self.prompt_ids, index])[: self.limit])
     monkeypatch.setattr(Generation, "calls_a_tool", property(lambda _self: False))
 
 
 async def ask(served: Gateway, messages: Messages, session: str = "s", **fields: Any) -> Messages:
-    """Call the model, and return the conversation with its first answer."""
+    """Request a chat completion, and return the conversation with its first answer."""
     body = {"model": "tiny", "messages": messages, **fields}
     answer = await served.client.post("/v1/chat/completions", json=body, headers={"x-session-id": session})
     assert answer.status_code == 200, answer.text
@@ -138,7 +139,8 @@ async def test_turn_that_neither_bus_nor_spool_took_is_never_referred_to(tmp_pat
 
 
 async def test_line_of_turns_begins_with_a_whole_turn_again(tmp_path: Path) -> None:
-    """So that a reader never has to resolve more than about a whole turn's bytes."""
+    """A chain of extending turns starts again with a complete turn, which bounds the bytes that a reader has to
+    resolve."""
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         messages = [OPENING]
@@ -191,7 +193,7 @@ async def test_replica_that_was_restarted_gets_the_exact_tokens_of_the_conversat
 
 
 def replica_answer(replica: FakeReplica) -> str:
-    """Return the text that the replica answered to its last request."""
+    """Return the text of the replica's answer to its last request."""
     work = Generation(replica.requests[-1], "tiny")
     return "".join(map(work.text, range(work.limit), work.tokens(0)))
 

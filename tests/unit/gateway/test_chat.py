@@ -1,4 +1,4 @@
-"""A chat call over HTTP, from the request to the turn on the bus."""
+"""Tests of chat completions over HTTP, from the request to the turn on the bus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 
 
 def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
-    """The stream's chunks; it must have ended properly."""
+    """Return the events of a streamed response, which must have ended with `[DONE]`."""
     *events, last_line = [line[6:] for line in answer.text.split("\n\n") if line]
     assert last_line == "[DONE]"
     return [json.loads(event) for event in events]
@@ -78,7 +78,7 @@ async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs
 
 
 async def test_templates_get_every_content_as_one_text(tmp_path: Path) -> None:
-    """Templates add contents up; a list, or none next to tool calls, would break or enter the prompt as a word."""
+    """Chat templates concatenate contents, so a list fails, and a null beside tool calls renders as the word "None"."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     messages = [
@@ -100,7 +100,7 @@ async def test_templates_get_every_content_as_one_text(tmp_path: Path) -> None:
 
 
 async def test_sampling_is_always_said_so_that_no_engine_takes_its_own_defaults(tmp_path: Path) -> None:
-    """Pitfall 5: a stock vLLM server reads top_p and temperature from the model's generation_config."""
+    """Pitfall 5: a stock vLLM server reads the defaults of top_p and temperature from `generation_config.json`."""
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         await served.chat()
@@ -132,7 +132,7 @@ async def test_a_stream_says_the_same_as_a_plain_answer(tmp_path: Path, n: int) 
 
 
 async def test_chunks_reach_the_client_while_the_engine_is_still_sampling(tmp_path: Path) -> None:
-    """Pitfall 28: streaming is true, not a finished answer cut into pieces."""
+    """Pitfall 28: the gateway forwards each chunk at once instead of splitting a finished answer into chunks."""
     replica = FakeReplica(faults=[Fault(stall_after=2)])
     async with replica.running(), gateway(tmp_path, replica) as served:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -186,7 +186,8 @@ async def test_logprobs_ids_and_usage_go_to_who_asked(tmp_path: Path) -> None:
 
 
 async def test_a_retry_is_told_from_a_parallel_sample(tmp_path: Path) -> None:
-    """Pitfalls 20 and 21: equal digest, another retry count; no turn is deduplicated by its prompt."""
+    """Pitfalls 20 and 21: the prompt digest is equal, but the retry count differs. No turn is deduplicated by its
+    prompt."""
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         for retry in ("0", "1", "junk", "99999999999999"):
@@ -199,7 +200,8 @@ async def test_a_retry_is_told_from_a_parallel_sample(tmp_path: Path) -> None:
 
 
 async def test_the_version_is_the_one_that_the_engine_reports(tmp_path: Path) -> None:
-    """P3, pitfall 19: the turn names the version that served, not the requested one."""
+    """P3, pitfall 19: the turn names the version that served the request, which may differ from the requested
+    version."""
     other = "tiny@fedcba9876543210"
     replica = FakeReplica(faults=[Fault(model=other), Fault(model=other)])
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -227,7 +229,7 @@ async def test_evaluation_traffic_is_marked(tmp_path: Path) -> None:
 
 
 async def test_a_shadow_is_an_evaluation_that_says_whose_prompt_it_answers(tmp_path: Path) -> None:
-    """An old reader takes it for an evaluation, which is never trained; it does not move the user's session."""
+    """A shadow turn is marked as an evaluation, so old readers never train it. It does not move the user's session."""
     replica, of = FakeReplica(), "a" * 16
     async with replica.running(), gateway(tmp_path, replica) as served:
         headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": "shadow-1"}
@@ -273,7 +275,7 @@ async def test_the_trace_runs_from_the_client_through_the_replica_to_the_turn(tm
 
 
 async def test_a_jdk_client_that_offers_h2c_keeps_its_body(tmp_path: Path) -> None:
-    """Pitfall 29: AgentScope's client sends this upgrade with every request, on one connection."""
+    """Pitfall 29: AgentScope's client sends the h2c upgrade header with each request, on one connection."""
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         host, port = served.url.removeprefix("http://").split(":")
@@ -322,7 +324,7 @@ async def test_health_and_metrics_tell_how_it_goes(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_goes_away_leaves_an_undelivered_turn(tmp_path: Path) -> None:
-    """Pitfall 20: the SDK timed out and will retry; this sample is captured, and never trained."""
+    """Pitfall 20: an SDK that timed out will retry, so this sample is captured and never trained."""
     for stream in (False, True):
         replica = FakeReplica(faults=[Fault(stall_after=2)])
         folder = tmp_path / str(stream)

@@ -1,8 +1,7 @@
-"""Valid and invalid fields of a chat request, and the messages of refusals.
+"""Tests of the fields of chat requests, and of compressed request bodies.
 
-Compressed request bodies, and bodies that are larger than they look.
-
-The fields `functions` and `function_call` of chat completions, as old agents send them.
+They cover valid and invalid fields, the error messages, the old fields `functions` and `function_call`, and compressed
+bodies that expand beyond the limit.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def refused(**fields: Any) -> ApiError:
 
 
 def test_the_clients_sampling_is_kept_and_openais_defaults_fill_the_rest() -> None:
-    """Pitfall 28: the temperature is the client's."""
+    """Pitfall 28: the gateway keeps the temperature of the client."""
     request = parsed(temperature=0.25, top_p=0.5, top_k=7, min_p=0.1, max_completion_tokens=9, seed=3, stop="END")
     assert request.sampling == Sampling(
         temperature=0.25, top_p=0.5, top_k=7, min_p=0.1, max_tokens=9, seed=3, stop=("END",)
@@ -54,7 +53,7 @@ def test_the_clients_sampling_is_kept_and_openais_defaults_fill_the_rest() -> No
 
 
 def test_an_unknown_field_is_refused_with_the_name_that_was_meant() -> None:
-    """Pitfall 25."""
+    """Pitfall 25: a misspelled field must not be ignored."""
     error = refused(temprature=0.5)
     assert (error.status, error.code, error.param) == (400, "unknown_field", "temprature")
     assert str(error) == "unknown field 'temprature'; did you mean 'temperature'?"
@@ -234,7 +233,7 @@ def test_a_gzip_body_may_have_several_members() -> None:
 
 
 def test_a_gzip_body_of_very_many_members_is_refused() -> None:
-    """Each member copies the rest of the body: 8 MB of empty members took minutes of a thread."""
+    """Decompression copies the rest of the body for each member: 8 MB of empty members took minutes in one thread."""
     with pytest.raises(ApiError, match="more than 100 gzip members") as caught:
         decoded(gzip.compress(b"") * 200_000, "gzip", 8_000_000)
     assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")

@@ -1,4 +1,4 @@
-"""`conversation` of the Responses API, and responses that a gateway finds again after a restart."""
+"""Tests of `conversation` in the Responses API, and of responses that a gateway restores after a restart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def served(
 
 
 def restarted(folder: Path, server: Gateway, **options: Any) -> ResponseStore:
-    """Return the store of another process that has read the turns of `server`."""
+    """Return the response store of a second process that has read the turns of `server`."""
     store = ResponseStore(2**20, recalls=True, **options)
     for turn in server.turns:
         recall_response(turn, store)
@@ -240,7 +240,8 @@ async def test_while_earlier_responses_are_read_the_client_is_told_to_try_again(
 
 
 async def test_recalled_responses_share_the_items_that_they_continue(tmp_path: Path) -> None:
-    """Responses that each kept their whole conversation would fill the store with the square of its length."""
+    """If each response stored its whole conversation, the size of the store would grow with the square of its
+    length."""
     texts = [character * 4_000 for character in "abcdef"]
     async with served(tmp_path, FakeReplica()) as (server, client):
         previous: Response | None = None

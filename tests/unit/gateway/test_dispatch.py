@@ -1,6 +1,7 @@
-"""Order of calls to a replica: tenants by their calls in flight, sessions in turn, evaluations behind users.
+"""Tests of the order of calls to a replica, and of hanging replicas.
 
-A replica that hangs is distinguished from a slow one, and its calls go on elsewhere.
+Tenants are ordered by their calls in flight, sessions take turns, and evaluations wait for users. A replica that hangs
+is distinguished from a slow replica, and its calls are resumed on another replica.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def call(tenant: str, session: str = "s", choices: int = 1, *, background: bool 
 
 
 class Rig:
-    """Calls that stay in flight until the test ends them."""
+    """Calls to a replica that stay in flight until the test ends them."""
 
     def __init__(self, places: int = PLACES) -> None:
         self.dispatcher = Dispatcher(lambda: places)
@@ -220,7 +221,7 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream
 
 
 def has_all_tokens_once(answer: httpx2.Response, replica: FakeReplica, request: int = -1) -> bool:
-    """Return whether the client received each token of the replica exactly once."""
+    """Return whether the client received each token of the replica's answer exactly once."""
     expected = "".join(map(text_of, Generation(replica.requests[request], VERSION).tokens(0)))
     if answer.headers["content-type"].startswith("application/json"):
         return bool(answer.json()["choices"][0]["message"]["content"] == expected)
@@ -230,7 +231,7 @@ def has_all_tokens_once(answer: httpx2.Response, replica: FakeReplica, request: 
 
 
 async def busy(served: Gateway, a: FakeReplica, b: FakeReplica) -> tuple[FakeReplica, FakeReplica]:
-    """Return the replica of the session `x`, and the other replica."""
+    """Return the replica that serves the session `x`, and the other replica."""
     await served.chat(max_tokens=1, headers={"X-Session-Id": "x"})
     served.bus.records.clear()
     return (a, b) if a.requests else (b, a)
@@ -340,7 +341,8 @@ async def test_impatient_clients_do_not_hide_that_it_hangs(tmp_path: Path) -> No
 
 
 async def test_a_hung_replica_without_the_version_of_a_begun_stream_is_waited_for(tmp_path: Path) -> None:
-    """The twin has other weights: it may take new calls, and none that has tokens of the first."""
+    """The other replica has another version: it may serve new calls, but cannot resume a stream of the first
+    version."""
     other = "tiny@fedcba9876543210"
     a, b = FakeReplica("a", faults=[Fault(stall_after=2)]), FakeReplica("b", versions=(other,))
     async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:

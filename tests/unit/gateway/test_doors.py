@@ -1,5 +1,8 @@
-"""Routes of the gateway: a body is accepted only if all events that follow from it are valid, and otherwise the invalid
-field is named; the port for clients of Trinity-RFT; the metric label of each route."""
+"""Tests of the gateway's routes: validation of bodies, the port for clients of Trinity-RFT, and metric labels.
+
+The gateway accepts a body only if all events that are made from it are valid. Otherwise the error names the invalid
+field.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ async def ready(served: Gateway) -> None:
 
 
 def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
-    """Return the events of `kind` on the bus. The values of large events are read from the blob store."""
+    """Return the events of `kind` on the bus, and read the contents of large events from the blob store."""
     blobs = BlobStore((folder / "blobs").as_uri())
     events = []
     for record in served.bus.records:

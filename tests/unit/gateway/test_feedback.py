@@ -1,6 +1,6 @@
-"""Which sessions a feedback reaches, and with which turns.
+"""Tests of feedback over HTTP: the sessions and turns that it applies to, and its validation.
 
-Every kind of feedback over HTTP, and the same validation rules for records of the topic.
+The rules for HTTP bodies also hold for records of the topic.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def feedback_of_size(growth_max: float, body_bytes: int, sessions: int = 4, **fi
 
 
 def test_copies_may_be_as_large_as_allowed_to_the_byte() -> None:
-    """Each event counts with 300 bytes for its envelope."""
+    """The size limit counts 300 bytes for the envelope of each event."""
     size = sum(len(event.to_json()) + 300 for event in feedback_of_size(9.0, 10_000))
     assert len(feedback_of_size(1.0, size)) == 4
     with pytest.raises(ApiError) as refused:

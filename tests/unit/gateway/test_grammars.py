@@ -1,9 +1,7 @@
-"""`response_format` and forced calls through the gateway: the request to the replica, the choice of the replica, and
-the recorded turn.
+"""Tests of `response_format`, forced tool calls and custom tools through the gateway.
 
-Grammars of custom tools: their patterns, and the answers that are reported as not held to one.
-
-The gateway records the grammar and the stored sets that replicas report, also of streamed and resumed answers.
+They cover the request to the replica, the choice of the replica, the recorded turn, and answers that do not match their
+grammar. The turn records the grammar and token sets that the replica reports, also for streamed and resumed answers.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ async def test_it_reaches_the_replica_and_the_event(
 async def test_without_a_replica_that_can_it_is_refused_by_name(
     tmp_path: Path, grammars: tuple[str, ...], field: str
 ) -> None:
-    """At once, whichever engine it is: no client waits for an answer that never comes."""
+    """The gateway refuses the request at once instead of waiting for a replica that supports the grammar."""
     replica = FakeReplica(engine="vllm", grammars=grammars)
     async with replica.running(), gateway(tmp_path, replica) as served:
         refused = await served.chat(response_format={"type": "json_object"})
@@ -101,7 +99,7 @@ async def test_replicas_that_can_get_the_calls_and_go_on_with_broken_streams(tmp
 
 @pytest.mark.parametrize("grammar", [grammar for *_, grammar in ASKED])
 def test_a_shadow_asks_for_the_same_form(grammar: Grammar) -> None:
-    """The recorded turn is enough to repeat the request, and the gateway accepts it."""
+    """A shadow request is rebuilt from the recorded turn alone, and has the same grammar."""
     tools = tuple(Tool.model_validate(tool) for tool in TOOLS)
     prompt = ask([user("q")], sampling=Sampling(grammar=grammar, temperature=0.5), tools=tools)
     again = parse_chat(json.dumps(repeated_request("tiny", prompt, prompt.messages, 64)).encode(), strict())

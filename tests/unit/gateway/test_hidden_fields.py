@@ -1,9 +1,7 @@
-"""Fields that capture requests from the engine never reach a client that did not request them: every combination,
-whole and streamed.
+"""Tests of fields that only the gateway requests, of hints, and of file descriptor limits.
 
-Hints: accepted and reported, honoured by the chat template, or refused by strict settings.
-
-The concurrency that file descriptors allow.
+Fields that the gateway requests for capture never reach a client that did not request them. Hints are reported and
+honoured by the chat template, or refused by strict settings. The number of file descriptors limits the concurrency.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ def call_of(fields: dict[str, Any]) -> ChatCall:
 
 
 def check(part: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Only OpenAI's own names, and of the others exactly the requested ones."""
+    """Check that a response body or chunk has only OpenAI's fields and the extra fields that were requested."""
     extra = {"prompt_token_ids"} if fields.get("return_token_ids") else set()
     assert set(part) <= TOP | extra
     for choice in part["choices"]:
@@ -303,7 +301,7 @@ def test_a_header_holds_printable_names_and_a_metric_known_ones() -> None:
 
 @pytest.fixture
 def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Soft and hard limit of the process, as the system would keep them."""
+    """Replace the process limit of file descriptors, and return its soft and hard value."""
     limits = [1024, 4096]
 
     def put(_what: int, both: tuple[int, int]) -> None:

@@ -1,6 +1,7 @@
-"""Where a session id comes from: header, metadata, path, key, implied; and the inputs of the implied one.
+"""Tests of session ids and of the role of a call in its session.
 
-The role of a call in its session: side calls, sub-agents, and requests that come again.
+A session id comes from the header, the metadata, the path, the key, or is implied by the request. The role of a call is
+main, side call or sub-agent; a request may also be a retry.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def test_an_id_that_is_none_is_refused(said: dict[str, Any], param: str) -> None
 
 
 def test_an_implied_session_is_the_same_for_every_release_of_the_gateway() -> None:
-    """Gateways are replaced one after the other, in the middle of runs."""
+    """The implied session id must not change between releases, because gateways are replaced during runs."""
     opened = b'{"role":"user","content":"hello"}'
     expected = hashlib.sha256(caller().key_id.encode() + b"\0train tiny\0\0" + opened).hexdigest()[:32]
     assert identity(SYSTEM, HELLO).session_id == f"implicit-{expected}"
@@ -232,7 +233,7 @@ async def test_turn_names_its_sub_agent(tmp_path: Path, headers: dict[str, str],
 
 
 class StoppedClock:
-    """A clock that a test advances."""
+    """Clock that a test advances."""
 
     now_s = 0.0
 

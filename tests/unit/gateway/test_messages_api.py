@@ -1,4 +1,4 @@
-"""The Messages API: the unmodified `anthropic` package, and the chat call that a request becomes."""
+"""Tests of the Messages API with the unmodified `anthropic` package, and of the conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def served(
 
 
 async def streamed(client: anthropic.AsyncAnthropic, **fields: Any) -> tuple[Message, list[Any]]:
-    """Return the message of a stream and its raw events, each read by the package's types."""
+    """Return the message of a stream and its raw events, each parsed by the package's types."""
     async with client.messages.stream(**fields) as stream:
         events = [event async for event in stream]
         return await stream.get_final_message(), events
@@ -150,7 +150,7 @@ async def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
 
 
 def messages_of(**fields: Any) -> list[dict[str, Any]]:
-    """Return the chat messages of a request, without empty fields."""
+    """Return the chat messages that a Messages API request with `fields` is converted to, without empty fields."""
     _, request = parse_messages(json.dumps({**ASKED, **fields}).encode(), lenient())
     return [message.event.model_dump(mode="json", exclude_none=True) for message in request.messages]
 
@@ -191,7 +191,7 @@ def test_blocks_become_chat_messages() -> None:
 
 
 def test_the_text_of_thousands_of_blocks_is_joined_once() -> None:
-    """Each joining copies the text so far: 10,000 blocks took the thread that reads large bodies for 10 s."""
+    """Repeated concatenation copies the text each time: 10,000 blocks occupied the thread for large bodies for 10 s."""
     blocks = [{"type": kind, kind: "x" * 200} for _ in range(5000) for kind in ("text", "thinking")]
     messages = [{"role": "assistant", "content": blocks}, {"role": "user", "content": blocks[:10_000:2]}]
     body = json.dumps({**ASKED, "messages": messages}).encode()
@@ -273,7 +273,7 @@ def test_thinking_is_switched_by_the_chat_template(kind: str, switch: bool | Non
 
 
 def with_block(role: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Return the `messages` field of a request with `block` in the first message."""
+    """Return the `messages` field of a request whose first message contains `block`."""
     return {"messages": [{"role": role, "content": [block]}, USER]}
 
 

@@ -1,6 +1,6 @@
-"""Resolution of model names to versions.
+"""Tests of the resolution of model names to versions, and of value ranges.
 
-Values that the API accepts are inside the declared ranges, so the scorer dead-letters none of them for its value.
+The gateway accepts only values in the declared ranges, so that the scorer dead-letters none of them for its value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which version and which replica a call gets: sticky sessions, withdrawal, replicas in trouble."""
+"""Tests of the version and the replica of a call: sticky sessions, withdrawn versions and failed replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ V1, V2 = (f"tiny@{digit * 16}" for digit in "12")
 
 
 class Rig:
-    """A placement over two or more replicas, on a clock that stands still."""
+    """A placement over two or more replicas, with a clock that the test advances."""
 
     def __init__(self, **replicas: tuple[str, ...]) -> None:
         self.clock = ManualClock()
@@ -111,7 +111,7 @@ def test_a_pinned_version_that_nobody_holds_any_more_gives_way() -> None:
 
 
 def test_a_new_run_of_an_implied_session_gets_the_current_version() -> None:
-    """Runs of one prompt repeated for ever share a key; they must not keep an old version alive for ever."""
+    """Runs that repeat one prompt share a session key, which must not keep an old version in use for ever."""
     rig = Rig(a=(V1, V2))
     rig.route(V1, 1)
     assert rig.place(source="implicit")[0] == V1
@@ -179,7 +179,7 @@ def test_a_full_replica_passes_calls_to_the_least_loaded() -> None:
 
 
 def test_a_silent_replica_is_asked_only_when_no_other_is_left() -> None:
-    """The bus may be away: silence of all replicas is no reason to refuse every client."""
+    """If all replicas are silent, the bus may have failed, so the gateway still uses them."""
     rig = Rig(a=(V1,), b=(V1,))
     rig.route(V1, 1)
     rig.clock.advance(6)
@@ -246,7 +246,7 @@ def loaded(version: str, state: LoadState) -> tuple[LoadedVersion, ...]:
 
 
 def test_what_drains_takes_over_what_was_begun_and_nothing_new() -> None:
-    """Routing dropped the version while it streamed; every replica drains it."""
+    """Routing dropped the version while a stream was open, and all replicas drain the version."""
     rig = Rig()
     rig.route(V2, 1, serve=(V2,))
     rig.beat("a", versions=loaded(V1, "draining"))
@@ -268,7 +268,7 @@ def test_a_broken_stream_waits_for_who_has_its_version_or_loads_it(state: LoadSt
 
 
 def test_a_broken_stream_waits_while_routing_wants_its_version() -> None:
-    """A replica that has just come back announces no version before it has read routing."""
+    """A replica that has just restarted reports no version until it has read the routing."""
     rig = Rig(a=())
     rig.route(V2, 1, serve=(V1, V2))
     assert rig.placement.may_resume(rig.call(), V1)

@@ -1,6 +1,6 @@
-"""Turns go to the bus or to the spool, in order, whatever the bus does (P1).
+"""Tests of the publisher: turns reach the bus or the spool in order, even if the bus fails (P1).
 
-The end of a response comes after the turn is durable, and an absent bus delays no client.
+A response ends only after its turn is durable, and an unavailable bus delays no client.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def test_a_spool_that_a_dead_process_left_is_drained(tmp_path: Path) -> No
 
 
 async def test_an_end_is_sent_only_after_the_events_before_it_are_acknowledged(tmp_path: Path) -> None:
-    """Ends and turns are on different topics: in one request to the bus an end could overtake its turn."""
+    """Ends and turns are on different topics, so an end in the same produce request could overtake its turn."""
     bus = ListBus()
     bus.back.clear()
     sent: list[list[str]] = []
@@ -184,7 +184,8 @@ async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
 
 
 async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
-    """aiokafka's sender can fail for good (a broker that lost its data): only a fresh one goes on."""
+    """The sender of aiokafka can fail permanently, for example after data loss in the broker; then a new producer is
+    needed."""
     bus = ListBus()
     dead: list[bool] = [False]
 
@@ -212,7 +213,7 @@ async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
 async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made_again(
     tmp_path: Path, makes_topics: bool
 ) -> None:
-    """A producer that is given up while it retries would go on for ever next to its successor."""
+    """A producer that is abandoned while it retries would continue for ever beside its successor."""
     bus = ListBus()
     producers, prepared = 0, 0
 
@@ -257,7 +258,7 @@ async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path
 
 
 def spooled(folder: Path) -> list[Turn]:
-    """Return the events in the spool's file, read as another process would."""
+    """Return the events in the spool file, read as by another process."""
     scanned = [
         scanned.event
         for path in sorted((folder / "spool").glob("*.spool"))
@@ -303,7 +304,7 @@ async def test_a_stream_shows_its_last_word_before_it_is_captured_and_done_only_
 
 
 async def _rest(lines: AsyncIterator[str]) -> str:
-    """Return the rest of the stream up to and including its first event."""
+    """Return the next event of the stream, or an empty string if there is none."""
     async for line in lines:
         if line:
             return line

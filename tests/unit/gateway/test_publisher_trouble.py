@@ -1,4 +1,4 @@
-"""The behaviour of the publisher, and the cause that it reports, when the bus, the disk or its connection fails."""
+"""Tests of the publisher if the bus, the disk or the connection fails, and of the cause that it reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.gateway import ListBus, ListProducer, feedback, numbers, runn
 class Connections:
     """Factory of producers that counts how many were created, abandoned and stopped.
 
-    While `taking` is clear, the bus accepts connections but no records.
+    While the event `taking` is clear, the bus accepts connections but no records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -302,7 +302,7 @@ async def test_events_are_counted_by_where_they_became_durable(tmp_path: Path) -
 async def test_a_spooled_event_that_cannot_be_sent_is_named_and_the_others_are_sent(
     tmp_path: Path, error: type[Exception]
 ) -> None:
-    """The spool is on the disk, so an event that blocks it once would block it after every restart."""
+    """The spool is on disk, so an event that cannot be sent would block it again after every restart."""
 
     class Strict(_Producer):
         async def encode(self, event: Event, *rest: Any, **named: Any) -> Outgoing:

@@ -1,4 +1,4 @@
-"""P8: faults of replicas stay hidden from clients while one of them lives."""
+"""Tests that clients see no fault of a replica while another replica works (P8)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UPSTREAM = {"hold_s": 0.3, "routing_wait_s": 0.1, "stall_timeout_s": 0.2}
 
 
 def content(answer: httpx2.Response) -> str:
-    """Return the text that the client received, from either kind of answer."""
+    """Return the text that the client received, from a plain or a streamed response."""
     if answer.headers["content-type"].startswith("application/json"):
         text: str = answer.json()["choices"][0]["message"]["content"]
         return text
@@ -36,7 +36,7 @@ def content(answer: httpx2.Response) -> str:
 
 
 def chunks_of(answer: httpx2.Response) -> list[Any]:
-    """The events of a whole stream."""
+    """Return the chunks of a complete stream."""
     return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
 
 
@@ -108,7 +108,8 @@ async def test_a_stream_resumes_with_every_choice_and_every_token(tmp_path: Path
 async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_was_sampled_from(
     tmp_path: Path, drop_after: int
 ) -> None:
-    """Exact tokens of a conversation are in the memory of the replica that sampled them, and of no other (P2)."""
+    """The prompt that was sampled from is sent with the resumed call, because only its replica remembers the tokens
+    (P2)."""
     a, b = FakeReplica("a"), FakeReplica("b", prompt_tail=(7, 7))
     async with a.running(), b.running(), gateway(tmp_path, a, b) as served:
         await served.chat(max_tokens=1)
@@ -127,7 +128,7 @@ async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_wa
 
 
 async def test_a_stream_moves_to_a_replica_that_drains_its_version(tmp_path: Path) -> None:
-    """A version leaves routing while it streams, and its replica dies: the others still answer for a while."""
+    """A version leaves routing during a stream and its replica fails; the other replicas still serve it for a while."""
     a, b = FakeReplica("a"), FakeReplica("b")
     async with a.running(), b.running(), gateway(tmp_path, a) as served:
         served.replica_set.update("b", b.heartbeat(versions=(LoadedVersion(version=VERSION, state="draining"),)))
@@ -186,7 +187,7 @@ async def test_a_replica_that_comes_back_serves_what_waited(tmp_path: Path) -> N
 
 
 async def test_a_swap_of_weights_fails_nobody(tmp_path: Path) -> None:
-    """Pitfall 28: never 429 or 503 because weights change."""
+    """Pitfall 28: a change of weights never causes a 429 or 503."""
     replica = FakeReplica(versions=(VERSION, OTHER))
     replica.token_delay_s = 0.005
     stop = False
@@ -332,7 +333,7 @@ async def test_one_request_may_not_take_for_ever(tmp_path: Path) -> None:
 async def test_tokens_that_cannot_be_true_are_dead_lettered_and_the_client_still_answered(
     tmp_path: Path, fault: Fault, stream: bool
 ) -> None:
-    """P2, pitfalls 2 and 3: no list is padded or truncated to fit."""
+    """P2, pitfalls 2 and 3: no token list is padded or truncated to fit."""
     replica = FakeReplica(faults=[fault])
     async with replica.running(), gateway(tmp_path, replica) as served:
         answer = await served.chat(stream=stream)

@@ -1,4 +1,4 @@
-"""The Responses API: calls of the unmodified `openai` package, and the turns that they become."""
+"""Tests of the Responses API with the unmodified `openai` package, and of the turns that its calls are recorded as."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The Responses API as agents use it: hints, custom tools and namespaces.
+"""Tests of API features that agents use.
 
-The Messages API: keys, refusals as the `anthropic` package raises them, and sessions.
+Responses API: hints, custom tools and namespaces. Messages API: keys, errors as the `anthropic` package raises them,
+and sessions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sessions in the arms of a rollout: the common rule, stickiness, explicitly named versions, withdrawn versions.
+"""Tests of sessions in a rollout: arms, stickiness, explicitly named versions, withdrawn versions, and isolation.
 
-Names that only look alike are different sessions, and a key that is bound to a session reaches no other.
+Similar names are different sessions, and an API key that is bound to a session reaches no other session.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def split(share: str = "1/2", **changes: Any) -> TrafficSplit:
 
 
 class RolloutRig(Rig):
-    """A rig with two versions on one replica. V1 is champion."""
+    """Two versions on one replica; V1 is the champion."""
 
     def __init__(self) -> None:
         super().__init__(a=(V1, V2))
@@ -104,7 +104,7 @@ def test_a_session_stays_in_its_arm_while_the_share_grows() -> None:
 
 @pytest.mark.parametrize("withdrawn", [True, False])
 def test_sessions_of_a_version_that_is_out_move_at_their_next_turn(withdrawn: bool) -> None:
-    """The version is withdrawn, or it is held and no longer served."""
+    """The version is either withdrawn, or on hold and no longer served."""
     rig = RolloutRig()
     rig.route_share("1/2")
     calls = [call for call in map(rig.call, map(str, range(40))) if rig.assign(call).version == V2]
@@ -154,7 +154,7 @@ def test_all_sessions_of_a_user_are_in_one_arm() -> None:
 
 
 def test_an_arm_is_kept_where_no_replica_has_its_version() -> None:
-    """Arms are compared as they were assigned, so a candidate that cannot be loaded bears that cost itself."""
+    """Arms are compared as assigned, so that failures to load the candidate count against the candidate."""
     rig = RolloutRig()
     rig.route_share("1/2")
     rig.beat("a", V1)
@@ -317,7 +317,7 @@ async def test_a_response_id_of_another_tenant_leaves_the_version_of_its_session
 
 
 async def test_two_tenants_may_name_their_trajectories_and_feedback_alike(tmp_path: Path) -> None:
-    """Their events have ids of their own, so neither is dropped as a duplicate of the other."""
+    """Events of two tenants have different ids, so neither is dropped as a duplicate."""
     keys = {tenant: f"key-{tenant}" for tenant in ("default", "a", "b", "a/b")}
     settings = [
         KeySettings(name=f"k{at}", sha256=hashlib.sha256(key.encode()).hexdigest(), tenant=tenant, scopes=("admin",))

@@ -1,4 +1,7 @@
-"""Feedback, ends, commits and ingested trajectories over HTTP; Trinity's pair byte by byte as its clients send it."""
+"""Tests of feedback, ends, commits and ingested trajectories over HTTP.
+
+The feedback and commit requests of Trinity-RFT are tested byte by byte as its clients send them.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ async def test_feedback_on_answers_of_several_sessions_reaches_each_with_its_own
 
 
 async def test_feedback_for_ids_that_nobody_knows_is_accepted(tmp_path: Path) -> None:
-    """Pitfall 27: accept first, join later."""
+    """Pitfall 27: feedback is accepted first and joined to its turns later."""
     async with gateway(tmp_path) as served:
         await ready(served)
         for target in ({"msg_ids": ["never-seen"]}, {"session_id": "never-seen"}, {"response_id": IDS[0]}):
@@ -164,7 +167,8 @@ async def test_feedback_that_makes_no_sense_is_refused(tmp_path: Path, body: Any
 
 
 async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
-    """Requests of Trinity-RFT's and AgentScope's clients: string run id, long task id, no key, also unknown ids."""
+    """Replay requests of Trinity-RFT's and AgentScope's clients: string run id, long task id, no key, and unknown
+    ids."""
     task = "task-0b0e6a1e-92a4-4d2b-9d4b-3a4f5c6d7e8f"
     async with gateway(tmp_path) as served:
         await ready(served)
@@ -284,7 +288,7 @@ def answer_of(version: str, **fields: Any) -> dict[str, Any]:
 
 
 async def test_answers_without_logprobs_are_ingested(tmp_path: Path) -> None:
-    """The version of another server is not known; that of a model here must be."""
+    """The version of an external server may be unknown, but a version of a model that is served here must exist."""
     elsewhere = "elsewhere@0123456789ab"
     models = KnownModels({"tiny": {VERSION}})
     async with gateway(tmp_path) as served:

@@ -1,7 +1,7 @@
-"""Guarantees of the spool.
+"""Tests of the spool.
 
 Events are on the disk when `append` returns, keep their order, and are never discarded. The size is bounded, and each
-spool has one owner.
+spool has one owning process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Responses that requests refer to: by the previous response, by an item, and by their own address.
+"""Tests of stored responses, and of `POST /v1/completions` with the unmodified `openai` package.
 
-`POST /v1/completions`: calls of the unmodified `openai` package, and the turns that they become.
+Requests refer to a stored response by `previous_response_id`, by an item, or by its URL.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ENTRY_BYTES = 1054
 
 
 def stored_response(number: int, previous: int = 0) -> StoredResponse:
-    """Return a response with one item, its number."""
+    """Return a response with one item, whose text is `number`."""
     return StoredResponse(NAMES[number], b"{}", NAMES.get(previous), (), (number,), (), ENTRY_BYTES - 1026)
 
 
@@ -117,7 +117,7 @@ def test_the_store_drops_the_oldest_response_of_the_largest_tenant() -> None:
 
 
 def test_a_conversation_ends_with_the_first_of_its_responses_that_is_dropped() -> None:
-    """A response that kept the items of those before it would fill the memory beyond its bound."""
+    """A response that kept the items of dropped responses would exceed the memory limit."""
     store = ResponseStore(3 * ENTRY_BYTES)
     for number in (1, 2, 3):
         store.add("a", stored_response(number, number - 1))

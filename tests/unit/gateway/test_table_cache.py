@@ -1,8 +1,7 @@
-"""Knowledge of a gateway that starts while the bus is away.
+"""Tests of the gateway's cached tables, of log ends in feedback, and of reports about feedback that cannot train.
 
-Feedback about a session records the ends of the logs at its arrival: never less than the turns before it.
-
-Answers to feedback report that it causes no training, by the algorithm and by the sampling of each turn.
+A gateway that starts without the bus uses its cached tables. Feedback records log ends at its arrival that are not
+before its turns. The answer to feedback reports if the algorithm or the sampling of a turn prevents training.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ V1, V2, OTHER = "tiny@" + "1" * 16, "tiny@" + "2" * 16, "other@" + "3" * 16
 
 @dataclass
 class Topic:
-    """A table with a bus that comes on the test's signal, and the rows that the gateway received."""
+    """Compacted topic that becomes readable when the test calls `comes`. `told` has the rows that the gateway
+    received."""
 
     rows: dict[str, Routing] = field(default_factory=dict)
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,7 +121,7 @@ async def test_no_file_is_nothing_known(tmp_path: Path) -> None:
 
 
 class Ends:
-    """Two partitions with ends that the test sets; answers wait for `go`."""
+    """Log ends of two partitions, which the test sets. `ends` returns after the event `go` is set."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -177,7 +177,7 @@ async def sent(record: Outgoing, blobs: BlobStore) -> Mapping[str, int] | None:
 
 
 async def test_what_waited_in_the_spool_says_how_far_the_logs_reach_when_it_is_sent(tmp_path: Path) -> None:
-    """Turns that waited in front of it are in front of it."""
+    """Turns that are in the spool before the feedback are also before it in the log."""
     ends, bus, blobs = Ends(), ListBus(), BlobStore((tmp_path / "blobs").as_uri())
     bus.back.clear()
     settings = CaptureSettings(bus_wait_s=0.1)

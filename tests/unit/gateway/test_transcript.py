@@ -1,10 +1,8 @@
-"""Collection of sampled tokens, and detection of impossible ones (P2, pitfalls 2 and 3).
+"""Tests of sampled tokens, base URLs, spool batches and server-sent events.
 
-Parts of a base URL for clients that can set no header.
-
-Events of a spool that may go to the bus together.
-
-Splitting server-sent events, whatever the network makes of them.
+Impossible tokens are detected (P2, pitfalls 2 and 3). A base URL carries parameters for clients that cannot set
+headers. Events of the spool are sent together where their order allows it. Server-sent events are split however they
+arrive.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ def commit() -> SessionEnd:
 
 
 def stages(events: list[Event]) -> list[list[int]]:
-    """As places in `events`."""
+    """Return the stages that `events` are sent in, as lists of indices into `events`."""
     return in_stages(list(range(len(events))), lambda index: events[index])
 
 
@@ -189,7 +187,8 @@ def test_a_session_keeps_its_order_in_as_few_stages_as_its_topics_take_turns(sen
 
 
 def _turns_taken(sent: list[Event]) -> int:
-    """The longest alternation of topics in a session between two commits, and one for each commit."""
+    """Return the largest number of stages that `sent` may need: changes of topic in a session, and one for each
+    commit."""
     total, between = 0, list[Event]()
     for event in [*sent, commit()]:
         if isinstance(event, SessionEnd) and event.scope == "tenant":

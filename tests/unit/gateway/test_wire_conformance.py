@@ -1,7 +1,7 @@
-"""300 drawn requests of each API: the vendor's types read their answers, and a stream adds up to the plain answer.
+"""Tests of 300 random requests for each API: the vendor's types parse the responses, and streams equal plain responses.
 
-The requests are of conversations with blocks, tools, parallel calls and reasoning; equal ones are equal prompts in each
-API. The answers are cut by their length or by a stop string, are empty, or have reasoning and several calls.
+Requests have content blocks, tools, parallel calls and reasoning; equal conversations give equal prompts in each API.
+Answers end by length or by a stop string, are empty, or have reasoning and several calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ READERS: dict[str, Read] = {
 
 
 def body_of(api: str, conversation: DrawnConversation) -> dict[str, Any]:
-    """Return the body of a request; old forms of chat completions have a fixed one."""
+    """Return the request body of `conversation` for `api`; old forms of chat completions have a fixed body."""
     body = OLD_BODIES.get(api) or conversation.body(api)
     if api == "responses" and conversation.has_tools:
         return {**body, "tools": [*body["tools"], {"type": "custom", "name": "patch"}]}
@@ -106,7 +106,7 @@ def pieces(draw: random.Random, text: str) -> Iterator[str]:
 
 
 def deltas(draw: random.Random, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message in the deltas of an engine: reasoning, text, and one call after the other."""
+    """Yield `message` in deltas as an engine streams them: reasoning, text, then one call after the other."""
     yield {"role": "assistant", "content": ""}
     for name in ("reasoning_content", "content"):
         yield from ({name: piece} for piece in pieces(draw, message.get(name) or ""))
@@ -119,7 +119,7 @@ def deltas(draw: random.Random, message: dict[str, Any]) -> Iterator[dict[str, A
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """An answer of an engine, whole and in chunks, and why it ended."""
+    """Random answer of an engine: complete, in chunks, and with its finish reason."""
 
     whole: EngineAnswer
     chunks: list[EngineAnswer]
@@ -129,7 +129,7 @@ class DrawnAnswer:
 
 
 def drawn_answer(draw: random.Random, conversation: DrawnConversation, *, is_text: bool) -> DrawnAnswer:
-    """Return the answer to a request. `is_text`: it has neither reasoning nor calls."""
+    """Return a random answer to a request. If `is_text`, it has neither reasoning nor tool calls."""
     message = drawn_message(draw, is_text=is_text)
     finish = draw.choice(("length", "tool_calls" if message.get("tool_calls") else "stop"))
     is_stopped = finish == "stop" and conversation.stops and draw.random() < 0.5
@@ -159,7 +159,7 @@ def drawn_answer(draw: random.Random, conversation: DrawnConversation, *, is_tex
 
 @dataclass(frozen=True)
 class Served:
-    """The plain answer to one drawn request, and the events of the streamed one."""
+    """The plain response to a random request, and the events of the streamed response."""
 
     conversation: DrawnConversation
     answer: DrawnAnswer
@@ -168,7 +168,7 @@ class Served:
 
 
 def served(api: str, draw: random.Random) -> Served:
-    """Serve one drawn request, plain and streamed."""
+    """Send one random request plain and streamed, and return both responses."""
     conversation = DrawnConversation.draw(draw)
     answer = drawn_answer(draw, conversation, is_text=api == "completions")
     plain_call, plain = call_of(api, conversation, stream=False)
