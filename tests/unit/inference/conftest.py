@@ -1,4 +1,4 @@
-"""One tiny model, its child, an adapter and a tokenizer for all tests of the inference service."""
+"""Fixtures for the inference service: a tiny model, a version trained from it, an adapter and a tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True)
 class Stored:
-    """A version in the blob store, and the folder that it was made from."""
+    """A version in the blob store, and the folder that it was created from."""
 
     served: ServedVersion
     manifest: Manifest
@@ -42,7 +42,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Models:
-    """`second` is trained from `first`; `adapter` applies to `first`; `other` has a tokenizer of its own."""
+    """Stored versions: `second` was trained from `first`, and `adapter` applies to `first`."""
 
     blobs: BlobStore
     first: Stored
@@ -51,7 +51,7 @@ class Models:
 
 
 def make_models(root: Path) -> Models:
-    """Built in `root`, some seconds."""
+    """Build the models in `root`, which takes some seconds."""
     blobs = BlobStore((root / "blobs").as_uri())
 
     def stored(folder: Path, **options: object) -> Stored:
@@ -87,7 +87,8 @@ MakeEngine = Callable[..., Awaitable[TorchEngine]]
 
 @pytest.fixture
 async def make_engine(models: Models) -> AsyncIterator[MakeEngine]:
-    """Engines with given settings that hold `first`; stopped after the test."""
+    """Return a function that starts an engine with the given settings and loads `first`. Engines stop after the
+    test."""
     engines: list[TorchEngine] = []
 
     async def make(**settings: object) -> TorchEngine:
@@ -115,7 +116,7 @@ async def sample(
     start: Start | None = None,
     **how: Any,
 ) -> Tokens:
-    """All tokens of one choice."""
+    """Return all tokens of one choice."""
     collected = Tokens(0)
     options = {"max_tokens": 24, **how}
     sampling = Sampling(**options)
@@ -129,5 +130,5 @@ async def sample(
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
-    """Token ids that are no special tokens; prompts of other salts share no prefix."""
+    """Return `length` ids of ordinary tokens. Prompts with different `salt` have different first tokens."""
     return [10 + (31 * position + 97 * salt + position * position * (salt + 1)) % 290 for position in range(length)]

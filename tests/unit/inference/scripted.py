@@ -1,7 +1,4 @@
-"""A scripted engine, and the service's HTTP interface on top of it.
-
-Requests of tests to the HTTP interface, and clients' interpretation of the responses.
-"""
+"""Test doubles for inference: a scripted engine, the HTTP interface on top of it, and helpers for requests."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ DEFAULT_PARSERS = Parsers(HERMES, THINK)
 
 @dataclass(frozen=True)
 class ScriptedCall:
-    """One call of `generate`."""
+    """Arguments of one call of `generate`."""
 
     prompt: list[int]
     sampling: Sampling
@@ -47,7 +44,8 @@ class ScriptedCall:
 
 
 class ScriptedEngine:
-    """Choice `i` generates `scripts[i % len(scripts)]` (a text, or token ids) and then the end-of-turn token.
+    """Engine in which choice `i` generates `scripts[i % len(scripts)]` (a text, or token ids) and the end-of-turn
+    token.
 
     Each token has the logprob -0.5; a few tokens arrive at a time. The engine obeys `until`, `max_tokens` and resumed
     tokens. `hold` delays the end; `fail_after` is the number of tokens after which it fails.
@@ -165,7 +163,7 @@ class ScriptedGeneration:
 
 
 class OneVersion:
-    """`Versions` with one in it."""
+    """Implementation of `Versions` with a single version."""
 
     def __init__(self, tokenizer: ChatTokenizer, version: str = VERSION) -> None:
         self._served = Served(version, tokenizer, CONTEXT, 1_700_000_000, None)
@@ -187,7 +185,7 @@ def client(
     parsers: Parsers = DEFAULT_PARSERS,
     **security: str,
 ) -> httpx.AsyncClient:
-    """A client of the HTTP interface, without a socket."""
+    """Return a client of the HTTP interface that uses no socket."""
     worker_threads = WorkerThreads(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
     grammars = GrammarCompiler(parsers)
@@ -216,7 +214,7 @@ async def ask(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
 
 
 async def ask_stream(http: httpx.AsyncClient, **fields: object) -> list[Json]:
-    """The chunks of a stream that ended well."""
+    """Return the chunks of a stream, which must have ended without an error."""
     response = await ask(http, stream=True, **fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -226,7 +224,7 @@ async def ask_stream(http: httpx.AsyncClient, **fields: object) -> list[Json]:
 
 
 def joined(chunks: Sequence[Json], choice: int = 0) -> Json:
-    """One choice of a stream, put together as a client does."""
+    """Return one choice of a stream, assembled from its deltas as a client does."""
     message: Json = {
         "content": "",
         "reasoning_content": "",

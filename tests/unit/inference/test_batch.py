@@ -1,6 +1,6 @@
-"""Whatever the schedule does with a sequence, it is sampled as if it were alone; and the schedule's bounds, exactly.
+"""Tests of the batch schedule: each sequence is sampled as if it ran alone, within exact limits of rows and memory.
 
-The schedule of a batch, one step at a time: the rows that compute, and that no sequence starves.
+Some tests run the schedule step by step, and check which rows compute and that no sequence starves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(batch: DecodeBatch, *sequences: Sequence) -> None:
 
 
 def alone(model: Model, like: Sequence) -> Sequence:
-    """Compare a sequence with the same one sampled alone, with all memory."""
+    """Return the sequence `like` sampled again alone, with enough memory."""
     how = {name: getattr(like.sampling, name) for name in ("temperature", "top_k", "top_logprobs")}
     limit = like.limit - like.prompt_length
     again = sequence(like.tokens[: like.prompt_length], limit, seed=like.seed, **how)
@@ -89,7 +89,7 @@ def test_keeping_every_token_is_no_truncation(model: Model, temperature: float) 
 def test_attention_sees_no_more_than_it_needs_and_all_of_that_up_to_the_end_of_the_context(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths are rounded up to 32, so that shapes change rarely."""
+    """Lengths are rounded up to multiples of 32, so that tensor shapes change rarely."""
     seen: dict[int, int] = {}
     for name in ("decode", "prefill"):
         real = getattr(model.program, name)
@@ -106,7 +106,7 @@ def test_attention_sees_no_more_than_it_needs_and_all_of_that_up_to_the_end_of_t
 
 
 def test_a_portion_of_prompts_is_bounded_and_at_most_half_of_it_is_padding(model: Model) -> None:
-    """Sums by hand, of prompts less the last token, which the first decode step computes."""
+    """The expected sums exclude the last token of each prompt, which the first decode step computes."""
 
     def first_step(*lengths: int) -> list[int]:
         batch = batch_of(model)
@@ -124,7 +124,8 @@ def test_a_portion_of_prompts_is_bounded_and_at_most_half_of_it_is_padding(model
 
 
 def test_padding_beside_a_full_row_harms_nobody(model: Model) -> None:
-    """The first row continues a cached prompt up to the last place of the KV; the second one's prompt is longer."""
+    """One row resumes a cached prompt up to the last KV position, while the other row has a longer prompt to
+    compute."""
     batch = batch_of(model)
     cached = sequence(prompt_of(56), 4)
     run(batch, cached)
@@ -149,9 +150,9 @@ def test_as_many_as_memory_holds_run_at_once(model: Model) -> None:
 
 
 def test_where_only_decoding_rows_can_give_way_they_wait_and_lose_nothing(model: Model) -> None:
-    """The memory has 2 x 96 tokens.
+    """The KV memory has room for 192 tokens.
 
-    One row needs it for its prompt. The other row has a cached prompt and outgrows it.
+    One row needs this memory for its prompt. The other row has a cached prompt and outgrows its share.
     """
     batch = batch_of(model, portion=16, kv_tokens=192)
     cached = sequence(prompt_of(94), 1)

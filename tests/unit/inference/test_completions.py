@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` with a scripted engine."""
+"""Tests of `POST /v1/chat/completions` with a scripted engine."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_top_logprobs(tokenizer: ChatTokenizer) -> None:
 
 
 async def test_the_logprob_of_the_impossible_is_a_number(tokenizer: ChatTokenizer) -> None:
-    """JSON has no infinity; strict parsers would refuse the whole answer."""
+    """JSON has no infinity, and strict parsers would refuse the whole answer."""
     wire = Wire(tokenizer, VERSION, token_ids=True, logprobs=True)
     tokens = Tokens(0, [9], [-0.5], [[(9, -0.5), (10, float("-inf"))]], "stop")
     chunk = json.loads(wire.chunk(tokens, Delta(), 0, "stop").removeprefix(b"data: "), parse_constant=pytest.fail)
@@ -157,7 +157,7 @@ async def test_the_logprob_of_the_impossible_is_a_number(tokenizer: ChatTokenize
 
 
 async def test_sampling_reaches_the_engine_as_the_client_meant_it(tokenizer: ChatTokenizer) -> None:
-    """Pitfalls 5 and 28: no model's defaults, no overwriting."""
+    """Pitfalls 5 and 28: the model's own defaults do not replace the client's sampling parameters."""
     engine = ScriptedEngine(tokenizer, "Hi.")
     async with client(engine, tokenizer) as http:
         await ask(http)
@@ -174,10 +174,10 @@ async def test_sampling_reaches_the_engine_as_the_client_meant_it(tokenizer: Cha
 
 
 class TestResume:
-    """P8: a stream goes on here that another replica began."""
+    """Tests of streams that another replica began and this replica resumes (P8)."""
 
     async def test_from_every_point(self, tokenizer: ChatTokenizer) -> None:
-        """The two streams together contain the events of one stream."""
+        """The two partial streams together contain the events of one complete stream."""
         engine = ScriptedEngine(tokenizer, f"<think>hm</think>Look: é {CALL} done")
         async with client(engine, tokenizer) as http:
             engine.portion = 1
@@ -201,7 +201,8 @@ class TestResume:
                 assert rest_chunks[-1]["usage"]["completion_tokens"] == len(joined_stream["token_ids"])
 
     async def test_after_the_prompt_that_was_sampled_from(self, tokenizer: ChatTokenizer) -> None:
-        """The one that began may have known the exact tokens of a conversation that is new here (P2)."""
+        """The first replica may have remembered exact tokens of the conversation that this replica does not have
+        (P2)."""
         engine = ScriptedEngine(tokenizer, "one")
         ids = engine.tokens_of(0)[:1]
         resume = {"prompt_token_ids": [9, 8, 7], "choices": [{"index": 0, "token_ids": ids, "logprobs": [-0.5]}]}

@@ -1,4 +1,4 @@
-"""The torch engine samples correctly, independent of the batch, the cache and other requests."""
+"""Tests that the torch engine samples correctly, independently of the batch, the cache and other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 def recomputed(models: Models, prompt: list[int], sampled: list[int], temperature: float) -> torch.Tensor:
-    """Logprobs of `sampled` by one plain forward of transformers: no cache, no batch, none of our code."""
+    """Return the logprobs of `sampled` from one plain forward pass of transformers, without cache, batch or our own
+    code."""
     model = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1].float()
@@ -51,7 +52,7 @@ async def test_logprobs_are_those_of_a_plain_forward(
 async def test_given_answers_are_scored_as_they_were_sampled(
     engine: TorchEngine, models: Models, temperature: float
 ) -> None:
-    """A version's logprobs of its own answer are those that it reported. Another version has other logprobs."""
+    """The scored logprobs equal those that the version reported while sampling, and differ under another version."""
     await engine.load(models.second.folder, models.second.manifest)
     prompt = prompt_of(20)
     sampled = await sample(engine, prompt, models.first.version, temperature=temperature, max_tokens=12)
@@ -77,7 +78,7 @@ async def test_temperature_zero_is_the_argmax_of_a_plain_forward(engine: TorchEn
 
 
 async def test_truncation_reports_the_renormalised_distribution(engine: TorchEngine, models: Models) -> None:
-    """With top_k 2 the probabilities of the two tokens add up to one, and no other token is sampled."""
+    """With `top_k` 2 the probabilities of the two tokens add up to one, and no other token is sampled."""
     prompt = prompt_of(20)
     tokens = await sample(engine, prompt, models.first.version, top_k=2, top_logprobs=3, max_tokens=40)
     for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top, strict=True):
@@ -113,7 +114,7 @@ async def test_frequency_penalty_pushes_repetition_away(engine: TorchEngine, mod
 
 
 async def test_a_resumed_choice_counts_what_was_sampled_elsewhere(engine: TorchEngine, models: Models) -> None:
-    """Penalties, seed and max_tokens go on as if the choice had never moved: the tokens are the same."""
+    """Penalties, seed and `max_tokens` continue as if the choice had never moved, so the tokens are the same."""
     how: dict[str, Any] = {"seed": 11, "frequency_penalty": 0.5, "temperature": 0.9, "max_tokens": 30}
     complete = await sample(engine, prompt_of(25), models.first.version, **how)
     for cut in (1, 7, 29):
@@ -200,7 +201,8 @@ async def test_kv_is_never_used_across_versions(engine: TorchEngine, models: Mod
 
 
 async def test_sequences_join_and_leave_at_any_step(make_engine: MakeEngine, models: Models) -> None:
-    """Random arrivals, aborts, lengths and temperatures, more than fit at once: every survivor is exactly itself."""
+    """Sequences arrive, abort and end at random, more than fit at once; each completed one has the tokens it has
+    alone."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -296,7 +298,7 @@ async def test_an_unloaded_version_fails_what_it_had_begun_and_nothing_else(
 async def test_a_failing_step_fails_its_batch_and_the_engine_goes_on(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control step fails, too."""
+    """The step that the engine runs as a control after the failure fails as well."""
     with monkeypatch.context() as broken:
         broken.setattr(engine._models[models.first.version][0].program, "decode", lambda *_: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
@@ -308,7 +310,7 @@ async def test_a_failing_step_fails_its_batch_and_the_engine_goes_on(
 async def test_logits_that_are_no_numbers_fail_their_own_sequence_only(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half precision overflows on some prompts; such a prompt must not take the batch, or the replica, with it."""
+    """Half precision overflows on some prompts. Such a prompt must not fail the batch or the replica."""
     program = engine._models[models.first.version][0].program
     decode = program.decode
 
@@ -382,7 +384,7 @@ asyncio.run(main())
 
 
 def test_start_engine_exempts_imported_libraries_from_garbage_collections() -> None:
-    """A full collection that visits torch and transformers stops all threads for 0.2 s."""
+    """A full garbage collection that visits torch and transformers stops all threads for 0.2 s."""
     process = subprocess.run([sys.executable, "-c", _START], check=True, capture_output=True, text=True, timeout=240)
     exempt, visited, threshold = map(int, process.stdout.splitlines()[0].split())
     assert exempt > 100_000

@@ -1,4 +1,4 @@
-"""Pitfalls 1 and 7: a conversation goes on with exactly its own tokens, or openly with others."""
+"""Tests that a conversation continues with exactly its own tokens, or reports different ones (pitfalls 1 and 7)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MORE = Message(role="user", content="And now?")
 
 
 def letters(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """`text` in single-byte tokens, which is not how the tokenizer would split it."""
+    """Return `text` in single-byte tokens, which the tokenizer itself would not choose."""
     ids = [token for letter in text for token in tokenizer.encode(letter)]
     assert ids != tokenizer.encode(text)
     return ids
 
 
 class Conversation:
-    """A scripted model, and a client that sends its messages back."""
+    """Scripted model and a client that sends its messages back."""
 
     def __init__(self, tokenizer: ChatTokenizer, tools: Sequence[Tool] = (), *, tokens_max: int = 10_000) -> None:
         self.tokenizer = tokenizer
@@ -45,7 +45,7 @@ class Conversation:
         return self.prompts.build(self.tokenizer, messages, self.tools, {})
 
     def answer(self, prompt: Prompt, ids: list[int], stops: Sequence[str] = ()) -> Message:
-        """Return the message that the client receives for `ids`."""
+        """Return the message that the client receives for the sampled `ids`."""
         syntax = AnswerSyntax.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools), stops=stops)
         answer = Answer(self.tokenizer, syntax)
         answer.feed(ids)
@@ -82,7 +82,7 @@ STOP = "</code>"
 
 @pytest.mark.parametrize("echo", ["question", f"question{STOP}", f"question\n{STOP}"])
 def test_a_client_may_append_the_stop_string_that_ended_the_answer(tokenizer: ChatTokenizer, echo: str) -> None:
-    """smolagents' CodeAgent does, on every message of the model."""
+    """smolagents' CodeAgent appends the stop string to each message of the model."""
     talk = Conversation(tokenizer)
     first = talk.prompt(QUESTION)
     sampled = letters(tokenizer, f"question{STOP}\n")
@@ -118,7 +118,7 @@ def test_replica_that_lost_its_memory_continues_the_exact_tokens_of_the_gateway(
 
 
 def test_a_client_may_put_its_agents_name_on_what_the_model_said(tokenizer: ChatTokenizer) -> None:
-    """AgentScope's Java client does, on every assistant message that it sends back."""
+    """AgentScope's Java client adds the agent's name to each assistant message that it sends back."""
     talk = Conversation(tokenizer)
     first = talk.prompt(QUESTION)
     sampled = [*letters(tokenizer, "the agent"), talk.end]
@@ -137,7 +137,7 @@ def test_a_client_may_put_its_agents_name_on_what_the_model_said(tokenizer: Chat
     ids=["as rendered", "other order and spaces", "with text and escapes"],
 )
 def test_a_tool_call_that_the_client_wrote_again_keeps_its_tokens(tokenizer: ChatTokenizer, written: str) -> None:
-    """Clients parse and serialize arguments: the bytes differ, the call is the same."""
+    """Clients parse and serialize the arguments again, so the bytes differ but the call is the same."""
     talk = Conversation(tokenizer, [SEARCH])
     first = talk.prompt(QUESTION)
     sampled = [*tokenizer.encode(written), talk.end]
@@ -261,7 +261,7 @@ def test_a_template_that_rewrites_the_past_is_a_new_branch(models: Models, tmp_p
 
 
 def test_a_client_cannot_smuggle_an_end_of_turn_into_the_past(tokenizer: ChatTokenizer) -> None:
-    """Text that spells the end token inside an answer does not move where the answer ends."""
+    """Text inside an answer that spells the end-of-turn token does not change where the answer ends."""
     talk = Conversation(tokenizer)
     first = talk.prompt(QUESTION)
     talk.answer(first, [*letters(tokenizer, "the agent"), talk.end])
@@ -324,7 +324,7 @@ def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) 
 
 
 def test_a_tenant_with_many_conversations_displaces_none_of_another(tokenizer: ChatTokenizer) -> None:
-    """Forgotten tokens would split the other tenant's conversation into two branches."""
+    """Evicted tokens would split the other tenant's conversation into two branches."""
     prompts = ExactPrompts(400, Parsers(HERMES, THINK))
     answer = Message(role="assistant", content="the agent")
     sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]
@@ -338,7 +338,7 @@ def test_a_tenant_with_many_conversations_displaces_none_of_another(tokenizer: C
 
 
 def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:
-    """A reuse of remembered tokens would reveal that another tenant has had this conversation."""
+    """Reuse of remembered tokens would reveal that another tenant has had this conversation."""
     prompts = ExactPrompts(10_000, Parsers(HERMES, THINK))
     answer = Message(role="assistant", content="the agent")
     sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]

@@ -1,4 +1,4 @@
-"""Rows and time of a batch between tenants, sessions and background work."""
+"""Tests of the division of rows and time in a batch between tenants, sessions and background work."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_equal_tenants_decode_together() -> None:
 
 
 def test_paused_rows_go_on_with_exactly_their_own_tokens(model: Model) -> None:
-    """Rows change places while they are paused; their tokens are those that they have alone."""
+    """Rows move within the batch while they are paused, and still sample the tokens that they sample alone."""
 
     def drawn(*sequences: Sequence) -> list[list[int]]:
         limits = BatchLimits(ROWS, PORTION, 2**24, 0)

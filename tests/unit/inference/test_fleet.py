@@ -1,4 +1,4 @@
-"""A replica loads and unloads versions, and the failure of one version does not affect others."""
+"""Tests that a replica loads and unloads versions, and that the failure of one version does not affect others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 5.0
 
 
 class Holder:
-    """An engine that only holds versions."""
+    """Engine that only holds versions."""
 
     name = "holder"
     resumes = False
@@ -126,7 +126,7 @@ class Rig:
                 await asyncio.wait([asyncio.create_task(self.news.wait())], timeout=0.02)
 
     async def settled(self, **states: str) -> None:
-        """Wait for exactly these states: version of a model's attribute to state."""
+        """Wait for exactly these states. `states` maps the attribute of a model in `Models` to its load state."""
         expected = {getattr(self.models, name).version: state for name, state in states.items()}
         await self.until(lambda: self.states == expected)
 
@@ -198,7 +198,7 @@ async def test_a_version_that_is_wanted_again_stays(rig: Rig, models: Models) ->
 
 
 async def test_a_version_that_comes_back_before_it_is_unloaded_is_there_once(rig: Rig, models: Models) -> None:
-    """An unload waits for the load of another version. An engine cannot unload one of two equal names."""
+    """An unload waits for the load of another version. An engine cannot unload one of two versions with equal names."""
     rig.route(models.first.served)
     await rig.settled(first="ready")
     rig.engine.gate = asyncio.Event()
@@ -224,7 +224,7 @@ async def test_a_version_that_is_dropped_while_it_loads_never_answers(rig: Rig, 
 
 
 async def test_a_failed_probe_is_a_state_with_a_reason_and_stops_nothing_else(rig: Rig, models: Models) -> None:
-    """Pitfalls 15, 18 and 19: a version that fails its probe is never ready."""
+    """Pitfalls 15, 18 and 19: a version that fails its probe never becomes ready."""
     rig.engine.probes[models.first.version] = Probe(max_abs_delta=0.25, passed=False)
     rig.route(models.first.served, models.second.served, champion=models.first.served)
     await rig.settled(first="failed", second="ready")
@@ -277,7 +277,7 @@ async def test_a_manifest_of_another_version_is_refused(rig: Rig, models: Models
 
 
 async def test_another_template_than_the_models_is_refused(rig: Rig, models: Models, tmp_path: Path) -> None:
-    """P7: the same model name never means other tokens for the same messages."""
+    """P7: one model name always renders the same messages to the same tokens."""
     folder = tiny_model.perturbed(models.first.folder, tmp_path / "other", seed=9)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     other = tiny_model.publish(models.blobs, folder, step=7)
@@ -289,7 +289,7 @@ async def test_another_template_than_the_models_is_refused(rig: Rig, models: Mod
 
 
 async def test_other_tokens_in_another_file_are_refused_too(rig: Rig, models: Models, tmp_path: Path) -> None:
-    """Neither `tokenizer.json` nor the template differs, and yet another token would end an answer."""
+    """`tokenizer.json` and the chat template are equal, but another token ends an answer."""
     folder = tiny_model.perturbed(models.first.folder, tmp_path / "other", seed=9)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
@@ -328,7 +328,7 @@ async def test_more_versions_than_fit_wait_for_room(models: Models, tmp_path: Pa
 
 
 async def test_a_version_waits_for_the_room_of_one_that_drains(models: Models, tmp_path: Path) -> None:
-    """Versions follow each other quickly. The registry rejects a failed version permanently."""
+    """Versions follow each other quickly, and the registry would reject a version permanently if it failed to load."""
     rig = Rig(models, tmp_path / "cache", versions_max=1)
     rig.route(models.first.served)
     await rig.settled(first="ready")
@@ -362,7 +362,7 @@ async def test_closing_ends_what_is_under_way(rig: Rig, models: Models) -> None:
 
 
 async def test_what_an_engine_has_no_room_for_is_tried_again(rig: Rig, models: Models) -> None:
-    """An engine has bounds of its own: `adapters_max` of vLLM, for example."""
+    """An engine can have its own limits, for example `adapters_max` of vLLM."""
     rig.engine.adapters_max = 0
     rig.route(models.first.served, models.adapter.served)
     await rig.settled(first="ready", adapter="failed")

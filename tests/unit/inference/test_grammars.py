@@ -1,4 +1,4 @@
-"""Constrained answers of the real engine: every token is allowed, and the rest is unchanged."""
+"""Tests of constrained answers of the real engine: each token is allowed, and unconstrained rows are unchanged."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_json_is_what_the_schema_says(
 async def test_logprobs_are_of_the_distribution_that_was_sampled(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
-    """Compare with an independent computation: the model's logits with forbidden tokens masked, then the softmax."""
+    """Compare with the softmax over the model's logits after forbidden tokens are masked."""
     from transformers import AutoModelForCausalLM
 
     grammar = await compile_form(grammars, tokenizer, json_form())
@@ -143,7 +143,7 @@ async def test_a_resumed_answer_goes_on_in_its_grammar(
 async def test_a_sequence_that_was_set_back_keeps_its_place(
     make_engine: Any, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
-    """Memory for the KV of two long rows, and four that want it."""
+    """The KV memory has room for two of four long rows, so that rows are paused and computed again."""
     engine = await make_engine(kv_mib_max=1, sequences_max=4)
     schema = {"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 120, "maxItems": 120}
     compiled_grammars = [await compile_form(grammars, tokenizer, json_form(schema)) for _ in range(4)]
@@ -220,7 +220,8 @@ async def test_a_forced_custom_tool_is_held_to_its_grammar(
 
 
 def test_grammars_as_text() -> None:
-    """Reasoning where the template knows of it, tags as tokens where the tokenizer keeps them apart."""
+    """The grammar includes reasoning if the template supports it, and tags as single tokens if the tokenizer has
+    them."""
 
     def text(form: AnswerForm, **how: Any) -> str:
         special = {"<think>": 7, "</think>": 8, "<tool_call>": 3}.get if how.pop("apart", False) else lambda _text: None
@@ -345,7 +346,7 @@ async def ask_real(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 
 
 class RealEngine(ScriptedEngine):
-    """The HTTP tests' engine, with the real one behind it."""
+    """The scripted engine of the HTTP tests, but with answers of the real engine."""
 
     reports_sets = True
 

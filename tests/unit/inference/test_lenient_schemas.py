@@ -1,6 +1,7 @@
-"""Schemas with keywords that no grammar can hold, as pydantic writes them for ordinary types.
+"""Tests of JSON schemas with keywords that no grammar supports, and of slow grammars.
 
-A grammar that takes long ends alone: others are compiled, and tenants take turns.
+pydantic writes such keywords for ordinary types. A grammar that compiles too slowly fails alone, and tenants take
+turns.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def format_of(schema: dict[str, Any], **fields: object) -> dict[str, Any]:
 
 
 def keyword_schema(keyword: str) -> dict[str, Any]:
-    """Return a schema in which `keyword` stands below a property of the same name."""
+    """Return a schema in which `keyword` is used below a property of the same name."""
     values = {"dependentRequired": {}, "dependentSchemas": {}, "maxContains": 1, "minContains": 1, "uniqueItems": True}
     value = values.get(keyword, {"maxLength": 3})
     return {"type": "object", "properties": {keyword: {"anyOf": [{"type": "null"}, {keyword: value}]}}}

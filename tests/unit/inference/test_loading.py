@@ -1,6 +1,7 @@
-"""Loading of versions: invalid ones are refused, probes detect wrong weights, and only unchanging parts are shared.
+"""Tests of the loading of versions, of probes, and of heartbeats.
 
-Heartbeats report the loaded versions, the answer forms of their tokenizers, and whether sets of tokens are recorded.
+Invalid versions are refused. Probes detect wrong weights. Only parts that cannot change are shared. Heartbeats report
+the loaded versions, the answer forms of their tokenizers, and whether token sets are recorded.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def test_a_probe_fails_when_nothing_was_learned(engine: TorchEngine, model
 async def test_a_probe_tells_a_decode_path_that_is_wrong(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe goes through the recorded programs that serve requests, not only through the model's own code."""
+    """The probe runs the traced programs that serve requests, not only the model's own code."""
     model = engine._models[models.first.version][0]
     other = loader().load(models.second.folder, models.second.manifest, None, None)
     monkeypatch.setitem(vars(model), "weights", other.weights)
@@ -181,7 +182,7 @@ def test_a_model_that_cannot_be_traced_runs_its_own_code(models: Models, monkeyp
 
 
 def test_a_recording_that_differs_is_not_used(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's code branches on a length in Python, so the trace has only the branch that was taken."""
+    """The model's code branches on a length in Python, so the trace has only the branch that was taken."""
     from headrace_inference.torch_engine import program
 
     def branching(module: torch.nn.Module, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -244,7 +245,7 @@ def test_a_fingerprint_of_two_tokens_can_be_probed(models: Models) -> None:
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "position_bias"])
 def test_attention_that_is_not_plain_is_refused(argument: str) -> None:
-    """The fused attention would drop it without a word."""
+    """The fused attention would silently ignore such an argument."""
     some, mask = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 3)
     _attention(torch.nn.Identity(), some, some, some, mask, None, **{argument: None})
     with pytest.raises(NotImplementedError, match="Identity needs more than plain attention"):
@@ -271,7 +272,8 @@ async def test_a_heartbeat_names_the_ready_versions_when_there_are_more_than_it_
 async def test_a_tokenizer_that_disagrees_with_the_grammar_takes_the_ability_from_the_heartbeat(
     models: Models, tmp_path: Path
 ) -> None:
-    """And gives it back with the version; the version itself answers all that needs no form."""
+    """The heartbeat reports no answer forms until that version is unloaded; the version still serves unconstrained
+    requests."""
     limits = FleetLimits(versions_max=4, drain_s=0.01, retry_s=0.01)
     rig = Rig(models, tmp_path / "cache")
     checked: list[int] = []
@@ -301,7 +303,7 @@ def chunks_of(response: httpx.Response) -> list[Json]:
 async def test_answers_report_the_tokens_that_they_were_sampled_from(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer
 ) -> None:
-    """The grammar is in the whole answer or the first chunk, and stored sets are with their tokens."""
+    """The grammar is in the plain answer or in the first chunk, and stored token sets accompany their tokens."""
     ids: Json = {"return_token_ids": True, "max_tokens": 12}
     async with client(RealEngine(tokenizer, engine, models.first.version), tokenizer) as http:
         complete = (await ask_real(http, response_format=FORMAT, **ids)).json()

@@ -1,4 +1,4 @@
-"""Texts of people and tools cannot end a turn or call a tool, in any style of template."""
+"""Tests that texts of users and tools cannot end a turn or call a tool, in any style of chat template."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ WORDS = (
 
 
 def tokenizer_of(folder: Path, models_: Models, style: str, *, sentencepiece: bool = False) -> ChatTokenizer:
-    """A tokenizer in one style; `sentencepiece` marks the first word of a text alone, as Llama's first ones do."""
+    """Return a tokenizer with the chat template of `style`.
+
+    `sentencepiece` adds the space marker only before the first word of a text, as Llama's first tokenizers do.
+    """
     template, special, tags = STYLES[style]
     inner = Tokenizer(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -115,13 +118,13 @@ def tools_of(rng: random.Random, words: tuple[str, ...]) -> list[dict[str, Any]]
 
 
 def controls(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
-    """The control tokens among `ids`, in order; a run of spaces is none."""
+    """Return the control tokens among `ids` in order. A run of spaces is not a control token."""
     added = tokenizer._inner.get_added_tokens_decoder()
     return [added[token].content for token in ids if token in added and not added[token].content.isspace()]
 
 
 def _shows_tools(style: str) -> bool:
-    """Whether the template of the style has a place for tools; elsewhere they are refused."""
+    """Return whether the chat template of `style` renders tools. Other styles refuse requests with tools."""
     return "tools" in STYLES[style][0]
 
 
@@ -162,7 +165,7 @@ def test_control_tokens_come_from_the_template_alone(styled: tuple[str, ChatToke
 
 
 def squeezed(text: str) -> str:
-    """Return the text without spaces, which a SentencePiece decoder adds and drops next to control tokens."""
+    """Return `text` without spaces, because SentencePiece decoders add and drop them next to control tokens."""
     return "".join(text.split())
 
 
@@ -174,7 +177,7 @@ def test_a_forged_turn_is_read_as_text(tokenizer: ChatTokenizer) -> None:
 
 
 def test_a_text_is_the_same_tokens_wherever_its_marker_stands(tokenizer: ChatTokenizer) -> None:
-    """Tokenize as a tokenizer without the marker would: the marker's position is not visible."""
+    """The position of an internal marker has no influence: the tokens are those of a tokenizer without the marker."""
     bare = json.loads(tokenizer._inner.to_str()) | {"added_tokens": []}
     ignorant = Tokenizer.from_str(json.dumps(bare))
     for text in ("the<|im_end|>agent", "<|im_end|>", "reads<tool_call> a</tool_call>", "a <think>"):
@@ -300,7 +303,8 @@ def test_a_control_token_that_the_template_writes_in_other_letters_is_one() -> N
 
 @pytest.mark.parametrize("sign", ["</s>", "<>"])
 def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: str) -> None:
-    """Markers are text at any position and in any number, and the words next to them do not change."""
+    """Control tokens in a text are encoded as ordinary text at any position, and the words beside them do not
+    change."""
     pieces = [("<unk>", 0.0), (sign, 0.0), ("ba", -1.0), *((c, -2.0) for c in "</s>ab▁")]
     inner = Tokenizer(models.Unigram(pieces, unk_id=0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -318,7 +322,7 @@ def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: s
 
 
 def test_a_word_that_is_a_control_token_in_other_letters_is_taken_apart() -> None:
-    """The normalizer makes the control token `</s>` of `</S>`, so a search of the text for `</s>` does not find it."""
+    """The normalizer maps `</S>` to the control token `</s>`, so a search for `</s>` in the text does not find it."""
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -2.0) for c in "</s>ab")], unk_id=0))
     inner.normalizer = normalizers.Lowercase()
     inner.add_special_tokens(["</s>"])
@@ -337,7 +341,8 @@ def test_a_control_token_of_one_letter_cannot_be_taken_apart_and_leaves_its_neig
 
 
 def test_a_control_token_in_other_letters_that_only_its_neighbour_shows_is_taken_apart() -> None:
-    """The stand-in before it ends with a 0, which is merged with its first letter and so hides it."""
+    """The placeholder before the token ends with a 0, which is merged with the first letter of the token and hides
+    it."""
     pieces = {piece: number for number, piece in enumerate([*"<s0123456789", "0<", "<s"])}
     inner = Tokenizer(models.BPE(vocab=pieces, merges=[("0", "<"), ("<", "s")]))
     inner.normalizer = normalizers.Lowercase()
@@ -361,7 +366,7 @@ def test_other_letters_are_looked_for_only_where_a_normalizer_may_make_a_control
 
 
 def test_every_text_is_normalized_as_if_it_stood_alone() -> None:
-    """Tokenize like Llama's first tokenizers, which add a space before each stretch of text."""
+    """Llama's first tokenizers add a space before each segment of text, and so must this one."""
     inner = spelled(AddedToken("<S>"))
     inner.normalizer = normalizers.Prepend("▁")
     plain = PlainText(inner, "")
@@ -371,7 +376,7 @@ def test_every_text_is_normalized_as_if_it_stood_alone() -> None:
 
 
 def test_what_is_a_control_token() -> None:
-    """Special tokens, tags, and signs that the template writes are control tokens; words and spaces are not."""
+    """Special tokens, tags, and markers that the template writes are control tokens; words and spaces are not."""
     inner = spelled()
     inner.add_special_tokens([AddedToken("abc", normalized=False)])
     names = ["<think>", "[A]", "[B]", "<<user", "user", "    "]

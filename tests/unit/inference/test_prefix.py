@@ -1,4 +1,4 @@
-"""KV kept for prompts that go on: found by tokens, bounded by memory."""
+"""Tests of the KV cache of prompt prefixes: lookup by tokens, and bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPE = KVShape(layers=1, heads=1, size=2, dtype=torch.float32, device=torch.dev
 
 
 def kv_of(tokens: list[int]) -> torch.Tensor:
-    """KV that spells its tokens."""
+    """Return a KV tensor whose values are the `tokens`."""
     return torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(2, 1, -1, 2).contiguous()
 
 
@@ -30,7 +30,7 @@ def test_the_longest_shared_beginning_is_found() -> None:
 
 
 def test_a_hash_collision_is_no_match() -> None:
-    """In CPython hash(-1) == hash(-2), so the cache must compare tokens, too."""
+    """In CPython hash(-1) == hash(-2), so the cache must also compare the tokens."""
     cache = PrefixCache(2**20)
     cache.add([-1] * 40, kv_of([-1] * 40))
     assert cache.longest([-2] * 40) == (None, 0)

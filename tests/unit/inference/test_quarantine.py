@@ -1,6 +1,7 @@
-"""A step that fails ends the sequences that make it fail, and no others.
+"""Tests of failed steps and of grammar masks.
 
-A grammar's bits on logits, against plain arithmetic on every bit.
+A step that fails ends only the sequences that cause the failure. The application of a grammar's bit mask to logits is
+compared with plain arithmetic on each bit.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ ROUNDS = 12
 
 
 class PoisonedError(Exception):
-    """Error of the model's code."""
+    """Error that the model's code raises in these tests."""
 
 
 @pytest.fixture
 def model(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """Return the tiny model whose prefill raises for a row with all of `POISON`, and whose decode raises at `FAR`."""
+    """Yield the tiny model. Its prefill raises for a row with all tokens of `POISON`, its decode at the position
+    `FAR`."""
     loaded = Loader(torch.device("cpu"), torch.float32, 2048, trace=True).load(
         models.first.folder, models.first.manifest, None, None
     )
@@ -78,7 +80,7 @@ def sequence(prompt: list[int], tokens: int, number: int) -> Sequence:
 
 
 def finished(batch: DecodeBatch, steps_max: int = 2000) -> tuple[dict[int, list[int]], dict[int, str]]:
-    """Run the batch to its end, recovering as the worker does; the tokens and the failures by seed."""
+    """Run the batch to its end and recover as the worker does. Return the tokens and the failures by seed."""
     tokens: dict[int, list[int]] = {}
     failures: dict[int, str] = {}
     for _ in range(steps_max):
@@ -174,7 +176,7 @@ def test_code_of_a_sequence_that_raises_ends_this_sequence_without_a_retry(model
 def test_logits_that_are_not_finite_end_their_own_row(
     model: Model, monkeypatch: pytest.MonkeyPatch, astray: float, every: bool, how: dict[str, Any]
 ) -> None:
-    """NaN in one or all logits of a row fails the row. A -inf logit is a token that cannot be sampled."""
+    """NaN in any logit of a row fails the row. A logit of -inf is a token that cannot be sampled."""
     from headrace_inference.torch_engine.sampler import draw
 
     real = model.program.decode

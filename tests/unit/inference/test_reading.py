@@ -1,4 +1,4 @@
-"""Parsing of answers from tokens: in any portions, no text is lost, and no tag is returned in part."""
+"""Tests of the incremental parsing of answers: no text is lost, and no tag is returned in part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}
 
 
 def read(pieces: Sequence[str], syntax: AnswerSyntax = BOTH) -> Delta:
-    """Return the whole answer, after a check that each delta equals the growth of the total."""
+    """Return the whole answer, and check that each delta equals the growth of the total."""
     text = Text(syntax)
     grown = Delta()
     for piece in pieces:
@@ -77,7 +77,7 @@ FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "<
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.randoms(use_true_random=False), st.booleans())
 def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
-    """The answer as a whole, by letters, or in any portions gives equal reasoning, content and calls."""
+    """The reasoning, content and calls are equal whether the answer is parsed whole, by letter, or in any pieces."""
     text = "".join(fragments)
     syntax = AnswerSyntax(HERMES, THINK, opened)
     cuts = sorted(dice.randint(0, len(text)) for _ in range(4))
@@ -180,7 +180,7 @@ def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: li
 
 
 def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
-    """The tiny tokenizer spells an emoji with four tokens. The text appears with the fourth token."""
+    """The tiny tokenizer spells an emoji with four tokens. The emoji appears with the fourth token."""
     ids = tokenizer.encode("a😀é")
     assert len(ids) > 3
     stream = tokenizer.stream()
@@ -195,7 +195,7 @@ def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer, data: st.DataObject) -> None:
-    """Bytes that are no characters included: a resumed stream goes on exactly where the one before stopped."""
+    """The text is the same in any pieces, also with invalid bytes, so that a resumed stream continues exactly."""
     ids = data.draw(st.lists(st.integers(0, 319), max_size=30))
     cut = data.draw(st.integers(0, len(ids)))
     first, two = tokenizer.stream(), tokenizer.stream()
@@ -206,7 +206,7 @@ def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer
 
 
 def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: ChatTokenizer) -> None:
-    """Messages and events cannot contain NUL; the tokens do not change."""
+    """Messages and events cannot contain NUL characters. The tokens do not change."""
     ids = tokenizer.encode("a\0b")
     answer = Answer(tokenizer, BOTH)
     for token in ids:
@@ -217,7 +217,7 @@ def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: Chat
 
 
 def test_an_answer_keeps_every_token_whatever_is_read(tokenizer: ChatTokenizer) -> None:
-    """Pitfall 3: tags, hidden tokens and the end of the turn are all there."""
+    """Pitfall 3: tags, hidden tokens and the end of the turn are kept."""
     ids = [*tokenizer.encode(f"<think>hm</think>ok {CALL}"), *sorted(tokenizer.stop_ids)]
     answer = Answer(tokenizer, BOTH)
     for token in ids:

@@ -1,8 +1,7 @@
-"""Numbers and token ids at every edge: answered or refused by name, and the engine goes on.
+"""Tests of `POST /v1/chat/completions` with extreme or invalid values: each is answered, or refused by its field's
+name.
 
-`POST /v1/chat/completions` refuses invalid requests with the name of the field, and continues to serve.
-
-A value of a wrong JSON type, at any place of a body, is refused by name or taken; a replica never fails.
+The replica continues to serve afterwards. Numbers, token ids and values of wrong JSON types at any position are tested.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ async def test_ids_without_a_row_never_enter_a_batch(engine: TorchEngine, models
 
 @pytest.fixture
 def larger(models: Models, tmp_path: Path) -> ChatTokenizer:
-    """The tokenizer of `first` with tokens that its model has no row for, as text and as control tokens."""
+    """Return the tokenizer of `first` with extra text and control tokens that the model's embedding has no rows for."""
     folder = tmp_path / "larger"
     shutil.copytree(models.first.folder, folder)
     path = folder / "tokenizer.json"
@@ -331,7 +330,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class ScoringEngine(ScriptedEngine):
-    """A scripted engine that also returns a logprob of -0.5 for each given token."""
+    """Scripted engine that also returns a logprob of -0.5 for each given token."""
 
     async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
         return [[-0.5] * len(answer.token_ids) for answer in answers]

@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, independent of the batch, never an impossible token.
+"""Tests of the sampler: correct distribution, independence of the batch, and no impossible tokens.
 
 The state of a sequence moves with its row, and KV of a failed row is never cached.
 """
@@ -38,7 +38,7 @@ def test_the_uniform_stream_is_flat_and_differs_between_seeds() -> None:
 
 
 def test_uniform_numbers_are_known_and_must_never_change() -> None:
-    """A replica of another release must draw the same numbers: SplitMix64 of seeds 0 and 1234567."""
+    """A replica of another release must draw the same numbers: SplitMix64 of the seeds 0 and 1234567."""
     seeds = np.array([0, 0, 1234567], dtype=np.uint64)
     drawn = np.array([0, 1, 0], dtype=np.uint64)
     reference = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x599ED017FB08FC85]  # published test vectors of SplitMix64
@@ -53,7 +53,7 @@ def test_choices_and_seeds_have_streams_of_their_own() -> None:
 
 
 def test_frequencies_are_the_reported_probabilities() -> None:
-    """200,000 draws at temperature 0.7 against the softmax, by a chi-square test."""
+    """Compare 200,000 draws at temperature 0.7 with the softmax by a chi-square test."""
     torch.manual_seed(0)
     logits = torch.randn(1, 24) * 2
     rows = 200_000
@@ -69,7 +69,7 @@ def test_frequencies_are_the_reported_probabilities() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53, 0.5])
 def test_an_impossible_token_is_never_drawn(uniform: float) -> None:
-    """The edges of the interval are included, where rounding matters."""
+    """The uniform numbers include both ends of the interval, where rounding matters."""
     logits = torch.full((3, 1000), float("-inf"))
     logits[0, 500] = 0.0
     logits[1, [0, 999]] = torch.tensor([0.0, -30.0])
@@ -106,7 +106,7 @@ def test_truncation_matches_a_plain_reference() -> None:
 
 
 def _reference(logits: torch.Tensor, top_p: float, top_k: int, min_p: float) -> set[int]:
-    """Return the tokens by the definition in the papers, one token at a time."""
+    """Return the kept tokens by the definitions in the papers, one token at a time."""
     shares = logits.softmax(-1)
     likely = [token for token in range(len(logits)) if shares[token] >= min_p * shares.max()]
     order = sorted(likely, key=lambda token: -float(logits[token]))
@@ -130,7 +130,7 @@ def test_penalties_are_openais() -> None:
 
 
 def test_a_choices_stream_is_known_and_must_never_change() -> None:
-    """Two rounds of SplitMix64, in whole numbers of Python: one names the seed, the other the choice of it."""
+    """The random stream of a choice comes from two rounds of SplitMix64: of the seed, then of the choice index."""
     for seed, choice in ((0, 0), (0, 1), (7, 3), (2**63, 2)):
         assert sampler.seed_of(seed, choice) == _mixed(_mixed(seed + 0x9E3779B97F4A7C15) + choice)
 
@@ -143,7 +143,7 @@ def _mixed(bits: int) -> int:
 
 
 def test_a_token_is_drawn_where_the_number_falls_among_the_probabilities() -> None:
-    """Probabilities 1/2, 0, 1/4, 1/4; a number on the edge of a share belongs to the next one that has any."""
+    """The probabilities are 1/2, 0, 1/4 and 1/4. A number on a boundary selects the next token with probability > 0."""
     logits = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().expand(6, -1)
     drawn = torch.tensor([0.0, 0.499, 0.5, 0.7499, 0.75, 0.9999], dtype=torch.float64)
     ids, logprobs, every = sampler.draw(logits, torch.ones(6), drawn)
@@ -160,8 +160,8 @@ def test_rows_have_temperatures_of_their_own_and_at_zero_the_best_is_taken_as_it
 
 
 def test_truncation_by_hand() -> None:
-    """Four tokens of probability 1/4 each, one row in which a token is less likely than rounding can show, and one in
-    which a token has a third of the probability of the best."""
+    """Test four equally likely tokens, tokens whose probability rounds to 0, and a token with 1/3 of the best
+    probability."""
     even, lost, third = [0.0] * 4, [0.0, -200.0, -200.0, -200.0], [0.0, math.log(1 / 3), -9.0, -9.0]
     rows = [
         (even, 1.0, 1, 0.0), (even, 1.0, 0, 0.0), (even, 0.5, 0, 0.0), (even, 0.6, 0, 0.0), (even, 0.9, 2, 0.0),

@@ -1,9 +1,9 @@
-"""Each family of tokenizers: forced calls, schemas, streams and exact echoes hold, or forms are refused by name.
+"""Tests of tokenizer families: forced calls, schemas, streams and exact echoes, or a refusal that names the answer
+form.
 
-`HEADRACE_TOKENIZER_FOLDERS` names folders with other tokenizers, separated as paths are; their weights are not read.
-
-Incremental decoding for four kinds of tokenizers that are built here, and the errors of the library's
-`DecodeStream` for sampled bytes that are not characters.
+`HEADRACE_TOKENIZER_FOLDERS` lists folders with further tokenizers, separated like PATH; their weights are not read.
+Incremental decoding is tested with four tokenizers that are built here, including bytes that the library's
+`DecodeStream` decodes wrongly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEXTS = ("plain", " two  spaces ", "naïve 😀 \n\tend", '{"a": [1, "x y"]}', "
 
 
 class Served:
-    """A tiny model with one of the tokenizers behind the HTTP interface."""
+    """A tiny model with one of the tokenizers, behind the HTTP interface."""
 
     def __init__(self, http: httpx.AsyncClient, version: str, tokenizer: ChatTokenizer) -> None:
         self.http = http
@@ -85,7 +85,7 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 def _resized(source: Path, folder: Path) -> Path:
-    """Create a tiny model for a foreign tokenizer."""
+    """Create a tiny model for an external tokenizer, and return its folder."""
     content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     Family(source.name, lambda: content).build(folder)
     shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
@@ -172,7 +172,7 @@ def byte_level() -> Tokenizer:
 
 
 def unigram(*, strip: bool) -> Tokenizer:
-    """Build a tokenizer like SentencePiece's: `▁` for spaces, and bytes for missing characters."""
+    """Return a tokenizer like SentencePiece's: `▁` for spaces, and byte tokens for missing characters."""
     pieces = [
         "▁",
         "▁Hello",
@@ -227,7 +227,7 @@ def decoding(kind: str) -> Decoding:
 
 
 def text_in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
-    """Return the text of a stream in portions that end at `cuts`: before the end of the stream, and after it."""
+    """Decode `ids` in pieces that end at `cuts`. Return the text before and after the end of the stream."""
     stream = Detokenizer(decoder)
     bounds = [0, *sorted(cuts), len(ids)]
     text = "".join(stream.feed(ids[start:end]) for start, end in pairwise(bounds))
@@ -238,7 +238,7 @@ def text_in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tupl
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataObject) -> None:
-    """Any tokens, in any portions."""
+    """The decoded text of any tokens is the same in any pieces."""
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), min_size=1, max_size=30))
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
     assert text_in_portions(decoding(kind), ids, cuts) == text_in_portions(decoding(kind), ids, list(range(len(ids))))
@@ -248,7 +248,7 @@ def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataO
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObject) -> None:
-    """Long runs of bytes included: each sign is four or more tokens of a vocabulary that lacks it."""
+    """This includes long runs of bytes: characters that the vocabulary lacks take four or more tokens."""
     text = data.draw(st.text(st.sampled_from([*"aetho ,.'n", "ö", "日", "本", "👩", "\u200d"]), max_size=25))
     ids = KINDS[kind].encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
@@ -275,7 +275,7 @@ def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
 
 
 def test_one_wrong_byte_costs_one_character() -> None:
-    """The tokenizer's own decoder shows none of the run."""
+    """The tokenizer's own decoder drops the whole run of bytes."""
     decoder = decoding("unigram")
     spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     ids = [spelled[byte] for byte in b"\xc3\xb6\xffok\xe6\x97"]
@@ -306,7 +306,7 @@ def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> 
 
 
 def test_why_the_librarys_stream_is_not_used() -> None:
-    """When this fails, DecodeStream has learnt it: look at docs/decisions/archive again."""
+    """If this test fails, `DecodeStream` was fixed; then read docs/decisions/archive and reconsider it."""
     inner, decoder = KINDS["unigram"], decoding("unigram")
     spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     stream = decoders.DecodeStream(skip_special_tokens=False)

@@ -1,6 +1,7 @@
-"""A folder that cannot be a version is refused with the reason, and no part of it is stored.
+"""Tests of the import of model folders, and of damaged blobs in the store.
 
-Hundreds of injected faults between the blob store and a replica are refused with a name, and never served.
+A folder that is not a valid version is refused with a reason, and nothing of it is stored. A replica refuses hundreds
+of damaged blobs by name, and never serves them.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, t
 
 
 def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Path, int, int]]:
-    """File, place and bit of each damage, over all files."""
+    """Yield the file, offset and bit of `count` faults, spread over all files."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE and path.stat().st_size)
     for number in range(count):
         path = files[number % len(files)]
@@ -236,7 +237,7 @@ def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Pat
 
 
 def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models, tmp_path: Path) -> None:
-    """300 of them, over every file."""
+    """Flip 300 single bits, spread over all files."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     folder = exported(models, tmp_path / "exported")
@@ -252,7 +253,7 @@ def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models,
 
 
 def test_merged_answers_as_unmerged(models: Models, tmp_path: Path) -> None:
-    """To float tolerance, by transformers and peft themselves."""
+    """The logits agree within float tolerance, computed with transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -303,7 +304,7 @@ def rig(models: Models, tmp_path: Path) -> Rig:
 
 
 def damages(chance: random.Random, stored: Stored) -> Iterator[tuple[BlobRef, int, int]]:
-    """Blob, place and bit: over the manifest and every file in turn."""
+    """Yield the blob, offset and bit of faults in the manifest and in every file in turn."""
     blobs = [stored.served.manifest, *(file.blob for file in stored.manifest.files)]
     blobs = [blob for blob in blobs if blob.size]
     while True:
@@ -312,7 +313,7 @@ def damages(chance: random.Random, stored: Stored) -> Iterator[tuple[BlobRef, in
 
 
 async def refused(rig: Rig, served: ServedVersion, *other_versions: ServedVersion) -> str:
-    """The reason why the replica does not serve it."""
+    """Return the reason why the replica does not serve `served`."""
     rig.route(served, *other_versions)
     await rig.until(lambda: rig.states.get(served.version) == "failed")
     reason = rig.error(served)
@@ -325,7 +326,7 @@ async def refused(rig: Rig, served: ServedVersion, *other_versions: ServedVersio
 
 
 async def test_flipped_bytes_in_the_store(rig: Rig, models: Models) -> None:
-    """In the manifest, and in every file of a whole version and of an adapter."""
+    """Flip bits of the manifest and of every file, for a complete version and for an adapter."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -348,7 +349,7 @@ async def test_flipped_bytes_in_the_store(rig: Rig, models: Models) -> None:
 
 @contextmanager
 def damaged(blobs: BlobStore, blob: BlobRef, offset: int, bit: int) -> Iterator[None]:
-    """One bit of a blob is another one inside."""
+    """Flip one bit of a stored blob inside the context."""
     path = Path(blobs._path(blob.sha256))
     content = path.read_bytes()
     path.write_bytes(content[:offset] + bytes([content[offset] ^ bit]) + content[offset + 1 :])
@@ -357,14 +358,14 @@ def damaged(blobs: BlobStore, blob: BlobRef, offset: int, bit: int) -> Iterator[
 
 
 def changed(models: Models, stored: Stored, **fields: object) -> ServedVersion:
-    """The version with something else in its manifest, which makes it another version."""
+    """Return a version whose manifest differs from `stored` in `fields`, and so has another name."""
     manifest = Manifest.model_validate({**stored.manifest.model_dump(), **fields})
     return ServedVersion(version=manifest.version, manifest=models.blobs.put(manifest.canonical_json()))
 
 
 @pytest.mark.parametrize("number", range(20))
 async def test_a_version_with_anothers_tokens_is_not_served_beside_it(rig: Rig, models: Models, number: int) -> None:
-    """One model has one tokenizer and one template."""
+    """All versions of a model share one tokenizer and one chat template."""
     other = f"{number:02x}" * 32
     field = ("tokenizer_sha256", "template_sha256")[number % 2]
     rig.route(models.second.served)

@@ -1,6 +1,7 @@
-"""Engine cores that come, go, fail and die, over the stand-in that the contract holds (`tests/contract/engine`).
+"""Tests of vLLM engine cores that start, stop, fail and die.
 
-A stopped engine core of vLLM ends without a reported failure.
+The contract tests in `tests/contract/engine` hold the stand-in for vLLM to the real one. A stopped engine core ends
+without a reported failure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WAIT_S = 30
 
 
 class Rig:
-    """An engine over a stand-in."""
+    """A vLLM engine over the stand-in for vLLM."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -64,7 +65,7 @@ async def rig(models: Models) -> AsyncIterator[Rig]:
 
 
 async def test_a_core_stays_as_long_as_an_adapter_needs_it(rig: Rig, models: Models) -> None:
-    """Routing may drop a base before its adapters have answered."""
+    """Routing may drop a base version before the adapters on it have answered."""
     await rig.load("first", "adapter")
     await rig.engine.unload(models.first.version)
     with pytest.raises(UnknownVersion):
@@ -81,7 +82,7 @@ async def test_a_core_stays_as_long_as_an_adapter_needs_it(rig: Rig, models: Mod
 
 
 async def test_adapters_have_a_number_that_was_never_used(rig: Rig, models: Models) -> None:
-    """vLLM caches by it: with the number of an adapter that is gone, a new one would get its KV."""
+    """vLLM caches KV by the adapter's number, so a reused number would give a new adapter the KV of an old one."""
     await rig.load("first", "adapter")
     (core,) = rig.library.started
     before = set(core._weights)
@@ -121,7 +122,7 @@ async def test_an_adapter_that_vllm_refuses_leaves_nothing_behind(
 
 
 async def test_a_dead_core_fails_its_streams_and_ends_the_process(rig: Rig, models: Models) -> None:
-    """`app` polls `check`, whose error ends the process, and the supervisor starts it again."""
+    """`app` polls `check`, whose error ends the process, and the supervisor restarts it."""
     await rig.load("first", "second")
     streams = [
         asyncio.create_task(rig.sample(version.version, max_tokens=200)) for version in (models.first, models.second)
@@ -157,7 +158,7 @@ async def test_a_request_that_breaks_is_alone(rig: Rig, models: Models, monkeypa
 
 
 async def test_whoever_leaves_is_aborted_in_vllm(rig: Rig, models: Models) -> None:
-    """Leaving, a stop string and an unloaded version: vLLM computes for none of them any longer."""
+    """vLLM stops computing when a client disconnects, a stop string ends the answer, or the version is unloaded."""
     await rig.load("first", "adapter")
     (core,) = rig.library.started
     left = rig.engine.generate(
@@ -216,7 +217,7 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
 
 
 async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
-    """vLLM returns only sampled tokens to such requests in the step of a probe (`vllm_engine/probing.py`)."""
+    """In the step of a probe, vLLM returns only sampled tokens to other requests (`vllm_engine/probing.py`)."""
     await rig.load("first")
     ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
     plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))
@@ -297,7 +298,7 @@ def test_neither_its_announcement_nor_its_modules_import_the_package(tmp_path: P
 
 
 class Listening:
-    """Stand-in for `vllm.v1.engine.async_llm.AsyncLLM`, whose task reports when the core's process has ended."""
+    """Stand-in for `vllm.v1.engine.async_llm.AsyncLLM`, whose task reports that the core's process has ended."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()

@@ -1,4 +1,5 @@
-"""Parsers that want tokens: streams and whole answers read the same. vLLM's own are held to it in the contract."""
+"""Tests of parsers that need token ids: streams and plain answers give equal results. Contract tests cover vLLM's
+own."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Called:
 
 
 class TagTools:
-    """A tool parser with vLLM's interface, which returns content, then calls after a tag, and records its input."""
+    """Tool parser with vLLM's interface, which returns content, then calls after a tag, and records its input."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -77,7 +78,7 @@ class TagTools:
 
 
 class TagReasoning:
-    """A reasoning parser with vLLM's interface, by the id of the closing tag."""
+    """Reasoning parser with vLLM's interface, which detects the end of reasoning by the id of the closing tag."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.close = tokenizer.convert_tokens_to_ids("</think>")
@@ -109,7 +110,7 @@ def parsers_of(tools: list[TagTools] | None = None) -> Parsers:
 
 
 def answered(tokenizer: ChatTokenizer, syntax: AnswerSyntax, ids: Sequence[int], portion: int) -> tuple[Message, str]:
-    """The answer's message, and its content as it was streamed."""
+    """Return the message of an answer, and its content as it was streamed in pieces of `portion` tokens."""
     answer, content = Answer(tokenizer, syntax), ""
     for at in range(0, len(ids), portion):
         content += answer.feed(ids[at : at + portion]).content
@@ -170,7 +171,7 @@ def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokeniz
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) -> None:
-    """The client sends the call back with other whitespace, and the parser reads both as equal."""
+    """The client sends the call back with different whitespace, and the parser treats both as equal."""
     tag_parsers = replace(parsers_of(), reasoning=Parsers().reasoning)
     prompts = ExactPrompts(10_000, tag_parsers)
     question = Message(role="user", content="What is new?")

@@ -1,8 +1,7 @@
-"""Choices are converted to vLLM's requests, its outputs to tokens, and unsupported parameters are refused.
+"""Tests of the conversion to vLLM's requests and from its outputs, of engine cores, and of adapter folders.
 
-An engine core ends by itself if its service is killed.
-
-Adapter folders that vLLM would load only in part are refused with the reason.
+Unsupported parameters are refused. An engine core ends by itself if its service is killed. Adapter folders that vLLM
+would load only in part are refused with the reason.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def test_tokens_are_asked_for_as_they_come_where_somebody_watches(start: Start, 
 
 
 def test_a_frequency_penalty_counts_what_was_sampled_elsewhere() -> None:
-    """vLLM takes resumed tokens for prompt and counts none: 0.5 for each of three 9s and one 4 is a bias."""
+    """vLLM treats resumed tokens as prompt and does not count them, so a logit bias applies the penalty to them."""
     sampling = Sampling(frequency_penalty=0.5, logit_bias=((9, 1.0), (3, 2.0)))
     request = request_of(sampling, Start(resumed=[9, 4, 9, 9]), 5, stream=True)
     assert request.logit_bias == {9: -0.5, 4: -0.5, 3: 2.0}
@@ -123,7 +122,7 @@ def test_temperatures_that_vllm_samples_at(temperature: float) -> None:
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:
-    """vLLM would sample at 0.01, so the logprobs would be of another distribution than the requested one."""
+    """vLLM would raise the temperature to 0.01, so the logprobs would be of another distribution than requested."""
     with pytest.raises(Refused, match=r"at 0 \(greedy\) or at 0.01 and above") as refused:
         refuse_unsupported(Sampling(temperature=0.009), [Start()])
     assert (refused.value.status, refused.value.param) == (400, "temperature")
