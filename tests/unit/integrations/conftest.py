@@ -45,7 +45,7 @@ class Gateway:
 
     @property
     def values(self) -> list[float]:
-        """Values of all recorded feedback."""
+        """Return the values of all recorded feedback."""
         return [body["value"] for path, body in self.posted if path == "/v1/feedback" and "value" in body]
 
     @property
@@ -54,7 +54,7 @@ class Gateway:
 
 
 class RecordingGatewayStack(Stack):
-    """Stack with a recording gateway only. Its models always answer `answer`."""
+    """Stack with only a recording gateway. Its models always answer `answer`."""
 
     def __init__(self, answer: str = "it is 4", settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(Addresses("http://gateway"), "tiny")
@@ -97,7 +97,7 @@ def fake_client(answer: str, *, blocking: bool) -> Any:
 async def train_once(
     stack: RecordingGatewayStack, tasks: Sequence[Any], play: Any, *, group_size: int = 1, **_: Any
 ) -> AsyncIterator[Step]:
-    """Play each task without training, as a replacement of `train_on_tasks`."""
+    """Play each task once without training, as a replacement of `train_on_tasks`."""
     client = stack.async_client()
     runs = [Run(stack, client, task, purpose="train", model=stack.model) for task in tasks for _ in range(group_size)]
     await play_all(runs, play, 4)
@@ -105,7 +105,7 @@ async def train_once(
 
 
 def entering(stack: RecordingGatewayStack) -> Any:
-    """Replace `stack_for` by a function that yields the given stack."""
+    """Return a replacement of `stack_for` that yields `stack`."""
 
     @contextmanager
     def stack_for(*_: Any, **__: Any) -> Any:
@@ -115,7 +115,7 @@ def entering(stack: RecordingGatewayStack) -> Any:
 
 
 class Bus:
-    """In-memory topics with one partition each, which replace `connected`."""
+    """In-memory topics with one partition each, as a replacement of `connected`."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[Event]] = {}
@@ -178,7 +178,7 @@ class RecordingStack(RecordingGatewayStack):
 
 
 class Rig:
-    """Adapters on one `RecordingStack`. `played(work)` returns the effects of `work` as text."""
+    """Runner of adapters on one `RecordingStack`. `played(work)` returns the effects of `work` as text."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.stack, self._folder, self._caplog = RecordingStack(), folder, caplog
@@ -252,7 +252,7 @@ class Rig:
 
 
 def write_rows(folder: Path, name: str, count: int = 4) -> Path:
-    """Return a folder `name` with files train.jsonl and test.jsonl."""
+    """Write `train.jsonl` and `test.jsonl` with `count` rows, and return their folder."""
     (folder / name).mkdir(exist_ok=True)
     for split, rows in (("train", ROWS[:count]), ("test", ROWS[:1])):
         text = "".join(json.dumps({**row, "of": name}) + "\n" for row in rows)
@@ -274,11 +274,11 @@ async def judge(task: dict[str, Any], response: Any) -> JudgeOutput:
 
 
 def fake_dspy(note: Callable[..., None]) -> ModuleType:
-    """Return the part of dspy that `tune_prompt` uses."""
+    """Return a module with the part of dspy that `tune_prompt` uses."""
     dspy: Any = ModuleType("dspy")
 
     class Search:
-        """Search that records its options and returns the initial prompt."""
+        """Optimizer that records its options and returns the initial prompt."""
 
         def __init__(self, **options: Any) -> None:
             note("search", {name: value for name, value in options.items() if name != "metric"})
@@ -315,7 +315,8 @@ def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.fixture
 def compare(rig: Rig, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Check that `changed` has other effects than `plain`, or is refused with a message that names the argument."""
+    """Return a check that `changed` has other effects than `plain`, or is refused with a message that names the
+    argument."""
 
     def compare(name: str, plain: Callable[[], object], changed: Callable[[], object]) -> None:
         before = rig.played(plain, capsys)

@@ -1,4 +1,4 @@
-"""Every argument of the adopted interfaces changes the effects of an adapter, or is refused by name.
+"""Tests that every argument of the tuner interfaces has an effect on the adapter, or is refused by name.
 
 Each test runs an adapter twice, with one argument changed. Equal effects mean that the argument was ignored.
 """
@@ -60,7 +60,7 @@ BAD_VALUES: dict[str, list[Any]] = {
 
 
 def tuned(**arguments: Any) -> Callable[[], object]:
-    """Return `tune` with defaults for missing `arguments`; values of None are left out."""
+    """Return a call of `tune` with defaults for missing `arguments`. Arguments of None are left out."""
     options: dict[str, Any] = {
         "workflow_func": workflow, "judge_func": judge, "train_dataset": DatasetConfig(path="rows", total_epochs=2),
         "model": TunerModelConfig(model_path="base"), "algorithm": AlgorithmConfig(batch_size=2, group_size=2),
@@ -180,7 +180,7 @@ AS_HERE = {key for key in KEYS if getattr(KEYS[key], "__qualname__", "").startsw
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of dotted names."""
+    """Return nested tables for a flat mapping with dotted names."""
     table_of_tables: dict[str, Any] = {}
     for key, value in flat.items():
         *tables, name = key.split(".")

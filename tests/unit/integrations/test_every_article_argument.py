@@ -1,4 +1,5 @@
-"""Every argument of HelloAgents, the article and Trinity's workflows has an effect, or is refused by name.
+"""Tests that every argument of HelloAgents, of the article's interface and of Trinity's workflows has an effect, or is
+refused by name.
 
 The fixture `compare` runs an adapter twice; `test_every_argument.py` has the tests of the tuner.
 """
@@ -326,7 +327,7 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("module", modules())
 def test_every_parameter_is_read(module: str) -> None:
-    """A parameter that no line of its function reads is ignored, whatever its value."""
+    """A parameter is ignored if no line of its function reads it."""
     source = inspect.getsource(importlib.import_module(module))
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_declaration(node):

@@ -1,5 +1,4 @@
-"""P6 for every adapter: a failed run has no reward, and never a reward of 0. The tests detect an adapter that violates
-it.
+"""Tests that no adapter gives a failed run the reward 0 (P6): the run has no reward.
 
 Rewards, metrics and labels may be numbers of any library, wherever a user's program passes them.
 """
@@ -79,7 +78,7 @@ def with_the_tuner(stack: RecordingGatewayStack, patch: pytest.MonkeyPatch, fold
 
 def with_trinity(stack: RecordingGatewayStack, patch: pytest.MonkeyPatch, _folder: Path) -> None:
     class Judged(Workflow):
-        """Workflow with the judge's reward."""
+        """Workflow that uses the judge's reward."""
 
         async def run_async(self) -> list[Any]:
             from types import SimpleNamespace
@@ -150,7 +149,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def violations(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """Return the violations of an adapter for a run with a failing judge, among runs with the reward 1."""
+    """Return the violations of `adapter` for a run with a failing judge among runs with the reward 1."""
     stack = RecordingGatewayStack()
     adapter(stack, patch, folder)
     wrong = [f"a reward of {value:g} was sent" for value in stack.gateway.values if value != 1.0]
@@ -164,7 +163,7 @@ def test_a_failed_judge_is_no_reward(name: str, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_planted_adapter_that_sends_0_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Planted fault: a tuner that gives every run a number."""
+    """Injected fault: a tuner that gives every run a number."""
     from headrace_integrations.tuner.configs import outcome
 
     async def forgiving(*args: Any) -> tuple[float, dict[str, float]]:

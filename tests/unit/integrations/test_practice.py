@@ -1,7 +1,4 @@
-"""Runs, and the end of a training step on tasks.
-
-Evaluations: means with intervals, and gate programs.
-"""
+"""Tests of runs, of the end of a training step on tasks, of evaluations with intervals, and of gate programs."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def trained(session: str, branch: int = 0, dropped: Any = None) -> TrainingOutco
 
 
 class TurnKey:
-    """A turn of which only the key is read."""
+    """Turn of which only the key is read."""
 
     topic = "turns"
 
@@ -178,7 +175,7 @@ def test_equal_tasks_share_an_id() -> None:
 
 
 class Client:
-    """Stand-in of an OpenAI client, which returns a copy with other options."""
+    """Stand-in for an OpenAI client, which returns a copy of itself with other options."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -208,7 +205,7 @@ def test_plugged_redirects_and_restores_the_agents_client() -> None:
 
 
 def test_interval_of_shares_is_wilsons() -> None:
-    """Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    """Compare with Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
     for hits, of, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)):
         bounds = interval([1.0] * hits + [0.0] * (of - hits))
         assert bounds is not None
@@ -216,7 +213,7 @@ def test_interval_of_shares_is_wilsons() -> None:
 
 
 def test_interval_of_other_numbers_is_students_t() -> None:
-    """By hand: mean 5, standard deviation 1, n = 4: 5 +- 3.1824 / 2."""
+    """The expected values are: mean 5, standard deviation 1 and n = 4 give 5 +- 3.1824 / 2."""
     values = [5 + math.sqrt(1.5), 5 - math.sqrt(1.5), 5.0, 5.0]
     bounds = interval(values)
     assert bounds == pytest.approx((5 - 1.5912, 5 + 1.5912), rel=0.01)
@@ -290,7 +287,7 @@ def test_a_score_that_fails_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_score_that_fails_ends_the_program_while_its_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry keeps the input open while it waits for answers, so that waiting for its end would be a deadlock."""
+    """The registry keeps stdin open while it waits for answers, so a program that waits for its end would deadlock."""
     stack = RecordingGatewayStack()
     monkeypatch.setattr("headrace_integrations.evaluation.gate_program.Stack", lambda *_: stack)
     reading, writing = os.pipe()

@@ -1,7 +1,4 @@
-"""Stacks: settings that are compared with a running Headrace, and its state.
-
-The article's interface without services: feedback that is sent or withheld, and refusals.
-"""
+"""Tests of stacks: settings compared with a running Headrace, state, and the article's interface without services."""
 
 from __future__ import annotations
 

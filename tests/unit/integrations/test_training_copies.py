@@ -1,4 +1,4 @@
-"""Training copies: which requests are replayed, by which agents and tools, and without any effect on users."""
+"""Tests of training copies: the requests that are replayed, their agents and tools, and no effects on users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL = SamplingRateStrategy(1.0)
 
 
 def answering(copy: TrainingCopy) -> Callable[[str], str]:
-    """Return a copy's agent that calls its model once."""
+    """Return an agent that calls the model of `copy` once."""
     client = copy.openai(blocking=True)
 
     def ask(text: str) -> str:
@@ -52,7 +52,7 @@ def played(
     reward: Any = by_answer,
     **options: Any,
 ) -> tuple[RecordingGatewayStack, TrainingRunner]:
-    """Run requests of users, all of which are answered, and return the runner."""
+    """Run users' requests, all of which are answered, and return the stack and the training runner."""
     stack = stack or RecordingGatewayStack()
     with TrainingRunner(HeadraceSink(stack), make, reward, **{"selection": ALL, **options}) as runner:
         ask = runner.watched(lambda text: f"served {text}")
@@ -122,7 +122,7 @@ def test_only_tools_marked_read_only_are_called(swallowed: bool) -> None:
 
     @read_only
     def search(query: str) -> str:
-        """Look it up."""
+        """Search for `query`."""
         return f"found {query}"
 
     def send_mail(text: str) -> str:
@@ -302,7 +302,7 @@ async def test_an_agent_that_awaits_and_inputs_that_change() -> None:
 
 
 def numbered() -> Callable[..., Any]:
-    """Return a replacement of `openai` with ids in its answers, as `TrinitySink` records them."""
+    """Return a replacement of the `openai` module whose answers have ids as `TrinitySink` records them."""
     numbers = iter(range(1000))
 
     def client(*_: Any, **__: Any) -> Any:

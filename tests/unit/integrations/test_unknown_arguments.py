@@ -1,6 +1,6 @@
-"""Adapters honour every argument or refuse it by name; none is silently ignored.
+"""Tests that adapters honour every argument or refuse it by name, and that none is silently ignored.
 
-Programs of `make check NAME=parity` that need no services: signatures, records, conversions and refusals.
+The part of `make check NAME=parity` that needs no services is included: signatures, records, conversions and refusals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MADE_UP = [
 
 
 class Started(Exception):
-    """Raised where the tool would start its services."""
+    """Error that is raised where the tool would start its services."""
 
 
 @pytest.fixture
