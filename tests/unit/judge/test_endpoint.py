@@ -1,6 +1,7 @@
-"""Each failure of an endpoint has its own error, and no message quotes the request.
+"""Tests of failures of an endpoint, and of the call budget.
 
-The budget counts calls before they are made, survives restarts, and is renewed with each period.
+Each failure has its own error, and no message quotes the request. The budget counts calls before they are made,
+survives restarts, and is renewed with each period.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs that cannot be judged fail alone and by name; invalid settings stop the start with a remedy (P11)."""
+"""Tests that a run which cannot be judged fails alone with a reason, and that invalid settings prevent the start
+(P11)."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ NAMES = [f"t{number}" for number in range(5)]
 
 
 async def judge_all(rig: Rig, count: int = 5) -> dict[str, str]:
-    """The outcome of each run, with the clock moved over every wait between tries."""
+    """Wait until `count` runs are judged or dead-lettered, and return the outcome of each judged run.
+
+    The clock advances over each wait between attempts.
+    """
 
     def settled() -> bool:
         if not REGISTRY.get_sample_value("headrace_judge_in_progress"):
@@ -58,7 +62,7 @@ async def judge_all(rig: Rig, count: int = 5) -> dict[str, str]:
     "reason", ["bad \ud83d end", "NUL \x00", "x" * 50_000, "\x1b[31m", "\u202e"], ids=lambda text: ascii(text)[:20]
 )
 async def test_whatever_text_an_endpoint_answers(llm: FakeLLM, data_dir: Path, database_url: str, reason: str) -> None:
-    """Put JSON escapes into the answer's JSON for one run of five."""
+    """The judge's answer for one run contains difficult text as JSON escapes."""
     text = json.dumps({"reason": reason, "criteria": SCORES})
 
     def reply(call: Call) -> Reply:
@@ -174,7 +178,7 @@ def _of(tenant: str, name: str, answer: str) -> Any:
 
 
 async def test_runs_of_one_tenant_that_the_endpoint_fails_on_do_not_stop_another(llm: FakeLLM, data_dir: Path) -> None:
-    """The clock is fixed, so a job that waits for a breaker waits forever."""
+    """The clock is fixed, so a job that waits for an open circuit breaker waits for ever."""
 
     def reply(call: Call) -> Reply:
         if "poison" in call.prompt:
@@ -219,7 +223,7 @@ def loaded(**environ: str) -> JudgeSettings:
 
 
 def test_without_an_endpoint_the_judge_does_not_start() -> None:
-    """Run the judge as a process, as a supervisor does: the exit status is 2, also with `--check-config`."""
+    """The judge runs as a process as under a supervisor: the exit status is 2, also with `--check-config`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     command = [sys.executable, "-m", "headrace_judge", "--check-config"]
     result = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=30, check=False)

@@ -1,4 +1,5 @@
-"""From a trajectory to its reward, against a real HTTP endpoint: outcomes, retries, cache, restart (P6, P10)."""
+"""Tests of the judge from a trajectory to its reward with a real HTTP endpoint: outcomes, retries, cache and
+restarts."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ async def test_a_verdict_becomes_a_reward(llm: FakeLLM, data_dir: Path) -> None:
 
 
 async def test_the_outcomes_that_are_no_value_are_all_different(llm: FakeLLM, data_dir: Path) -> None:
-    """P6: abstention, failure, unreadable verdict and time-out are four events, and none of them is 0.0."""
+    """P6: abstention, failure, unreadable verdict and timeout give four different outcomes, none with the value 0.0."""
     behaviours = {
         "model abstains": fake_llm.abstain(),
         "endpoint refuses": fake_llm.status(400),
@@ -138,7 +139,7 @@ async def test_an_endpoint_that_stays_away_ends_as_failed(data_dir: Path) -> Non
 
 
 async def test_an_hour_without_the_endpoint_is_caught_up(llm: FakeLLM, data_dir: Path) -> None:
-    """P10, with the default settings: no trajectory is given up, and all are judged once it is back."""
+    """P10, with default settings: all trajectories are judged after the endpoint has recovered."""
     llm.usual = fake_llm.status(503)
     names = [f"t{number}" for number in range(6)]
     async with judge(settings(llm), data_dir) as rig:
@@ -273,7 +274,7 @@ async def test_evaluation_is_judged_when_wanted_and_else_not_spoken_of(llm: Fake
 
 
 async def test_a_shadow_is_judged_as_a_user_is_and_compared_with_nobody(llm: FakeLLM, data_dir: Path) -> None:
-    """Whatever is wanted of evaluations, and whatever the sample is."""
+    """A shadow trajectory is judged regardless of the settings for evaluations and for sampling."""
     shadow = trajectory("shadow", purpose="eval", shadow_of="a" * 16, task_id="t")
     async with judge(settings(llm, sample_rate=0.0), data_dir) as rig:
         await rig.bench.deliver(shadow)

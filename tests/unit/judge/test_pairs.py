@@ -1,6 +1,7 @@
-"""Runs of one task compared two by two: order swap, win rates and their revisions, windows, limits.
+"""Tests of pairwise comparisons of runs of one task, and of the judge as a filter.
 
-The judge as a filter reads and writes lines, and pays for no verdict twice.
+They cover the order swap, win rates and their revisions, windows and limits. The filter reads and writes lines, and
+pays for no verdict twice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ description = "The better one."
 
 @pytest.fixture
 def paired(llm: FakeLLM, tmp_path: Path) -> Callable[..., JudgeSettings]:
-    """Settings with a rubric of mode `pair`."""
+    """Return a function that creates settings with a rubric of mode `pair`."""
     path = tmp_path / "preference.toml"
     path.write_text(RUBRIC)
     return lambda **changes: settings(llm, rubrics=[str(path)], **changes)
@@ -47,7 +48,7 @@ def preference(winner: str) -> fake_llm.Behaviour:
 
 
 def by_number(call: Call) -> str:
-    """A judge without bias: the higher number in the answers wins, whichever is shown first."""
+    """Behave like a judge without position bias: the answer with the higher number wins."""
     first, second = (int(number) for number in re.findall(r"answer (\d+)", call.last))
     winner = "tie" if first == second else "A" if first > second else "B"
     return json.dumps({"reason": "by number", "criteria": {"better": winner}})
@@ -58,7 +59,7 @@ def run(name: str, number: int, task: str = "task", **changes: object) -> Trajec
 
 
 def last(rig: Rig) -> dict[str, Reward]:
-    """The reward of each trajectory that counts: its highest revision."""
+    """Return the reward with the highest revision of each trajectory."""
     newest: dict[str, Reward] = {}
     for reward in rig.rewards:
         if reward.trajectory_id not in newest or reward.revision > newest[reward.trajectory_id].revision:
@@ -69,7 +70,7 @@ def last(rig: Rig) -> dict[str, Reward]:
 async def test_a_judge_that_always_prefers_the_first_decides_nothing(
     llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
 ) -> None:
-    """Pitfall 23: the order swap turns position bias into ties, recorded as such."""
+    """Pitfall 23: the order swap turns position bias into ties, which are recorded as ties."""
     llm.usual = preference("A")
     async with judge(paired(), data_dir) as rig:
         await rig.bench.deliver(*(run(name, number) for number, name in enumerate("xyz")))
@@ -98,7 +99,7 @@ async def test_rewards_are_win_rates(llm: FakeLLM, data_dir: Path, paired: Calla
 async def test_later_pairs_revise_the_reward(
     llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
 ) -> None:
-    """P10: revisions count up without gaps, and each is an event of its own."""
+    """P10: revisions are numbered without gaps, and each revision is a separate event."""
     llm.usual = fake_llm.answer(by_number)
     async with judge(paired(), data_dir) as rig:
         await rig.bench.deliver(run("a", 2), run("b", 1))
@@ -233,7 +234,7 @@ async def test_a_restart_in_the_middle_of_a_pair_asks_only_for_the_missing_order
 async def test_runs_of_two_tenants_with_one_id_are_judged_apart(
     llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
 ) -> None:
-    """Single runs of both tenants are judged. In a comparison, the second tenant's id is refused with a message."""
+    """Single runs of both tenants are judged. In a comparison, the second tenant's run id is refused with a message."""
     async with judge(settings(llm), data_dir) as rig:
         await rig.bench.deliver(*(trajectory("x", tenant=tenant) for tenant in ("default", "a", "b")))
         assert sorted(reward.tenant for reward in await rig.judged(3)) == ["a", "b", "default"]

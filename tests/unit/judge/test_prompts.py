@@ -1,8 +1,8 @@
-"""Texts of a run are data in the prompt: they cannot end the data, change the role, or run as a template.
+"""Tests that the texts of a run are data in the judge's prompt: they cannot end the data, change the role or run as a
+template.
 
-Transcripts keep roles separate, and contain a note for all text that they leave out.
-
-A single judgement returns scores, or raises an error with the reason.
+Transcripts keep roles separate and note all omitted text. A single judgement returns scores or raises an error with the
+reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(answer: str) -> RunTranscript:
 
 
 def divisions(prompt: str) -> list[str]:
-    """Return the roles, by the lines with the mark that the system message announces."""
+    """Return the roles in `prompt`, by the lines with the marker that the system message announces."""
     return re.findall(r"^--- [0-9a-f]{16} (.*)$", prompt, re.MULTILINE)
 
 
@@ -176,7 +176,7 @@ def test_the_middle_of_a_long_run_is_left_out_and_counted() -> None:
 
 
 def test_nothing_is_ever_left_out_silently() -> None:
-    """In random runs, the shown text fits, and shown and counted characters add up to the whole run."""
+    """In random runs, the prompt fits the limit, and shown and omitted characters add up to the whole run."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator = random.Random(seed)

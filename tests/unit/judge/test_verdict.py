@@ -1,8 +1,7 @@
-"""Answers are parsed strictly. An unreadable answer never becomes a number.
+"""Tests of verdicts and statistics of the judge.
 
-Oracles worked by hand: weighted means, medians, order swaps, win rates.
-
-Cohen's kappa with quadratic weights, against values worked by hand.
+Answers are parsed strictly, and an unreadable answer never becomes a number. Weighted means, medians, order swaps, win
+rates and Cohen's kappa with quadratic weights are compared with values computed by hand.
 """
 
 from __future__ import annotations
@@ -266,9 +265,12 @@ def test_the_table_has_humans_in_rows() -> None:
 
 
 def test_kappa_by_hand() -> None:
-    """Seen: (1 + 4) / 10 = 0.5. Chance: human counts 3 1 2 1 3, judge's 2 2 3 1 2; the sum of (i-j)^2 over all 100
-    combinations is 3*(0+2+12+9+32) + 1*(2+0+3+4+18) + 2*(8+2+0+1+8) + 1*(18+8+3+0+2) + 3*(32+18+12+1+0)
-    = 165 + 27 + 38 + 31 + 189 = 450, so 4.5. Kappa = 1 - 0.5 / 4.5 = 8/9."""
+    """Compute Cohen's kappa with quadratic weights by hand.
+
+    Observed disagreement: (1 + 4) / 10 = 0.5. Expected disagreement: the human counts are 3 1 2 1 3 and the judge's are
+    2 2 3 1 2; the sum of (i-j)^2 over all 100 combinations is 3*(0+2+12+9+32) + 1*(2+0+3+4+18) + 2*(8+2+0+1+8) +
+    1*(18+8+3+0+2) + 3*(32+18+12+1+0) = 165 + 27 + 38 + 31 + 189 = 450, so 4.5. Kappa = 1 - 0.5 / 4.5 = 8/9.
+    """
     assert quadratic_kappa(confusion(PAIRS)) == pytest.approx(8 / 9)
 
 

@@ -1,7 +1,5 @@
-"""The math agent: its loop, its problems, and the steps of a solution.
-
-A behaviour for `FakeLLM`: a model that goes on as a demonstration does.
-"""
+"""Tests of the math agent: its loop, its problems and the steps of a solution, with a model that follows
+demonstrations."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class Pupil:
-    """Knows `problems` and no others."""
+    """Model that answers each of `problems` with the next message of its demonstrated conversation."""
 
     def __init__(self, problems: Iterable[Problem], habits: Habits = NONE) -> None:
         self._shown = {
@@ -153,7 +151,8 @@ def first(split: Split, seed: int = 0, count: int = PROBLEM_COUNT) -> list[Probl
 
 
 def test_the_answer_is_that_of_somebody_who_reads_the_question() -> None:
-    """The oracle reads only the sentences: each verb stands for a sign, and changes apply in the order of the text."""
+    """The oracle parses the sentences of the question: each verb means a sign, and changes apply in the order of the
+    text."""
     for problem in first("train"):
         opening, *sentences, _ = problem.question.split(". ")
         amount = int(opening.split()[2])
@@ -280,7 +279,7 @@ def test_who_has_no_bad_habit_is_right_brief_and_in_form() -> None:
 
 
 def test_the_habits_start_where_the_example_says() -> None:
-    """The scores of the untrained model leave room for what the example promises, in each of three measures."""
+    """The untrained model's accuracy, steps and format leave room for the improvements that the example promises."""
     played = demonstrations(0, HABITS)
     solutions = [of_episode(episode(messages)) for _, messages in played]
     right = sum(accuracy(messages[-1]["content"], float(problem.expected)) for problem, messages in played)
