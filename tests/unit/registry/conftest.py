@@ -1,5 +1,5 @@
-"""A started rig for each test, or the tables alone; and a transition in one transaction with two models, so that tests
-also see unchanged rows."""
+"""Fixtures for the registry: a started rig, or the tables alone; and a transition in one transaction with two
+models, so that tests can check that the rows of the other model do not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOBODY = "m@0123456789ab"
 
 
 class RegistryState:
-    """Change the tables by `transition`, then read them."""
+    """Transition in an open transaction, with helpers to add rows and to read the tables."""
 
     def __init__(self, rig: Rig, tx: AsyncConnection) -> None:
         self._rig = rig
@@ -53,7 +53,7 @@ class RegistryState:
         return event.version
 
     async def promote_in_turn(self, *steps: int, model: str = MODEL) -> list[str]:
-        """Each trained on from the one before it, and promoted in turn."""
+        """Add versions for `steps`, each trained from the previous one, promote them in order, and return them."""
         line: list[str] = []
         for step in steps:
             line.append(await self.add(step, line[-1] if line else None, model))
@@ -61,7 +61,7 @@ class RegistryState:
         return line
 
     async def roll_out(self, step: int, slots: int = 2) -> str:
-        """Begin a rollout of a new version."""
+        """Add a new version, begin its rollout, and return the version."""
         name = await self.add(step)
         plan = RolloutPlan(slots=slots)
         await rollouts.begin(
@@ -93,7 +93,7 @@ class RegistryState:
         return [event for event in await self.transition.finish() if isinstance(event, Routing)]
 
     def decisions(self) -> list[tuple[str, str, str | None]]:
-        """Return decision, version and previous version of each event since the last call."""
+        """Return the decision, version and previous version of each event since the last call."""
         events = [event for event in self.transition.events if isinstance(event, ModelEvent)]
         self.transition.events.clear()
         return [(event.decision, event.version, event.previous) for event in events]

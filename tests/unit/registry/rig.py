@@ -1,4 +1,5 @@
-"""A registry without a bus: real database, real blobs, a clock that stands still, replicas and a gate that we play."""
+"""Registry without a bus, for tests: real database and blobs, a clock that stands still, and simulated replicas and
+gate."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ EQUAL = {"t1": 0.5, "t2": 0.5, "a1": 0.5, "a2": 0.5}
 
 
 class FakeClock:
-    """Stands still until it is moved; `sleep` yields and does not wait."""
+    """Clock that stands still until a test advances it. `sleep` yields and does not wait."""
 
     def __init__(self) -> None:
         self.elapsed_s = 0.0
@@ -69,7 +70,7 @@ class FakeClock:
 
 
 class FakeBus(EventProducer):
-    """Stores the records that it gets; with `away` it refuses them."""
+    """Bus that stores all records. While `away` is set, it refuses them."""
 
     def __init__(self, blobs: BlobStore) -> None:
         super().__init__(BusSettings(), "headrace/registry", blobs)
@@ -85,8 +86,9 @@ class FakeBus(EventProducer):
 
 
 class FakeGate:
-    """Scores by version and task, `EQUAL` unless set; an exception is raised instead. Plays wait while `open` is not
-    set.
+    """Gate with configured scores by version and task, `EQUAL` by default.
+
+    A configured exception is raised instead of a score. Plays wait while `open` is not set.
     """
 
     def __init__(self) -> None:
@@ -119,12 +121,12 @@ class FakeGate:
             raise
 
     def prepare(self) -> None:
-        """Note the call. A session takes no time to start."""
+        """Record the call. The start of a session takes no time."""
         self.prepared.append(len(self.runs))
 
 
 class FakeSession:
-    """The program at work."""
+    """Gate session that returns the scores of its `FakeGate`."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
 
@@ -143,7 +145,10 @@ class FakeSession:
 
 
 class Rig:
-    """`start`, then publish checkpoints, move replicas, tick; look at `events`."""
+    """Registry under test.
+
+    Call `start`, publish checkpoints, change replicas and tick the controller; then look at `events`.
+    """
 
     def __init__(
         self,
@@ -171,7 +176,7 @@ class Rig:
         self.boot()
 
     def boot(self) -> None:
-        """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
+        """Replace the process by a new one on the same database: memory is lost, and gate runs end with the process."""
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
         for task in self.shadow_running():
@@ -206,12 +211,12 @@ class Rig:
         )
 
     def shadow_running(self) -> list[asyncio.Task[None]]:
-        """Prompts that are being answered."""
+        """Return the tasks of shadow prompts that are being answered."""
         shadow = self._director._shadow if self._director else None
         return list(shadow._running.values()) if isinstance(shadow, ShadowRunner) else []
 
     async def answered(self) -> None:
-        """Until no prompt is being answered."""
+        """Wait until no shadow prompt is being answered."""
         while running := self.shadow_running():
             await asyncio.gather(*running, return_exceptions=True)
             await self.model_controller.tick()
@@ -237,7 +242,7 @@ class Rig:
     async def checkpoint(
         self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
     ) -> str:
-        """Publish one and return its version."""
+        """Publish a checkpoint and return its version."""
         manifest, ref = self.manifest(step, tokenizer=tokenizer, base=base, parent=parent)
         await self.receive(tiny_model.checkpoint(manifest, ref, self.clock.now()).to_json())
         return manifest.version
@@ -248,7 +253,8 @@ class Rig:
         await self.processor.process([record])
 
     async def process_events(self, *events: Event, producer: str | None = None) -> None:
-        """Live traffic, as the reader hands it on. `producer` sent it, by default the service that does."""
+        """Process `events` as live traffic. `producer` is their producer, by default the service that publishes such
+        events."""
         records = []
         for event in events:
             headers = Envelope.of(event, producer or producer_of(event)).headers()
@@ -259,7 +265,8 @@ class Rig:
     # replicas
 
     def heartbeat(self, replica_id: str = "r1", **versions: str) -> None:
-        """A replica that holds `versions` in the given states, `ready` ones with a passed probe."""
+        """Receive a heartbeat of a replica. `versions` maps versions to load states; ready versions passed their
+        probe."""
         self.report(replica_id, *(loaded(name, state) for name, state in versions.items()))
 
     def report(self, replica_id: str, *versions: LoadedVersion, stopping: bool = False) -> None:
@@ -290,7 +297,7 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the model controller with replicas that follow the routing."""
+        """Run the model controller inside the context, with replicas that follow the routing."""
         task = asyncio.create_task(self.model_controller.run())
         try:
             yield
@@ -299,7 +306,7 @@ class Rig:
             await asyncio.gather(task, return_exceptions=True)
 
     async def until(self, condition: Callable[[], bool], *, follow: bool = True) -> None:
-        """Wait for `condition`; meanwhile the replicas follow the routing."""
+        """Wait for `condition`. Meanwhile, the replicas follow the routing if `follow` is set."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, self.decided()
@@ -308,7 +315,8 @@ class Rig:
             await asyncio.sleep(0.005)
 
     async def promote_in_turn(self, *steps: int) -> list[str]:
-        """Promote the versions of `steps` one after the other with equal scores, so that the last one is champion."""
+        """Promote the versions of `steps` in order with equal scores, so that the last one is the champion. Return
+        them."""
         versions = []
         async with self.running():
             for step in steps:
@@ -321,7 +329,7 @@ class Rig:
     # looking
 
     def sent(self, kind: type[E]) -> list[E]:
-        """Return the events of a type without duplicates, as a consumer sees them."""
+        """Return the events of class `kind` without duplicates, as a consumer sees them."""
         return list({event.event_id: event for event in self.bus.events if isinstance(event, kind)}.values())
 
     def decided(self) -> list[tuple[str, str]]:

@@ -1,7 +1,5 @@
-"""Simulated traffic for rollouts: users as a gateway would assign them, time that is read, and the decisions.
-
-A rig whose rollouts begin in the shadow: users outside the arms, and a fake gateway that answers their prompts.
-"""
+"""Simulated traffic for rollouts: users that are assigned as by a gateway, a controlled clock, and fake shadow
+answers."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ HALF = (RolloutStage(share=Fraction(1, 2)),)
 
 
 def canary_settings(**changes: object) -> RegistrySettings:
-    """Return settings of a canary that few sessions decide: by rewards alone, at one age, with wide margins."""
+    """Return settings of a canary that few sessions decide: only by rewards, at one session age, with wide margins."""
     plan: dict[str, object] = {
         "kind": "canary",
         "stages": HALF,
@@ -61,7 +59,7 @@ def canary_settings(**changes: object) -> RegistrySettings:
 
 
 class Traffic:
-    """Users in front of a rig. `rewards` is the mean reward of each version, 0.7 unless set."""
+    """Users of the models in a rig. `rewards` maps versions to their mean reward, 0.7 by default."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         print(f"seed {seed}")
@@ -117,7 +115,7 @@ class Traffic:
         )
 
     async def sessions(self, count: int, *, rewarded: bool = True) -> list[str]:
-        """Create `count` sessions, each with a turn and usually a reward of 0 or 1. Return their keys."""
+        """Create `count` sessions, each with a turn and, with `rewarded`, a reward of 0 or 1. Return their keys."""
         events: list[Event] = []
         keys = []
         for _ in range(count):
@@ -136,7 +134,7 @@ class Traffic:
         return keys
 
     async def advance(self, seconds: float) -> None:
-        """Advance the clock of the rollouts by `seconds`, as a consumer does that has read all records."""
+        """Advance the rollouts' clock by `seconds`, as a consumer does that has read all records."""
 
         async def work(tx: AsyncConnection, _now: object) -> list[Event]:
             await self.rig.lease.check(tx)
@@ -149,7 +147,7 @@ class Traffic:
         await self.rig.model_controller.tick()
 
     async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> RolloutRecord:
-        """Create sessions until the rollout ends."""
+        """Create sessions until the rollout ends, and return its record."""
         began = self._count
         last = await self.last()
         while last.is_under_way and self.rig.routing.split is not None:
@@ -165,7 +163,7 @@ class Traffic:
         return rollout
 
     async def readings(self) -> list[tuple[str, str, bool]]:
-        """Look, unit, and whether it is the candidate's, in order."""
+        """Return the look, the unit and whether the unit is the candidate's, for all stored readings in order."""
         async with self.rig.database.transaction() as tx:
             rows = await tx.execute(select(READINGS).order_by(READINGS.c.id))
             return [(row.look, row.unit, row.candidate) for row in rows]
@@ -176,7 +174,7 @@ class Traffic:
 
 
 async def under_way(rig: Rig, step: int = 1, parent: str | None = None) -> str:
-    """A version that has passed the gate and begun its rollout."""
+    """Publish a version that passes the gate, start its rollout, and return the version."""
     version = await rig.checkpoint(step, parent=parent)
     async with rig.running():
         await rig.until(lambda: rig.routing.split is not None and rig.routing.split.arms[-1].version == version)
@@ -185,7 +183,7 @@ async def under_way(rig: Rig, step: int = 1, parent: str | None = None) -> str:
 
 
 def steps(rig: Rig, version: str) -> list[str]:
-    """The steps of the version's rollouts, as they were published."""
+    """Return the kinds of the rollout decisions about `version` in the order of publication."""
     return [event.rollout.kind for event in rig.sent(ModelEvent) if event.rollout and event.version == version]
 
 
@@ -200,7 +198,7 @@ def shadow_settings(units: int = 20, **changes: object) -> RegistrySettings:
 
 
 class FakeAnswers:
-    """The gateway with collector and scorer behind it: a session of the shadow gets a turn and a reward when it ends.
+    """Fake gateway, collector and scorer: a session of the shadow gets a turn, and a reward when it ends.
 
     `rewards` maps versions to rewards, 0.7 by default; equal prompts get equal rewards. Answers wait until `open` is
     set.
@@ -262,10 +260,11 @@ class FakeModelSession:
 
 
 class ShadowTraffic(Traffic):
-    """Traffic while there is no split."""
+    """Traffic while a candidate is in the shadow, so that the champion serves all users."""
 
     async def visit(self, count: int, *, feedback_value: float | None = None, **fields: object) -> list[str]:
-        """Create `count` sessions of the champion, each with a turn, a reward and, with `feedback_value`, feedback."""
+        """Create `count` sessions of the champion with a turn, a reward and optional feedback, and return their
+        keys."""
         events: list[Event] = []
         keys = []
         champion = self.rig.routing.champion
@@ -288,7 +287,7 @@ class ShadowTraffic(Traffic):
         return keys
 
     async def until_canary(self, at_once: int = 10, steps_max: int = 40, **fields: object) -> None:
-        """Until the shadow is over, one way or the other."""
+        """Create sessions until the shadow has ended, whatever its result."""
         for _ in range(steps_max):
             if (await self.last()).phase != "shadow":
                 return
@@ -303,7 +302,7 @@ class ShadowTraffic(Traffic):
 
 
 async def begin_shadow(rig: Rig, step: int = 1) -> str:
-    """A version that has passed the gate and is in the shadow."""
+    """Publish a version that passes the gate, start its shadow, and return the version."""
     version = await rig.checkpoint(step)
     async with rig.running():
         await rig.until(lambda: rig.routing.aliases.get("canary") == version)

@@ -1,6 +1,6 @@
-"""The REST interface of models: permissions, changes and refusals.
+"""Tests of the REST interface of models: permissions, changes and refusals.
 
-Values of every JSON type at every place of every route: unusable values are refused with their field.
+Invalid JSON values at each position of each route are refused with the name of the field.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ EXPECTED = {200, 201, 202, 307, 400, 404, 409, 413, 422}
 
 @pytest_asyncio.fixture
 async def pages(data_dir: Path, database_url: str) -> AsyncIterator[httpx2.AsyncClient]:
-    """All pages of a registry with two versions of `MODEL`."""
+    """Yield a client of all pages of a registry with two versions of `MODEL`."""
     rig = Rig(data_dir, database_url)
     await rig.start()
     await rig.promote_in_turn(0, 1)

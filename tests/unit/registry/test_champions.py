@@ -1,8 +1,7 @@
-"""The version that a rollback restores, also in repeated rollbacks.
+"""Tests of the version that a rollback restores, of the anchor, and of descendants of withdrawn versions.
 
-The anchor: which version it is, the bound on many small losses, and its end.
-
-Descendants of a withdrawn version never serve.
+A rollback may be repeated. The anchor bounds the sum of many small losses. Descendants of a withdrawn version never
+serve.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ async def test_rollback_target_is_the_champion_before_in_repeated_rollbacks(regi
 
 
 async def test_rollback_target_skips_a_withdrawn_champion(registry: RegistryState) -> None:
-    """Without a history of champions, there was no version left to restore."""
+    """The history of champions gives the version to restore after the previous champion was withdrawn."""
     first = await registry.add(0)
     await registry.transition.promote(await registry.model(), first, "", {})
     line = [first]
@@ -85,7 +84,11 @@ async def test_anchor_stays_when_an_equal_version_is_promoted(rig: Rig) -> None:
 
 
 async def test_anchor_bounds_the_sum_of_small_losses(rig: Rig) -> None:
-    """Ten points each: the first passes the margin of 25, the second is 20 below the anchor, where 12.5 are allowed."""
+    """Two versions each lose 10 points: the first is within the margin of 25, but the second is 20 points below the
+    anchor.
+
+    The margin to the anchor is 12.5 points.
+    """
     (first,) = await rig.promote_in_turn(0)
     rig.gate.scores[first] = level(0.9)
     second = await rig.checkpoint(1)
@@ -194,7 +197,7 @@ async def test_trial_begins_again_after_the_controller_stopped(rig: Rig) -> None
 
 
 async def chain(rig: Rig, length: int) -> list[str]:
-    """Versions that were trained one from the other, each promoted in turn."""
+    """Promote `length` versions in order, each trained from the previous one, and return them."""
     line: list[str] = []
     async with rig.running():
         for step in range(length):
@@ -295,7 +298,7 @@ async def test_automatic_rollback_withdraws_descendants(rig: Rig) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_withdrawn_versions_never_serve_in_random_trees(rig: Rig, seed: int) -> None:
-    """Whatever grows and whatever is rolled back: no version with a withdrawn ancestor has a role."""
+    """In random trees of versions and rollbacks, no version with a withdrawn ancestor has a role."""
     rng = random.Random(seed)
     rig.gate.configured = False
     parents: dict[str, str | None] = {(await rig.checkpoint(0)): None}

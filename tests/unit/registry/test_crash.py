@@ -1,8 +1,8 @@
-"""kill -9 at any point: a new process on the same database continues where the old one was.
+"""Tests of crashes and failures of the registry.
 
-A version, a rollout or a gate run that breaks the registry's code fails alone and by name; the process goes on.
-
-Two registries get the same users, and one dies and restarts: both decide the same, on both databases.
+After kill -9 at any point, a new process on the same database continues. A version, a rollout or a gate run that makes
+the code raise fails alone with a reason. A registry that dies and restarts makes the same decisions as one that does
+not.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def test_events_published_twice_are_equal(rig: Rig) -> None:
 
 
 async def test_role_change_and_its_event_share_a_transaction(rig: Rig) -> None:
-    """The order on the bus: a decision is never behind the routing that it led to."""
+    """The bus has the decision before the routing that results from it."""
     await rig.promote_in_turn(0, 1)
     order: list[Event] = [event for event in rig.bus.events if isinstance(event, ModelEvent | Routing)]
     for position, event in enumerate(order):
@@ -161,7 +161,7 @@ async def test_gate_run_with_an_error_counts_as_failed(rig: Rig, monkeypatch: py
 
 
 async def test_controller_ends_without_its_database(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that no single model causes ends the controller."""
+    """An error that is not caused by a single model ends the controller."""
     await rig.promote_in_turn(0)
 
     async def away(_self: RolloutController, _model: str) -> bool:
@@ -176,7 +176,7 @@ Told = list[tuple[str, str, str]]
 
 
 async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tuple[str, str, bool]], str]:
-    """Return the decisions with their statistics, the readings, and the last phase."""
+    """Run a rollout, and return the decisions with their statistics, the readings, and the last phase."""
     await rig.promote_in_turn(0)
     new = await under_way(rig)
     traffic = Traffic(rig, 1)
@@ -224,7 +224,7 @@ async def test_rollout_decisions_are_the_same_after_crashes(
 async def test_rollout_decision_without_a_bus_is_published_later(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A routing never shows one half: the decision, the split, the aliases and the withdrawal are one record."""
+    """A routing record contains the decision, the split, the aliases and the withdrawal, so that none appears alone."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
     rig = Rig(data_dir, settings=canary_settings())
     await rig.start()
@@ -255,7 +255,7 @@ async def test_rollout_decision_without_a_bus_is_published_later(
 
 
 async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
-    """Two registries at once: one leads, the other's transactions are refused."""
+    """Of two registries, one is the leader, and the other's transactions are refused."""
     from headrace_registry.storage.leader import LeaderLease, LostLeadership
 
     rig = Rig(data_dir, settings=canary_settings())
@@ -285,7 +285,7 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
 
 
 async def _empty(rig: Rig, database_url: str) -> None:
-    """One server for both stories."""
+    """Empty the tables, because both runs use the same database server."""
     if database_url == "sqlite":
         return
     from sqlalchemy import text

@@ -1,7 +1,4 @@
-"""Trials and audits: the draws, the order of scores, and the limit of concurrent plays.
-
-The audit filter: its output and its refusals.
-"""
+"""Tests of trials and audits (draws, order of scores, limit of concurrent plays) and of the audit filter."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ RULE = GateSettings(margin=0.25, tasks_max=500)
 
 
 class FakeSession:
-    """Session with the scores of `score`; slow tasks are answered after quick ones."""
+    """Session with scores from `score`. Slow tasks are answered after fast ones."""
 
     tasks = Tasks(gate=("quick", "slow"), audit=("a", "b", "c"))
 
@@ -65,7 +62,7 @@ def test_draw_tasks_repeats_for_the_same_trial() -> None:
 
 
 async def test_run_trial_adds_scores_in_the_order_of_the_draws() -> None:
-    """Slow tasks are lost and quick ones won. Taken as they come, the quick ones would decide."""
+    """Slow tasks are lost and fast ones are won, so scores in the order of arrival would favour the candidate."""
     seen: list[float] = []
 
     class Watched(Trial):

@@ -1,4 +1,4 @@
-"""Exposure of users to a version about which little is known: its limits and its counts."""
+"""Tests of the limit on users that an insufficiently tested version may serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fra
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the salt, so that the assignment to arms follows from the seed."""
+    """Fix the salt, so that the assignment to arms depends only on the seed."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
@@ -39,7 +39,8 @@ async def rig(data_dir: Path) -> AsyncIterator[Rig]:
 
 
 def test_loss_to_rule_out_equals_a_computation_by_hand() -> None:
-    """A tenth of the users may meet the worst there is: so a fifth may lose half of it, and a half a fifth of it."""
+    """With `exposure_max` 1/10, a share of 1/5 requires that a loss of 1/2 is ruled out, and a share of 1/2 a loss
+    of 1/5."""
     plan = RolloutPlan(exposure_max=Fraction(1, 10))
     assert plan.loss_to_rule_out(Fraction(1, 100)) is None
     assert plan.loss_to_rule_out(Fraction(1, 10)) is None
@@ -60,7 +61,7 @@ def test_rollout_settings_refuse_contradictions(settings: dict[str, object], why
 
 
 async def test_share_grows_only_after_its_loss_is_ruled_out(rig: Rig) -> None:
-    """A few good sessions are no evidence, whatever `units_min` allows."""
+    """A few good sessions are not enough evidence, even if `units_min` allows the next stage."""
     await rig.promote_in_turn(0)
     new = await under_way(rig)
     traffic = Traffic(rig, 1)
@@ -165,7 +166,7 @@ async def test_check_after_updates_delays_versions_without_a_request(data_dir: P
 
 
 def served(rig: Rig) -> list[str | None]:
-    """Return the champion and the candidates under way."""
+    """Return the champion and the candidates in a rollout."""
     split = rig.routing.split
     return [rig.routing.champion, *(arm.version for arm in (split.arms if split else ()))]
 

@@ -1,8 +1,7 @@
-"""The gate's program: it never yields a wrong score, and no process of it stays behind.
+"""Tests of the gate: its program, its workers, and its check before training.
 
-Plays on several workers: each is played once, also when workers are lost, and a failure is never a score.
-
-A gate is tried once before anything is trained: against a stand-in for the gateway.
+The program never returns a wrong score and leaves no process behind. On several workers, each play is scored once even
+if workers are lost, and a failure is never a score. The check runs the gate once against a stand-in for the gateway.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ async def test_gate_failure_has_a_reason(code: str, message: str, monkeypatch: p
 
 
 def gate_with_short_silence(session: GateSession) -> GateSession:
-    """A program that has started is not waited for any more: how long the start takes is not the matter here."""
+    """Shorten the silence limit after the start of the program, so that a slow start does not fail the test."""
     session._settings = session._settings.model_copy(update={"silence_s": 0.3})
     return session
 
@@ -192,7 +191,7 @@ PLAYS = [Play(version="m@0123456789ab", task="ab"[seed % 2], seed=seed) for seed
 
 
 class FakeWorker:
-    """A worker that plays so many and is lost then."""
+    """Worker that completes `lives` plays and is then lost."""
 
     def __init__(self, lives: float = float("inf"), tasks: Tasks = TASKS) -> None:
         self.lives = lives
@@ -239,7 +238,7 @@ async def test_dispatcher_fails_without_workers() -> None:
 
 
 async def test_dispatcher_does_not_retry_a_failed_program() -> None:
-    """Its machine is well, so the program is wrong: that is the run's failure, as on one machine."""
+    """The worker's machine is healthy, so a failure of the program is a failure of the run, as with one machine."""
 
     class Broken(FakeWorker):
         async def play(self, play: Play) -> float:
@@ -331,7 +330,7 @@ async def test_check_refuses_a_failing_gate_with_its_message(tmp_path: Path, sou
 
 
 def test_settings_refuse_a_gate_command_with_a_model_placeholder() -> None:
-    """Such programs were started once for each version, named in the command."""
+    """Earlier releases started the gate command once for each version and inserted its name."""
     with pytest.raises(ValidationError, match=r"names \{model\}: .* from its standard input.* docs/gate\.md"):
         RegistrySettings.model_validate({"gate": {"command": ["{python}", "gate.py", "{model}"]}})
 

@@ -1,4 +1,4 @@
-"""The life of a version, from its checkpoint to champion or rejection."""
+"""Tests of the life of a version, from its checkpoint to champion or rejection."""
 
 from __future__ import annotations
 

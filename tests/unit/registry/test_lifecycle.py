@@ -1,4 +1,4 @@
-"""The next action, for states of the database, the replicas and the gate."""
+"""Tests of the controller's next action for given states of the database, the replicas and the gate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def view(
     trial_result: TrialResult | None = None,
     audited: Iterable[int] = (),
 ) -> ModelView:
-    """Return a view of the versions. Registered versions wait."""
+    """Return a view of `versions`. Registered versions wait."""
     record = ModelRecord(
         model=MODEL,
         champion=_named(champion),

@@ -1,4 +1,4 @@
-"""A version on live traffic, from the gate to champion, hold or rollback, with all that hangs on it."""
+"""Tests of rollouts on live traffic, from the gate to promotion, hold or rollback."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from tests.unit.registry.rollout_traffic import HALF, Traffic, canary_settings, 
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the salt, so that the assignment to arms follows from the seed: an equal version may be rolled back once in
-    twenty."""
+    """Fix the salt, so that the assignment to arms depends only on the seed.
+
+    With random salts, one in twenty rollouts of an equal version may be rolled back.
+    """
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
@@ -180,7 +182,7 @@ async def test_record_read_twice_counts_once(rig: Rig) -> None:
 
 
 async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None:
-    """Without rewards in time, missing harm is no evidence."""
+    """Without rewards, the absence of harm is not evidence."""
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
     rig = Rig(data_dir, settings=canary_settings(stages=stages))
     await rig.start()
@@ -348,7 +350,7 @@ async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path)
 
 
 async def _two(rig: Rig) -> tuple[str, str]:
-    """A champion and the one before it."""
+    """Return the previous champion and the champion."""
     (old,) = await rig.promote_in_turn(0)
     new = await under_way(rig)
     await Traffic(rig, 20).until_over()
@@ -357,7 +359,8 @@ async def _two(rig: Rig) -> tuple[str, str]:
 
 
 async def test_unit_ignores_events_of_other_tenants_and_forged_sources(rig: Rig) -> None:
-    """Another tenant may name the session, and any producer a reserved source: neither is kept, nor takes room."""
+    """Events of another tenant with the same session id, and forged reserved sources, are neither stored nor
+    counted."""
     await rig.promote_in_turn(0)
     await under_way(rig)
     street = Traffic(rig, 1)

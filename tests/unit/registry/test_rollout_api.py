@@ -1,4 +1,4 @@
-"""The REST pages of rollouts: reads, changes and refusals."""
+"""Tests of the REST routes of rollouts: reads, changes and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.registry.rollout_traffic import Traffic, canary_settings, steps,
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the salt: with a random one, a rollout of equal versions is rolled back now and then, as its error rate
+    """Fix the salt, because with random salts some rollouts of equal versions are rolled back, as their error rate
     allows."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 

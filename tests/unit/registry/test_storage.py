@@ -1,8 +1,6 @@
-"""Reads of one model return rows of that model only, within the limit.
+"""Tests of the registry's database: bounded reads of one model, migrations, and the leader's lease.
 
-The migrations make the tables that the code uses.
-
-One registry decides; a former leader cannot write.
+The migrations create the tables that the code uses. Only one registry makes decisions; a former leader cannot write.
 """
 
 from __future__ import annotations
@@ -129,7 +127,7 @@ async def test_migrations_create_the_schema_of_the_tables(rig: Rig) -> None:
 async def test_migration_adds_the_history_of_champions(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The history follows from the version that each champion replaced."""
+    """The migration derives the history from the version that each champion replaced."""
     rig = Rig(tmp_path / "data", database_url)
     try:
         if database_url != "sqlite":
@@ -209,14 +207,14 @@ async def test_standby_waits_for_a_live_local_leader(rig: Rig) -> None:
 
 
 def holder_of(pid: int) -> str:
-    """A process of this machine, whenever it started."""
+    """Return the lease holder id of the process `pid` on this machine."""
     parts = liveness.new_holder().split("|")
     return "|".join((*parts[:3], str(pid), liveness._start_ticks(pid) or "0", "x"))
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
 async def test_standby_with_a_wrong_clock_waits_for_the_lease(rig: Rig, skew_s: float) -> None:
-    """The standby checks whether the row changes, not the time in it."""
+    """The standby checks whether the lease row changes, and does not compare its time."""
     rig.lease.holder = "elsewhere:2:y"
     await lease_held_by(rig, rig.lease.holder)
     await rig.lease._acquire_once()
@@ -245,7 +243,7 @@ async def test_leader_with_a_clock_set_back_keeps_its_lease(rig: Rig) -> None:
 
 
 async def test_renewal_does_not_take_back_a_lost_lease(rig: Rig) -> None:
-    """A leader that lost its lease does not know later decisions; it must start again from the database."""
+    """A leader that lost its lease does not know later decisions, so it must restart from the database."""
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
     await lease_held_by(rig, holder_of(dead.pid))
@@ -254,7 +252,7 @@ async def test_renewal_does_not_take_back_a_lost_lease(rig: Rig) -> None:
 
 
 class SkewedClock:
-    """Another process's: civil time differs, durations do not."""
+    """Clock of another process: its wall clock is skewed, durations are not."""
 
     def __init__(self, clock: Clock, skew_s: float) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The rows and the events of each change."""
+"""Tests of the rows and events of each state change."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_begin_trial_counts_by_model(registry: RegistryState) -> None:
 
 
 async def test_trial_result_counts_once(registry: RegistryState) -> None:
-    """Whatever comes of it; one on another version stays."""
+    """The trial result is deleted by a promotion and by a rejection; the result of another version stays."""
     first, second, third = [await registry.add(step) for step in range(3)]
     result = TrialResult(None, None, True, "better", {}, CHAMPION_IS_ANCHOR)
     for name in (first, second, third):
@@ -207,7 +207,7 @@ async def test_clear_roles_returns_the_candidate_to_waiting(registry: RegistrySt
 
 
 async def test_withdraw_ends_the_rollout_of_the_version(registry: RegistryState) -> None:
-    """And a rollout of another version goes on."""
+    """A rollout of another version continues."""
     await registry.promote_in_turn(0)
     first, second = await registry.roll_out(1), await registry.roll_out(2)
     await registry.transition.set_state(second, "held")

@@ -1,6 +1,6 @@
-"""Trials: passing and failing, statistics, the next anchor, and error rates by brute force.
+"""Tests of gate trials: results, statistics, the next anchor, and error rates by simulation.
 
-A copy of the gate's program that was started ahead of the trial: it is used once, and only while it is whole.
+A gate program may be started ahead of the trial. This copy is used once, and only while it is healthy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def evidence_json(wealth: float = 0.0) -> str:
 
 
 def played(trial: Trial, scores: Mapping[str, float]) -> Trial:
-    """To its end, with scores that are always the same."""
+    """Play the trial to its end with constant `scores`, and return it."""
     while trial.state == "open":
         trial.add_scores({name: scores[name] for name in trial.players})
     return trial
@@ -55,7 +55,7 @@ def test_trial_without_an_anchor_compares_with_the_champion() -> None:
 
 
 def test_trial_requires_passing_against_champion_and_anchor() -> None:
-    """The candidate is as good as the champion and 25 points below the anchor."""
+    """The candidate equals the champion and is 25 points below the anchor."""
     trial = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     assert trial.players == (CANDIDATE, CHAMPION, ANCHOR)
     result = played(trial, {CANDIDATE: 0.5, CHAMPION: 0.5, ANCHOR: 0.75}).result()
@@ -67,7 +67,7 @@ def test_trial_requires_passing_against_champion_and_anchor() -> None:
 
 
 def test_trial_drops_opponents_with_a_decision() -> None:
-    """The margin to the champion is twice that to the anchor, and seen sooner."""
+    """The margin to the champion is twice the margin to the anchor, so that this comparison is decided earlier."""
     trial = Trial(RULE, 2, CANDIDATE, CHAMPION, AnchorState(ANCHOR, 1, evidence_json()))
     while len(trial.players) == 3:
         trial.add_scores(dict.fromkeys(trial.players, 0.5))
@@ -96,7 +96,8 @@ def test_trial_at_its_cap_is_undecided_with_the_bound() -> None:
 
 
 def test_trial_makes_a_better_version_the_anchor() -> None:
-    """Evidence for better comes later than evidence for not worse, so it takes a lead that is carried on."""
+    """A version must be better than the anchor to replace it, which needs evidence that later trials continue to
+    collect."""
     far = played(Trial(RULE, 3, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 0.0})
     assert far.result().anchor_state.anchor == CHAMPION
     anchor_state = AnchorState(ANCHOR, 4, evidence_json(wealth=5.2))
@@ -145,15 +146,14 @@ def test_trial_continues_the_evidence_of_the_champion() -> None:
 
 
 def scores(chance: random.Random, *true: float) -> list[float]:
-    """A task for several versions, with a hardness that they share."""
+    """Return the scores of several versions for one task with a random difficulty that they share."""
     hardness = chance.gauss(0, 0.5)
     return [float(chance.random() + hardness < value) for value in true]
 
 
 @pytest.mark.parametrize(("worse", "wrong"), [(0.0, False), (0.25, True)])
 def test_trial_error_rates_hold_by_brute_force(worse: float, wrong: bool) -> None:
-    """In 800 trials, the share of wrong results is below its bound (0.02 and 0.05), within the precision of 800
-    trials."""
+    """In 800 trials, the rate of wrong results is below its bound (0.02 and 0.05) within sampling error."""
     chance = random.Random(5)
     count = 0
     for _ in range(800):
@@ -171,7 +171,7 @@ def test_trial_error_rates_hold_by_brute_force(worse: float, wrong: bool) -> Non
 
 @pytest.mark.parametrize("seed", range(3))
 def test_trial_agrees_with_the_benchmark(seed: int) -> None:
-    """Two programs of one design: equal scores give equal verdicts, numbers and leads."""
+    """The registry and the benchmark give equal verdicts and numbers for equal scores."""
     print(f"seed {seed}")
     runs, rule = 30, GateSettings(margin=0.2, anchor_margin=0.15, tasks_max=300)
     draw = np.random.default_rng(seed)
@@ -219,7 +219,7 @@ for line in sys.stdin:
 
 
 async def started_in(file: Path) -> int:
-    """Wait until a program has written its process id, and return the first."""
+    """Wait until a program has written its process id, and return the first id."""
     await asyncio.to_thread(wait_until, lambda: pids(file), 60, "the spare program's start")
     return pids(file)[0]
 

@@ -1,10 +1,7 @@
-"""Records on `checkpoints`: valid, repeated, damaged and contradicting ones.
+"""Tests of checkpoints, probes, routings, pins and pauses.
 
-Probes count only if they passed on every live replica.
-
-The bus has the routing of the database, or it is published again.
-
-Pins and pauses: an operator holds a model still.
+Checkpoints may be valid, repeated, damaged or contradictory. A probe counts only if it passed on every live replica.
+The routing on the bus equals that of the database, or is published again. Pins and pauses stop changes of a model.
 """
 
 from __future__ import annotations

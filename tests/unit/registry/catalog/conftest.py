@@ -1,5 +1,5 @@
-"""A desk on each supported database, the REST interface over a rig, folders of versions to register, and the saved
-state of a trainer, by the trainer's own classes."""
+"""Fixtures for the catalog: a bench on each supported database with the REST interface, folders of versions to
+register, and saved trainer states that the trainer's own classes write."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ OPPONENT = "opponent"
 
 
 class CatalogBench:
-    """REST requests by `post` and `get`. `folder` puts the files of a version into the blob store, as the importer
-    does.
+    """Registry with its REST interface. `post` and `get` send requests, and `folder` stores the files of a version.
 
     Args:
         more: Further routes besides those of models and of the catalog.
@@ -72,7 +71,7 @@ class CatalogBench:
         template: str = "b",
         files: tuple[File, ...] = (),
     ) -> tuple[str, BlobRef]:
-        """Store a folder with the weights `content`, and return its version and manifest."""
+        """Store a version folder with the weights `content`, and return the version and its manifest."""
         blobs = self.rig.blobs
         manifest, ref = tiny_model.version(
             blobs, name, content, lineage="registered", base=base, tokenizer=tokenizer, template=template, files=files
@@ -80,7 +79,7 @@ class CatalogBench:
         return manifest.version, ref
 
     async def register(self, content: str, *, label: str | None = None, serve: bool = False, **how: object) -> str:
-        """Make a folder and register it."""
+        """Store a version folder, register it, and return the version."""
         version, ref = self.folder(content, **how)  # type: ignore[arg-type]
         name = version.partition("@")[0]
         body = {"manifest": ref.model_dump(), "label": label, "serve": serve, "why": "a test"}
@@ -97,8 +96,10 @@ _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
 
 
 def saved(lineage: str, *versions: str) -> Saved:
-    """Save a lineage from its base to its head. The trainer can go back to the base and to the last promoted
-    version."""
+    """Return the saved state of a lineage whose versions lead from the base to the head.
+
+    The trainer can return to the base and to the last promoted version.
+    """
     published = [
         PublishedVersion(version=version, parent=versions[n - 1] if n else None, number=n, manifest=_BLOB)
         for n, version in enumerate(versions)

@@ -1,4 +1,5 @@
-"""Aliases move by compare-and-swap, all moves of a request or none, also under concurrent requests."""
+"""Tests that aliases move by compare-and-swap: a request makes all of its moves or none, also under concurrent
+requests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.unit.registry.catalog.conftest import OPPONENT, CatalogBench, refusal
 
 
 async def move(bench: CatalogBench, **moves: tuple[str | None, str | None]) -> tuple[int, str]:
-    """Alias to (expected, version); status and text."""
+    """Move each alias from its expected version to a new one, and return the status and the text of the response."""
     body = {alias: {"expected": expected, "version": version} for alias, (expected, version) in moves.items()}
     answer = await bench.post(f"models/{OPPONENT}/aliases", moves=body, why="because")
     return answer.status_code, answer.text
@@ -53,7 +54,7 @@ async def test_move_with_a_stale_expectation_is_refused_with_the_present_version
 
 
 async def test_repeated_move_succeeds_without_a_change(bench: CatalogBench) -> None:
-    """The client lost the answer and repeats the request."""
+    """A client that lost the response repeats the request."""
     first = await bench.register("v1")
     assert (await move(bench, stable=(None, first)))[0] == 200
     assert (await move(bench, stable=(None, first)))[0] == 200
@@ -119,7 +120,7 @@ async def test_former_leader_cannot_move_aliases(bench: CatalogBench) -> None:
 
 
 async def test_unpublished_move_is_published_by_the_next_process(bench: CatalogBench) -> None:
-    """Killed between commit and publication: database and bus agree again after the start."""
+    """The process is killed between commit and publication; database and bus agree again after a restart."""
     first, second = await bench.register("v1"), await bench.register("v2")
     await move(bench, blue=(None, first), green=(None, first))
     bench.rig.bus.away = True
@@ -136,7 +137,7 @@ async def test_unpublished_move_is_published_by_the_next_process(bench: CatalogB
 
 
 async def test_failed_change_stores_nothing(bench: CatalogBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transaction ends between two moves, or before the log is written."""
+    """The transaction fails between two moves, or before the audit log is written."""
     first, second = await bench.register("v1"), await bench.register("v2")
     await move(bench, blue=(None, first), green=(None, first))
 

@@ -1,4 +1,4 @@
-"""Garbage collection: which files it removes, which it keeps, and recovery after a crash in between."""
+"""Tests of garbage collection: the files that it removes and keeps, and recovery after a crash during it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def file_exists(bench: CatalogBench, content: str) -> bool:
 
 
 def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
-    """A trainer's state, as `headrace_trainer.lineage.saved` writes it, that goes on from the last of `versions`."""
+    """Store a trainer's state, as `headrace_trainer.lineage.saved` writes it, that continues from the last of
+    `versions`."""
     from headrace_trainer.lineage.saved import Pointer
     from tests.unit.registry.catalog.conftest import saved
 
@@ -182,7 +183,8 @@ async def test_garbage_collected_files_return_when_registered_again(bench: Catal
 
 
 async def test_garbage_keeps_needed_versions_in_random_histories(bench: CatalogBench) -> None:
-    """Random registering, serving, aliases, retiring and collecting: every version that is not collected is whole."""
+    """Versions are registered, served, aliased, retired and collected at random; each remaining version stays
+    complete."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -220,7 +222,7 @@ async def _all_files_complete(bench: CatalogBench) -> None:
 
 
 def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
-    """The registry's reader finds the versions that the trainer's own classes name."""
+    """The registry's reader finds the same versions as the trainer's own classes."""
     blobs = BlobStore(f"memory://{random.randrange(2**32)}")
     names = [f"m@{n:016x}" for n in range(4)]
     save_lineage_in_memory(blobs, names)

@@ -1,6 +1,7 @@
-"""Registered versions without a trainer: they are served on request, and never become candidates by themselves.
+"""Tests of registered and of retired versions.
 
-Retired versions never serve again, and versions in use cannot be retired.
+A registered version is served on request, and never becomes a candidate by itself. A retired version never serves
+again, and a version in use cannot be retired.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def routing(bench: CatalogBench, model: str = OPPONENT) -> Routing:
 
 
 def follow(bench: CatalogBench) -> None:
-    """Let the replica load all versions of all routings."""
+    """Let the replica load the versions of all routings."""
     newest = {routing.model: routing for routing in bench.rig.sent(Routing)}
     bench.rig.clock.elapsed_s += 1
     bench.rig.report("r1", *(loaded(served.version) for table in newest.values() for served in table.serve))
@@ -93,7 +94,7 @@ async def test_unserve_refuses_a_trained_champion(bench: CatalogBench) -> None:
 
 
 async def test_registered_version_beside_a_trained_champion_needs_a_request(bench: CatalogBench) -> None:
-    """A registered version of a trained model waits, can be served, and becomes a candidate only on request."""
+    """A registered version of a trained model is only served, or made a candidate, on request."""
     (champion,) = await bench.rig.promote_in_turn(0)
     foreign = await bench.register("foreign", name=MODEL, serve=True)
     await bench.rig.ticks()
@@ -200,7 +201,7 @@ async def test_register_is_refused_by_a_standby(bench: CatalogBench) -> None:
 
 
 async def test_register_refuses_files_with_flipped_bytes(bench: CatalogBench) -> None:
-    """120 of them, in the manifest and in every file."""
+    """Flip 120 bytes, spread over the manifest and all files."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -221,7 +222,7 @@ async def test_register_refuses_files_with_flipped_bytes(bench: CatalogBench) ->
 
 @contextmanager
 def damage_one_byte(path: Path, chance: random.Random) -> Iterator[None]:
-    """One bit of a file is another one inside."""
+    """Flip one bit of a file inside the context."""
     content = path.read_bytes()
     position = chance.randrange(len(content))
     path.write_bytes(

@@ -1,8 +1,7 @@
-"""Adaptive split: probabilities of being best, shares, and an unbiased comparison.
+"""Tests of the adaptive split, of the assignment to versions, and of `make check NAME=rollouts`.
 
-Assignment of units to versions: stable, with the planned shares, and with a control for each candidate.
-
-The checks of `make check NAME=rollouts` notice planted faults.
+The split is tested by its probabilities of being best, its shares and its unbiased comparison. The assignment of units
+is stable, has the planned shares, and gives each candidate a control. The check detects injected faults.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.unit.registry.rollout_traffic import Traffic, canary_settings, under_
 
 
 def test_probabilities_of_best_match_the_difference_of_two_normals() -> None:
-    """P(X > Y) = Φ((m - n) / √(s² + t²)), once prior and seen are joined by their precisions."""
+    """P(X > Y) = Φ((m - n) / √(s² + t²)), after prior and observations are combined by their precisions."""
     probabilities = probabilities_of_best({"x": Estimate(0.06, 0.03), "y": Estimate(0.0, 0.04)}, 0.1)
 
     def joined(estimate: Estimate) -> tuple[float, float]:
@@ -145,7 +144,7 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 
 def test_assignment_depends_on_unit_and_salt_alone() -> None:
-    """The number was written down when this was first run."""
+    """The expected position is a constant, so that no release changes the assignment."""
     code = "from headrace_schemas.rules.assignment import unit_position; print(unit_position('salt', 'session-1'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == str(unit_position("salt", "session-1")) == "13685434627358417567/18446744073709551616"

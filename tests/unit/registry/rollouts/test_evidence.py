@@ -1,4 +1,4 @@
-"""Plans, the age and order of readings, and the evidence from them."""
+"""Tests of rollout plans, of the age and order of readings, and of the evidence from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unit(number: int, *, candidate: bool = True) -> Unit:
 def evidence_after(
     plan: RolloutPlan, count: int, candidate: float, control: float, *, look: Any = "closing"
 ) -> Evidence:
-    """Units in turn, each arm with always the same reward."""
+    """Return the evidence after `count` units, alternately of both arms, with a constant reward for each arm."""
     evidence = Evidence(plan)
     for number in range(count):
         mine = number % 2 == 0
@@ -169,7 +169,7 @@ def test_evidence_compares_both_answers_of_a_shadow() -> None:
 
 
 def test_guardrail_without_values_does_not_block_a_promotion() -> None:
-    """An agent without tools makes no tool errors, and is promoted all the same; one unit that has some is enough."""
+    """A guardrail metric blocks a promotion only if at least one unit has a value, for example a tool error rate."""
     plan = SMALL.model_copy(update={"guardrails": (*SMALL.guardrails, Guardrail(metric="tool_errors", margin=0.2))})
 
     def open_after(count: int, *, said_by: int | None = None) -> bool:
@@ -226,7 +226,7 @@ def _drawn(chance: np.random.Generator, world: World, count: int, runs: int, exp
     [(World(), 0, False), (World(worse=0.25), 1, False), (World(missing_more=0.5), 2, False), (World(), 3, True)],
 )
 def test_evidence_agrees_with_the_benchmark(world: World, seed: int, expects: bool) -> None:
-    """Two implementations, one draw: each test is convinced at the same session."""
+    """The registry and the benchmark reach each conclusion at the same session for the same random data."""
     print(f"seed {seed}")
     plan, runs, count = RolloutPlan(), 3, 250
     chance = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Metrics of sessions, computed by hand; each abstains without data."""
+"""Tests of session metrics, computed by hand. A metric without data has no value."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def called(*arguments: str) -> Message:
 
 
 def with_answers(turn: Turn, *messages: Message) -> Turn:
-    """Return the turn with these messages as its choices."""
+    """Return `turn` with `messages` as its choices."""
     choices = [
         choice.model_copy(update={"message": message}) for choice, message in zip(turn.choices, messages, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The state machine: its rule case by case, and its invariants under whatever comes in whatever order."""
+"""Tests of the rollout state machine: each rule by example, and its invariants for random sequences of events."""
 
 from __future__ import annotations
 
@@ -125,8 +125,7 @@ def test_apply_rollback_includes_and_bars_descendants() -> None:
 
 
 def test_barred_by_ignores_rollbacks_before_the_champion() -> None:
-    """m@c became champion; then its parent m@b is tried and rolled back. Descendants of m@c are not barred; m@b itself
-    is."""
+    """m@c became champion; then its parent m@b was rolled back. m@b is barred, but descendants of m@c are not."""
     parents = {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@e": "m@c"}
     present = state(
         step("begin", "m@c"), *[step("advance", "m@c")] * 2, step("promote", "m@c"), step("begin", "m@b"),
@@ -160,7 +159,10 @@ VERSIONS = [f"m@{letter}" for letter in "abcdef"]
 
 
 class Rollouts(RuleBasedStateMachine):
-    """Whatever evidence and operators do. Parents are drawn once; a ring is as good as a line."""
+    """Hypothesis state machine of random evidence and operator actions.
+
+    The parents of all versions are drawn once and may form a cycle.
+    """
 
     def __init__(self) -> None:
         super().__init__()

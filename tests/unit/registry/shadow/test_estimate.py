@@ -1,6 +1,7 @@
-"""Estimates from a shadow: by hand, against a second implementation, and for versions with a known difference.
+"""Tests of estimates from a shadow, and of expected rewards that reduce a canary's variance.
 
-Expectations of units, and a canary that stays fair whatever they are.
+Estimates are computed by hand, compared with a second implementation, and tested with versions of known difference. A
+canary stays unbiased whatever the expectations are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ANY = EstimateRequirements.model_construct(pairs_min=1, spoke_min=1, effective_m
 
 
 def test_overlap_equals_a_computation_by_hand() -> None:
-    """Weights 2, 1, 1 and 0: (4)² / (4 + 1 + 1) = 2 2/3, and their mean is 1."""
+    """Weights 2, 1, 1 and 0 give the effective sample size (4)² / (4 + 1 + 1) = 2 2/3 and the mean 1."""
     overlap_found = overlap([math.log(2), 0.0, 0.0, -math.inf])
     assert overlap_found.answers == 4
     assert overlap_found.effective == pytest.approx(16 / 6)
@@ -78,8 +79,10 @@ def test_calibration_lines_leave_out_their_own_fold() -> None:
 
 
 def by_hand() -> list[ShadowPair]:
-    """Return ten prompts with equal judgements. Five users liked their answer, which the candidate would have given
-    1.5 times as often as the champion; five disliked their answer, which it would have given half as often.
+    """Return ten prompts with equal judgements.
+
+    Five users liked their answer, which the candidate would have given 1.5 times as often as the champion; five
+    disliked their answer, which the candidate would have given half as often.
     """
     return [
         ShadowPair(number, 0.5, 0.5, 0.5, 1.0 if number < 5 else 0.0, math.log(1.5 if number < 5 else 0.5))
@@ -88,9 +91,12 @@ def by_hand() -> list[ShadowPair]:
 
 
 def test_estimate_equals_a_computation_by_hand() -> None:
-    """Every line predicts 1/2, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ = 1.5 (1/2 -
-    1/4) - 1/2 = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard error is √(10/64
-    / 9 / 10) = 1/24. n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 7 degrees of freedom."""
+    """Compute the estimate by hand.
+
+    The regression predicts 1/2 for each prompt, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ
+    = 1.5 (1/2 - 1/4) - 1/2 = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard
+    error is √(10/64 / 9 / 10) = 1/24. n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 7 degrees of freedom.
+    """
     result = estimate(by_hand(), ANY)
     assert result.overlap.effective == pytest.approx(8.0)
     assert result.difference == pytest.approx(0.25)
@@ -99,7 +105,7 @@ def test_estimate_equals_a_computation_by_hand() -> None:
 
 
 def test_estimate_with_equal_weights_has_no_correction() -> None:
-    """Planted fault: weights as if both versions gave the same answers remove the difference of 1/4."""
+    """Injected fault: equal weights, as if both versions gave the same answers, remove the difference of 1/4."""
     same = [
         ShadowPair(pair.number, pair.candidate, pair.champion, pair.judged, pair.user_value, 0.0) for pair in by_hand()
     ]
@@ -107,7 +113,7 @@ def test_estimate_with_equal_weights_has_no_correction() -> None:
 
 
 def again(pairs: list[ShadowPair]) -> tuple[float, float]:
-    """Compute the difference and its standard error with arrays."""
+    """Return the difference and its standard error, computed independently with arrays."""
     number = np.array([pair.number for pair in pairs])
     c, d = (np.array([getattr(pair, side) for pair in pairs]) for side in ("candidate", "champion"))
     judged, user_values, w = (
@@ -147,7 +153,7 @@ def test_estimate_agrees_with_a_second_implementation(seed: int) -> None:
 
 
 def test_estimate_intervals_cover_the_truth_unlike_judges_alone() -> None:
-    """100 samples of versions with a known difference, and a judge that prefers a style of the candidate."""
+    """Test 100 samples of versions with a known difference and a judge that prefers the candidate's style."""
     seed = 7
     print(f"seed {seed}")
     chance = np.random.default_rng(seed)
@@ -208,7 +214,7 @@ def test_prompt_kinds_are_ordered_and_independent_of_answers() -> None:
 
 
 def test_expectations_equal_a_computation_by_hand() -> None:
-    """All together 1, 0 and 1/2: the mean is 1/2. Task a has 1 and 0.5: (1.5 + 2 · 1/2) / (2 + 2) = 0.625."""
+    """The mean of 1, 0 and 1/2 is 1/2. Task a has 1 and 0.5: (1.5 + 2 · 1/2) / (2 + 2) = 0.625."""
     expected = expectations(
         [(("task:a",), {"reward": 1.0}), (("task:b",), {"reward": 0.0}), (("task:a",), {"reward": 0.5})]
     )
@@ -246,7 +252,7 @@ def test_regression_is_least_squares_over_earlier_units() -> None:
 
 
 def test_contrast_predicts_a_unit_before_it_updates_the_regression() -> None:
-    """Otherwise the centre would depend on the arm. The two values of x in either arm add up to 0 for every
+    """Otherwise the centre would depend on the arm. The two values of x in each arm add up to 0 for every
     expectation."""
     dice = random.Random(4)
     contrast = Contrast()
@@ -261,7 +267,7 @@ def test_contrast_predicts_a_unit_before_it_updates_the_regression() -> None:
 
 
 def _mean_and_variance(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
-    """Return mean and variance of the contrasts of 6,000 units of forty tasks."""
+    """Return the mean and the variance of the contrasts of 6,000 units of forty tasks."""
     dice = random.Random(5)
     hard = [0.1, 0.9] * 20
     contrast, contrasts = Contrast(), []
@@ -276,8 +282,10 @@ def _mean_and_variance(expect: bool, lying: bool, *, effect: float) -> tuple[flo
 
 @pytest.mark.parametrize("lying", [False, True])
 def test_contrast_with_expectations_keeps_the_mean_and_reduces_variance(lying: bool) -> None:
-    """Rewards of 0.1 and 0.9 evenly: of a variance of 1/4, 0.16 lies between tasks. The slope corrects wrong
-    expectations."""
+    """Rewards are 0.1 and 0.9 with equal frequency: of the variance 1/4, 0.16 lies between tasks.
+
+    The slope of the regression corrects wrong expectations.
+    """
     plain, informed = _mean_and_variance(False, lying, effect=0.0), _mean_and_variance(True, lying, effect=0.0)
     assert abs(informed[0]) < 0.02
     assert plain[1] == pytest.approx(0.25, abs=0.01)

@@ -1,4 +1,4 @@
-"""A prompt answered again: the part of the session that can be repeated, the tools that may be called, and the end."""
+"""Tests of the rerun of a recorded prompt: the repeatable part of the session, the permitted tools, and the end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _with(turn: Turn, logprobs: tuple[float, ...]) -> object:
 
 @dataclass
 class Script:
-    """A model with prepared answers that records its requests."""
+    """Model with prepared answers that records its requests."""
 
     answers: list[Message]
     requests: list[Sequence[Message]] = field(default_factory=list)
@@ -148,7 +148,7 @@ async def test_rerun_ends_at_a_call_with_other_arguments() -> None:
 
 
 async def test_tool_program_rejects_tools_that_are_not_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: an allow-list with every tool. The tests above check the same record of calls."""
+    """Injected fault: an allow-list with every tool. The tests above check the same record of calls."""
 
     class All(frozenset[str]):
         def __contains__(self, name: object) -> bool:
@@ -165,7 +165,7 @@ async def test_tool_program_rejects_tools_that_are_not_read_only(monkeypatch: py
 
 
 async def test_tool_program_never_receives_calls_of_writing_tools(tmp_path: Path) -> None:
-    """The second door, where the first one was left open."""
+    """The tool program checks each call again, in case the first check let it pass."""
     log_file = tmp_path / "told"
     source = f"""
 import json, sys

@@ -1,4 +1,4 @@
-"""Rollouts with a shadow: the sampled prompts, the decisions, the remaining rows, and crashes."""
+"""Tests of rollouts with a shadow: sampled prompts, decisions, remaining rows, and crashes."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_shadow_replaces_a_prompt_that_cannot_be_answered(
 
 
 async def test_shadow_ignores_rewards_of_a_superseded_attempt(shadow: tuple[Rig, FakeAnswers]) -> None:
-    """A registry dies while prompts are being answered; the next one answers them again in other sessions."""
+    """A registry dies while prompts are being answered. Its successor has them answered again in other sessions."""
     rig, answers = shadow
     await rig.promote_in_turn(0)
     await begin_shadow(rig)
