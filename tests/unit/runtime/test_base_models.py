@@ -1,6 +1,6 @@
-"""Models of a hub: fetched once by name, pinned by commit, started offline, refused with a remedy.
+"""Tests of base models from a hub: downloaded once, pinned by commit, loaded offline, refused with a remedy.
 
-The client is huggingface_hub itself, in processes of its own, because it reads its variables when it is imported.
+huggingface_hub runs in child processes, because it reads its environment variables at import.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def hub() -> Iterator[FakeHub]:
 
 
 class Client:
-    """Calls of the client, in one process for each set of variables."""
+    """Caller of huggingface_hub that uses one child process for each set of environment variables."""
 
     def __init__(self, address: str, home: Path) -> None:
         self.home = home

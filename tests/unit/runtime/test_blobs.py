@@ -1,7 +1,5 @@
-"""P7: bytes match their name, or they are refused.
-
-Compare-and-swap: of several writers that replace one value exactly one succeeds, on every kind of store.
-"""
+"""Tests of the blob store: bytes that do not match their digest are refused (P7), and compare-and-swap has one
+winner."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ ODD = "Zoë's agents 100% #1?"
 
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
-    """A folder, and an object store without rename."""
+    """Return a store in a folder, or an object store without rename."""
     return BlobStore((tmp_path / ODD).as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
 
 
@@ -203,7 +201,7 @@ def test_the_second_one_is_told(records: Records) -> None:
 
 
 def test_a_lost_answer_is_no_lost_value(records: Records) -> None:
-    """The same bytes at the same path mean that this write succeeded."""
+    """If the response is lost, equal bytes at the path mean that this write succeeded."""
     assert records.append(0, b"a")
     assert records.append(0, b"a")
 
@@ -263,7 +261,7 @@ def test_a_store_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_server_that_ignores_the_condition_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that accepts the header and overwrites the file, as some makers' object stores do."""
+    """Some makers' object stores accept the conditional header and overwrite the file anyway."""
     store = BlobStore(f"memory://{tmp_path.name}")
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     pipe = fs.pipe_file
@@ -285,7 +283,7 @@ def test_a_folder_without_hard_links_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_create_recognizes_an_existing_file_after_any_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Client libraries turn "precondition failed" into exceptions of many kinds."""
+    """Client libraries report "precondition failed" by different exceptions."""
     store = BlobStore(f"memory://{tmp_path.name}")
     store.set_pointer("x", b"1")
 
@@ -299,7 +297,7 @@ def test_create_recognizes_an_existing_file_after_any_exception(
 
 
 def test_a_listing_while_files_come_and_go_is_whole(tmp_path: Path) -> None:
-    """A draft that gets its name while the folder is listed must not make the folder look empty."""
+    """A draft file that is renamed during the listing must not make the folder look empty."""
     store, stop = BlobStore(tmp_path.as_uri()), threading.Event()
     store.set_pointer("x/0", b"here all the time")
 

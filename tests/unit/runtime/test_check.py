@@ -1,5 +1,8 @@
-"""Settings and packages at the start: the check of shared parts, the reference of every setting, published and secret
-settings, and announcements of installed packages."""
+"""Tests of settings and packages at the start of a service.
+
+They cover the check of shared settings, the reference of all settings, published and secret settings, and the entry
+points of installed packages.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ def test_names_that_are_installed_are_listed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Inner(BaseModel):
-    """A section."""
+    """Section of settings."""
 
     api_key: str = "sk-very-secret"
     token: SecretStr = SecretStr("also-secret")
@@ -178,7 +181,7 @@ def test_the_page_needs_the_internal_key_where_there_is_one() -> None:
 
 
 class Colour(Section):
-    """An announced kind."""
+    """Section that packages announce under the entry point `headrace.colours`."""
 
     depth: int = 3
     """How deep."""
@@ -188,7 +191,7 @@ COLOURS: Registry[Colour] = Registry("colours", Colour, "colour")
 
 
 class Paint(Section):
-    """A section in which packages have sections."""
+    """Section of settings to which packages add sections."""
 
     colour: Annotated[str, NameIn(COLOURS)] = "red"
     """Name of the kind."""
@@ -217,7 +220,8 @@ RED, GREEN, GREY = Colour(depth=1), Colour(depth=2), "grey"
 
 @pytest.fixture
 def paints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package with two colours, one that is none, and one that cannot be imported."""
+    """Install a package with two valid entry points, an invalid one, and one that cannot be imported. Return its
+    folder."""
     names = {"red": "RED", "green": "GREEN", "grey": "GREY", "gone": "GONE"}
     announces = {"headrace.colours": {name: f"paints:{value}" for name, value in names.items()}}
     plugins.install(tmp_path, "the-paints", announces, paints=MODULE)

@@ -1,14 +1,7 @@
-"""Opening of a service's database, turns of SQLite's transactions, and the database's part of the health page.
+"""Tests of a service's database on SQLite and PostgreSQL.
 
-A task that is cancelled in the middle of a transaction must not leave the database locked behind it.
-
-Errors of a database that another try may mend, and errors that are permanent.
-
-A statement on SQLite is one trip to the connection's thread, and behaves as before otherwise.
-
-Insert-or-update returns its effect, on both databases.
-
-Every table of every service is copied from SQLite to PostgreSQL unchanged, or none is.
+They cover opening, transactions in turn, cancelled transactions, the health page, retryable and permanent errors,
+single trips to the SQLite thread, the result of insert-or-update, and the copy of all tables from SQLite to PostgreSQL.
 """
 
 from __future__ import annotations
@@ -81,7 +74,7 @@ async def test_a_commit_is_synced_keys_are_enforced_and_a_lock_is_waited_for(tmp
 
 
 async def test_transactions_on_sqlite_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transactions wait for each other, not for SQLite's lock, which would time out."""
+    """The transactions wait for each other in the process and not for SQLite's lock, which would time out."""
     monkeypatch.setattr(module, "_PRAGMAS", (*module._PRAGMAS, "busy_timeout=1"))
     database = opened(tmp_path)
     async with database.transaction() as tx:
@@ -150,7 +143,7 @@ async def test_cancelling_anywhere_leaves_no_lock_and_no_half_transaction(data_d
 
 
 class Refusal(Exception):
-    """A driver's error with PostgreSQL's code."""
+    """Error of a driver with a PostgreSQL error code."""
 
     def __init__(self, sqlstate: str | None) -> None:
         super().__init__("said the server")
@@ -170,7 +163,7 @@ async def raised_by(folder: Path, error: Exception) -> Exception:
 
 @pytest.mark.parametrize("sqlstate", ["40001", "40P01", "57P01", "57P02", "57P03"])
 async def test_a_transaction_that_lost_a_race_or_its_server_is_tried_again(tmp_path: Path, sqlstate: str) -> None:
-    """Serialization failure, deadlock, and a server that shuts down, crashed or starts."""
+    """The codes mean serialization failure, deadlock, and a server that shuts down, crashed or starts."""
     assert isinstance(await raised_by(tmp_path, DBAPIError("", {}, Refusal(sqlstate))), Unavailable)
 
 
@@ -291,7 +284,8 @@ ROWS = 3
 
 
 def value_of(column: Any, number: int) -> object:
-    """Equal numbers give equal values in columns of one type, so that foreign keys hold."""
+    """Return the value for `number`: equal numbers give equal values in columns of one type, so that foreign keys
+    hold."""
     kind = column.type
     if column.nullable and number == 0:
         return None

@@ -1,10 +1,7 @@
-"""Content of a dead letter, and one letter per record in services without the stream host.
+"""Tests of dead letters, of consumers that refuse too many records, and of damaged batches.
 
-A consumer without the stream host pauses when it refuses nearly all records, and resumes on request.
-
-When a consumer has refused too much to go on.
-
-A damaged batch becomes one record with a mark; the records around it are read as usual.
+Services without the stream host write one letter for each record. Such a consumer pauses when it refuses nearly all
+records, and resumes on request. A damaged batch becomes one marked record, and the records around it are read.
 """
 
 from __future__ import annotations
@@ -179,7 +176,7 @@ def _batch(first: int) -> bytes:
 
 
 def _read(data: bytes) -> dict[int, object]:
-    """Offset to the value, or to the word `damaged`."""
+    """Return the value of each record by offset, or `damaged`."""
     unpacked = damage.Unpacked(TopicPartition("t", 0), damage.Batches(data), [], 0, None, None, True, 0)
     records: dict[int, object] = {}
     for record in unpacked:
@@ -200,7 +197,7 @@ def test_a_damaged_batch_costs_its_own_records_only() -> None:
 
 
 def test_no_flipped_byte_is_silent() -> None:
-    """The base offset and the leader's epoch are outside the checksum; the broker sets and guards them."""
+    """The base offset and the leader epoch are not covered by the checksum; the broker sets and protects them."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -1,6 +1,7 @@
-"""An effect and the events that it owes commit together; the bus gets them once it answers, in order.
+"""Tests of the outbox and of full disks.
 
-A full disk: recognised, named, waited for, and never a reason to end.
+An effect and its events are committed together, and the events reach the bus in order once it answers. A full disk is
+recognised, reported and waited for, and never ends the process.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def sent(stream: Bench) -> list[str]:
 
 
 def another(stream: Bench) -> Outbox:
-    """The outbox of a process that starts, or of another replica."""
+    """Return the outbox of a restarted process or of another replica."""
     return Outbox(stream.processor.database, tables, stream.producer, stream.clock)
 
 
@@ -80,7 +81,7 @@ async def test_what_is_owed_is_sent_in_order_and_then_forgotten(stream: Bench, o
 
 
 async def test_the_ids_of_rows_follow_the_order_of_their_records(stream: Bench, outbox: Outbox) -> None:
-    """A process that starts sends the rows that a crash left in the order of the ids."""
+    """After a crash, the next process sends the remaining rows in the order of their ids."""
     names = [str(number) for number in range(300)]
     await owe(stream, outbox, *names)
     await owe(stream, outbox, "last")
@@ -123,7 +124,7 @@ async def test_acknowledged_rows_stay_until_their_removal_is_durable(stream: Ben
 
 
 async def test_a_commit_of_which_nobody_heard_loses_nothing(stream: Bench, outbox: Outbox) -> None:
-    """Its rows are in the database and their owner does not know: it must never take them for rows that it has sent."""
+    """The rows are committed, but their owner saw an error. It must not take them for rows that it has sent."""
     await owe(stream, outbox, "a")
     await outbox.flush()
     async with stream.processor.database.transaction() as tx:
@@ -214,7 +215,7 @@ async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox)
 async def test_a_record_that_the_bus_refuses_for_good_is_named_and_holds_up_no_other(
     stream: Bench, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a restart: the row would be sent again at every start."""
+    """The record is refused for good, because otherwise its row would be sent again after every restart."""
     send = stream.producer.send_raw
 
     async def strict(records: Iterable[Outgoing]) -> None:
@@ -345,7 +346,7 @@ def test_guard_stops_at_its_share_of_the_bound_and_counts_what_was_written(tmp_p
 
 
 async def test_stream_service_takes_no_batch_while_the_disk_is_short(tmp_path: Path) -> None:
-    """Its timers go on, since they make room; the batch is handled by itself once there is room."""
+    """The timers continue, since they free space. The batch is handled once there is space."""
     handled: list[str] = []
 
     async def handle(event: Event, _handling: Handling) -> Sequence[Event]:

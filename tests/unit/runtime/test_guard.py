@@ -1,6 +1,7 @@
-"""Every server of Headrace refuses requests of web pages, and accepts requests of clients.
+"""Tests of protection against web pages and forged replicas.
 
-A replica's URL is called when the replica signed it or a setting names its host, not because a topic has it.
+Every server refuses requests from other sites' pages and accepts requests of clients. A replica's URL is called only if
+the replica signed it or a setting names its host.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ SITES = ["cross-site", "same-site", "Cross-Site", "nonsense"]
 
 
 def requests_of_pages() -> list[tuple[str, dict[str, str]]]:
-    """Return every mixture of method and headers by which a browser marks a request of another site."""
+    """Return each combination of method and headers by which a browser marks a request of another site."""
     requests = []
     for method, origin, site in itertools.product(METHODS, [None, *ORIGINS], [None, *SITES]):
         if origin or site:
@@ -206,7 +207,7 @@ GENUINE = signed(FakeReplica("replica-0", url="http://10.0.0.7:8010").heartbeat(
 
 
 def forged(rng: random.Random) -> Replica:
-    """Return a heartbeat that a sender without the key could write, with copies of genuine signatures."""
+    """Return a heartbeat that a sender without the key could write, with copied genuine signatures."""
     hosts = [
         "evil.example",
         "10.0.0.8",

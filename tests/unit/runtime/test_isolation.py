@@ -1,8 +1,7 @@
-"""A poisoned item of a step fails alone and by name, whatever it raises and at whatever stage; the others are done.
+"""Tests that a failing item of a step fails alone with a reason, and of Faust's settings and program digests.
 
-Settings of the bus that Faust receives.
-
-A program's digest changes with each file of its code, and with no other file.
+The other items are processed, whatever is raised and at whatever stage. A program's digest changes with each file of
+its code, and with no other file.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ async def _wrong_statement(tx: AsyncConnection, _number: int) -> Sequence[Event]
 
 
 async def _wrong_value(tx: AsyncConnection, _number: int) -> Sequence[Event]:
-    """PostgreSQL refuses the text; SQLite cannot read it back."""
+    """Cause a database error: PostgreSQL refuses the text, and SQLite cannot read it back."""
     if tx.dialect.name == "sqlite":
         await tx.execute(text("SELECT CAST(x'ff' AS TEXT)"))
     await tx.execute(insert(effects).values(n=1, what="\x00"))
@@ -108,7 +107,7 @@ PLANTS: dict[str, Plant] = {
 
 
 class Steps:
-    """A step over the rows of `items`: each becomes an effect and a reward. The row `poisoned` meets `plant`."""
+    """A step that writes an effect and a reward for each row of `items`. `plant` is called for the row `poisoned`."""
 
     def __init__(self, *, in_batches: bool = False) -> None:
         self.in_batches = in_batches
@@ -234,7 +233,7 @@ async def test_process_batch_runs_once_for_all_items(stream: Bench) -> None:
 
 
 async def test_a_step_that_does_not_isolate_its_items_is_no_step(stream: Bench, steps: Steps) -> None:
-    """The planted fault: without `each` the first item takes all others with it."""
+    """Injected fault: without `each`, the first failing item also fails all others."""
 
     async def careless(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
         events: list[Event] = []
@@ -260,7 +259,7 @@ def test_a_dead_letter_holds_whatever_a_record_holds(text_: str) -> None:
 
 @pytest.mark.parametrize(("request_s", "session_s"), [(30.0, 10.0), (5.0, 10.0), (30.0, 60.0)])
 def test_every_pair_of_bounds_that_settings_allow_can_start(request_s: float, session_s: float, tmp_path: Path) -> None:
-    """Faust refuses to start when a request may take less time than a session."""
+    """Faust does not start if a request may take less time than a session."""
     bus = BusSettings(request_timeout_s=request_s, session_timeout_s=session_s)
     conf = faust_host._app("group", bus, tmp_path).conf
     assert conf.broker_session_timeout == session_s

@@ -1,6 +1,6 @@
-"""Slow work is done although workers die, and its result counts once.
+"""Tests of the job queue: work is done although workers die, and its result counts once.
 
-A death is known on the machine of the dead process, and on no other.
+The death of a process is only detected on its own machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def test_a_job_is_leased_to_one_worker_oldest_first(stream: Bench) -> None
 
 
 async def test_who_renews_leases_waits_for_no_job_that_is_being_finished(stream: Bench) -> None:
-    """Results are entered in whatever order they come; a renewal that waits for one of them would wait for ever."""
+    """Results are entered in any order, so a renewal that waits for another result would deadlock."""
     if stream.processor.database.sqlite:
         pytest.skip("SQLite has one writer at a time")
     await enqueue(stream, "a", "b")

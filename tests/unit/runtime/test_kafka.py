@@ -1,10 +1,7 @@
-"""Events to records and back, small and large.
+"""Tests of records, tables and topics on the bus.
 
-The number of values in a JSON text is known before it is parsed.
-
-A table whose bus is away.
-
-A cluster acknowledges a topic before all of its brokers know it; a created topic can be used afterwards.
+Events are converted to records and back, small and large. The number of values in a JSON text is known before parsing.
+A table is tested with an unavailable bus. A created topic can be used even if some brokers learn of it later.
 """
 
 from __future__ import annotations
@@ -122,7 +119,7 @@ async def test_a_record_full_of_values_is_parsed_beside_the_event_loop(blobs: Bl
 
 
 def separators(value: object) -> int:
-    """Count the openings and separators of `value` by definition, by recursion."""
+    """Return the number of openings and separators in `value` by recursion."""
     if isinstance(value, dict):
         return 1 + max(len(value) - 1, 0) + sum(map(separators, value.values()))
     if isinstance(value, list):
@@ -179,7 +176,7 @@ def test_objects_and_lists_are_counted_by_themselves(monkeypatch: pytest.MonkeyP
 
 
 def opened(value: object) -> int:
-    """The objects and lists of `value`, by recursion."""
+    """Return the number of objects and lists in `value` by recursion."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inside is None else 1 + sum(map(opened, inside))
 
@@ -206,7 +203,7 @@ async def test_waiting_for_the_bus_leaves_no_reader_open(tmp_path: Path) -> None
 async def test_a_row_that_breaks_its_reader_is_refused_and_the_one_before_stays(
     tmp_path: Path, topic: str, error: type[Exception]
 ) -> None:
-    """A bad record is skipped at every stage: in decoding, in acceptance, in the callback."""
+    """A bad record is skipped at every stage: in decoding, in acceptance, and in the callback."""
     kind = EVENTS[topic]
     value = next(iter(sorted((files("headrace_schemas") / "examples" / topic).iterdir(), key=str))).read_bytes()
     refused: list[tuple[int, str]] = []
@@ -243,7 +240,7 @@ async def test_a_row_that_breaks_its_reader_is_refused_and_the_one_before_stays(
 
 
 class LateCluster:
-    """A cluster, and its own client, that creates topics at once and shows them at the `shown_at`th look."""
+    """Cluster and client that create topics at once, but list them only from the call number `shown_at` on."""
 
     def __init__(self, shown_at: int) -> None:
         self._shown_at, self.looks = shown_at, 0

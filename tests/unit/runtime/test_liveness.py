@@ -1,10 +1,8 @@
-"""A service's event loop shows that it turns, and is silent when it does not.
+"""Tests of the liveness of event loops and of child processes.
 
-Silence counts while the watcher runs.
-
-Parent of a service in a container: passes signals on, ends with the service's status, kills a hung service.
-
-A bound child ends with its parent, even one that was killed.
+An event loop reports that it runs, and stops reporting when it hangs; silence counts only while the watcher runs. The
+parent of a service in a container forwards signals, returns the service's status, and kills a hung service. A bound
+child ends with its parent, even if the parent was killed.
 """
 
 from __future__ import annotations

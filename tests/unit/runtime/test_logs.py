@@ -1,7 +1,4 @@
-"""No log line of any library carries a secret.
-
-How sources of rewards fare: counts, the last error, and few lines in the log however often one fails.
-"""
+"""Tests that no log line contains a secret, and of the health of reward sources: counts, last error, few log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One policy for every stream service: at least once on the wire, once in effect, no error logged and ignored."""
+"""Tests of the error policy of stream services: at-least-once delivery, effects exactly once, and no ignored error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def sample(name: str, **labels: str) -> float:
 
 
 class Handlers:
-    """Writes one row and one event per feedback. `on` maps a feedback id to the errors that it meets, one a try."""
+    """Handlers that write one row and one event for each feedback. `on` maps a feedback id to one error for each
+    attempt."""
 
     def __init__(self) -> None:
         self.on: dict[str, list[Exception]] = {}
@@ -182,7 +183,7 @@ async def test_what_is_away_is_waited_for(stream: Bench, handlers: Handlers) -> 
 
 
 async def test_a_full_disk_is_waited_for_however_long_it_takes(stream: Bench, handlers: Handlers) -> None:
-    """The number of failures that would end the process if another dependency were away."""
+    """The number of failures would end the process if another dependency were unavailable."""
     handlers.on["a"] = [DiskFull("disk: no space left on /data")] * 99
     await stream.deliver(feedback("a"))
     assert await handled_ids(stream) == ["a"]

@@ -1,4 +1,4 @@
-"""Retries of the processor: their number, their times, the blamed record, and the metrics."""
+"""Tests of the processor's retries: their number, their delays, the blamed record, and the metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sample(name: str, **labels: str) -> float:
 
 
 class Handler:
-    """Owes a reward for each feedback. `on` maps a feedback id to the errors that it meets, one a try."""
+    """Handler that returns a reward for each feedback. `on` maps a feedback id to one error for each attempt."""
 
     def __init__(self) -> None:
         self.on: dict[str, list[Exception]] = {}
@@ -92,7 +92,7 @@ async def test_what_is_away_is_asked_ever_more_rarely_until_its_time_is_over(str
 async def test_a_minute_is_what_it_waits_unless_told_otherwise(
     stream: Bench, handler: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first try ends when the minute does: one more follows, and its failure is the last."""
+    """The first attempt ends after a minute. One more attempt follows, and its failure is final."""
     stream.processor.limits = ProcessorLimits()
     encode = stream.processor.outbox.encode
 
@@ -230,7 +230,7 @@ def _of(tenant: str, name: str) -> Feedback:
 
 
 async def test_a_flood_of_one_tenant_holds_back_nobody_else(stream: Bench, handler: Handler) -> None:
-    """The step is isolated also in the first batch, before any other step has succeeded."""
+    """The step is isolated in the first batch, too, before any other step has succeeded."""
     stream.processor._limits = TenantLimits(RefusalBounds(run_max=10))
     handler.on = {f"bad{number}": [REFUSAL] * 9 for number in range(140)}
     await stream.deliver(*[_of("flooder", f"bad{number}") for number in range(130)])

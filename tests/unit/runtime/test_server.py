@@ -1,8 +1,7 @@
-"""Work that blocks an event loop is measured on a busy machine too; work in threads is not.
+"""Tests of event loop blocking, of garbage collection, and of the HTTP server.
 
-Garbage collection of a service: imports are exempt, and new objects are collected rarely.
-
-Reaction of the HTTP server to slow, ambiguous and oversized requests, on raw sockets.
+Work that blocks an event loop is measured even on a busy machine; work in threads is not counted. Imported objects are
+exempt from garbage collection. The server handles slow, ambiguous and oversized requests, which raw sockets send.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ async def _echo(request: Request) -> Response:
 
 
 async def _deaf(_request: Request) -> Response:
-    """Answers without having read the body."""
+    """Return a response without reading the request body."""
     return JSONResponse({})
 
 
@@ -233,7 +232,7 @@ async def serving(timeout_s: float = SHORT_S) -> AsyncIterator[int]:
 
 
 async def response_to(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
-    """Return the server's bytes in answer to `data`, followed by `drip` every 50 ms, until it closes the connection."""
+    """Return the server's response to `data`, followed by `drip` every 50 ms, until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def send() -> None:

@@ -1,4 +1,4 @@
-"""P11: a setting that no service uses stops the start, with its name, its value and a remedy.
+"""Tests of settings: an unused setting prevents the start, with its name, its value and a remedy (P11).
 
 Any settings file is read, or refused in one sentence that names the setting.
 """
@@ -37,7 +37,7 @@ class Inner(Section):
 
 
 class Outer(Section):
-    """A section in a section, both with defaults of their own."""
+    """Section inside a section. Both have their own defaults."""
 
     inner: Inner = Inner(size_max=5)
     name: str = "x"
@@ -196,7 +196,8 @@ def test_loopback(host: str, expected: bool) -> None:
 def test_setting_one_value_of_a_section_leaves_its_others(
     tmp_path: Path, text: str, wide: tuple[int, str], outer: tuple[str, int]
 ) -> None:
-    """A section may start with other values than its class has; writing down its name must not lose them."""
+    """A section may start with other values than the defaults of its class, and must keep them when one value is
+    set."""
     _, settings = loaded(config(tmp_path, text))
     assert (settings.wide.size_max, settings.wide.kind) == wide
     assert (settings.outer.name, settings.outer.inner.size_max) == outer
@@ -228,7 +229,7 @@ def test_a_shared_address_beyond_loopback_needs_a_key_too(tmp_path: Path) -> Non
 def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name under the entry points `headrace.services` is all that it takes."""
+    """A service of another package only needs a name under the entry points `headrace.services`."""
     path = tmp_path / "headrace.toml"
     path.write_text("[echo]\nport = 1\n", encoding="utf-8")
     with pytest.raises(SettingError, match="echo"):
@@ -287,7 +288,7 @@ SETTINGS += [(service, name, kinds) for service, model in MODELS.items() for nam
 
 
 def read(tmp_path: Path, content: bytes, service: str = "gateway") -> str | None:
-    """Return the sentence of the refusal, or None."""
+    """Return the error message for a settings file with `content`, or None if it is valid."""
     path = tmp_path / "headrace.toml"
     path.write_bytes(content)
     try:

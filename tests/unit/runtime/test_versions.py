@@ -1,6 +1,7 @@
-"""A version is its files: same files, same name; other files, refused.
+"""Tests of version names, and of a gateway's knowledge of versions.
 
-A gateway's knowledge of versions and of the algorithms that train them comes from announcements alone.
+A version is named by its files: equal files give the same name, and other files are refused. A gateway learns versions
+and the algorithms that train them only from published records.
 """
 
 from __future__ import annotations

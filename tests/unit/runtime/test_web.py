@@ -1,6 +1,6 @@
-"""The pages that every service has, on a real socket.
+"""Tests of the routes that every service has, on a real socket, and of memory that tenants share.
 
-A memory that tenants share stays within its bound, and a tenant that fills it forgets its own entries alone.
+The shared memory stays within its limit, and a tenant that fills it loses only its own entries.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def test_metrics_need_the_internal_key_where_there_is_one(tmp_path: Path) 
 
 
 async def test_a_request_that_offers_h2c_keeps_its_body() -> None:
-    """Pitfall 29: every JDK HTTP client sends this on a plain http:// URL."""
+    """Pitfall 29: every JDK HTTP client sends this upgrade header to a plain http:// URL."""
     async with web.serve(web.app({}, ROUTES), ServiceSettings()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -151,7 +151,7 @@ async def test_an_application_with_a_login_page_makes_no_browser_ask_for_a_passw
 
 
 class _Stream:
-    """An endless response, and whether the application has ended it."""
+    """Endless response that records whether the application has ended it."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -227,7 +227,7 @@ asyncio.run(main())
 
 
 def handed(listener: socket.socket, **environ: str) -> subprocess.Popen[str]:
-    """A process that is given `listener` as systemd would."""
+    """Start a process that is given `listener` as by systemd."""
     variables = {"PORT": str(listener.getsockname()[1]), "GIVEN": str(listener.fileno()), **environ}
     return subprocess.Popen(
         [sys.executable, "-c", HANDED],
@@ -315,7 +315,7 @@ async def test_unknown_and_repeated_query_parameters_are_refused(query: str, cod
 
 
 def test_no_service_reads_query_parameters_in_another_way() -> None:
-    """Starlette's own reader replaces invalid UTF-8, so two names would become one."""
+    """Starlette's own parser replaces invalid UTF-8, so two different names would become equal."""
     root = Path(web.__file__).parents[5]
     sources = [
         path for folder in ("gateway", "packages/runtime", "services") for path in (root / folder).rglob("src/**/*.py")
@@ -337,7 +337,7 @@ async def test_a_path_or_a_query_with_nul_is_refused_by_name(path: str) -> None:
 
 @pytest.mark.parametrize("case", range(20))
 def test_a_memory_is_as_its_description(case: int) -> None:
-    """Each call is compared with a plain list of all entries."""
+    """Compare each call with a plain list of all entries."""
     rng = random.Random(draw_seed())
     size_max = rng.choice((1, 5, 20))
     memory: TenantMemory[int, int] = TenantMemory(size_max)

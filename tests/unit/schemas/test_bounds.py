@@ -1,10 +1,8 @@
-"""Every field of every event is bounded: text that cannot be stored, and numbers that leave their range, are refused.
+"""Tests of the limits of event fields: text that cannot be stored and numbers out of range are refused.
 
-The places are found in the published examples and in the models, so that a new field is tried without a new test.
-
-No producer can build a list that its event refuses: each bound of an event is at least the producer's own.
-
-A new list of an event fails here until its producer's bound is named.
+The fields are found in the published examples and in the models, so new fields are tested without a new test. No
+producer can build a list that its event refuses: each limit of an event is at least that of its producer. A new list of
+an event fails here until its producer's limit is declared.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def _with(value: Any, path: Place, new: Any) -> Any:
 
 
 def _read(model: type[Event], data: object) -> Event | None:
-    """Return the event, or None if it is refused by name; every other exception is a failure of the test."""
+    """Return the event, or None if it is refused by name. Any other exception fails the test."""
     text = json.dumps(data).replace("Infinity", "1e999")
     try:
         return model.from_json(text.encode("utf-8", "surrogatepass"))
@@ -88,7 +86,7 @@ def _read(model: type[Event], data: object) -> Event | None:
 
 
 def _survives(event: Event) -> bool:
-    """Whether a reader gets the event as it was, and PostgreSQL can store its text."""
+    """Return whether a consumer gets an equal event and PostgreSQL can store its text."""
     again = type(event).from_json(event.to_json())
     return again.to_json() == event.to_json() and b"\\u0000" not in event.to_json()
 
@@ -107,7 +105,7 @@ def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(pat
 
 
 def _is_sampled(model: type[Event], path: Place) -> bool:
-    """Return whether a place holds text that a model may have sampled."""
+    """Return whether the field at `path` holds text that a model may have sampled."""
     fields = {"content", "text", "reasoning_content", "arguments"}
     return (
         model in (Turn, Trajectory, Experience) and "token_grammar" not in path and bool(fields.intersection(path[-1:]))
@@ -271,7 +269,7 @@ def test_events_of_other_producers_have_a_bound_on_their_values() -> None:
 
 
 def upper_bound(model: type[BaseModel], field: str) -> int:
-    """Return the largest value, or the largest length, that a setting or a request may have."""
+    """Return the largest value, or the largest length, that a setting or a request field may have."""
     return next(_bounds_in([*model.model_fields[field].metadata, model.model_fields[field].annotation]))
 
 
@@ -351,7 +349,7 @@ PRODUCERS = {
 
 
 def bounded_lists() -> Iterator[tuple[str, int]]:
-    """Yield every bounded list and object of every event, with its bound."""
+    """Yield every bounded list and object of every event, with its limit."""
     for module in pkgutil.iter_modules(headrace_schemas.events.__path__):
         importlib.import_module(f"headrace_schemas.events.{module.name}")
     waiting: list[type[Model]] = [kind for kind in _subclasses(Event) if kind.__module__.startswith("headrace_schemas")]

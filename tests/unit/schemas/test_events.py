@@ -1,5 +1,8 @@
-"""Events and their records: rules hold where an event is built and where it is read, invalid values are refused as
-`InvalidEvent` alone, envelopes are CloudEvents, and no change breaks a reader of the released version."""
+"""Tests of events and their records.
+
+Rules hold when an event is built and when it is read. Invalid values raise only `InvalidEvent`. Envelopes are
+CloudEvents. No change breaks consumers of the released version.
+"""
 
 from __future__ import annotations
 

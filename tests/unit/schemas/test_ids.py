@@ -1,10 +1,8 @@
-"""Ids: ordered, deterministic, self-routing.
+"""Tests of ids and names.
 
-Names from bytes: UTF-8 where it is valid, else Latin-1, percent forms decoded once, without folding.
-
-Names of tenants joined with their own names: no two pairs share a result.
-
-Only its owner can give rewards in the name of a judge, a reward function or a reward model.
+Ids are ordered, deterministic and contain their partition. Names from bytes are UTF-8 if valid, otherwise Latin-1, with
+percent escapes decoded once. A tenant's name joined with another name is unique. Only a judge, reward function or
+reward model itself can give rewards in its name.
 """
 
 from __future__ import annotations
@@ -165,7 +163,7 @@ def feedback(**fields: Any) -> Feedback:
 
 @st.composite
 def disguised(draw: st.DrawFn) -> str:
-    """A reserved word with other letters, cases, widths and invisible characters that people read as the word."""
+    """Draw a reserved word disguised by look-alike letters, case, width and invisible characters."""
     name = ""
     for letter in draw(words):
         wide = chr(ord(letter) + 0xFEE0)

@@ -1,4 +1,4 @@
-"""A stack's token is found by its owner's address, and used for the stack's own addresses only."""
+"""Tests that the token of a stack is found by the stack's address, and is sent only to addresses of this stack."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Text from outside: `printable` for messages, `storable` for databases.
+"""Tests of external text: `printable` for messages, `storable` for databases, removed secrets, and regular expressions.
 
-Secrets are removed from text, and text without secrets stays readable.
-
-Regular expressions from outside are matched as Python matches them, and in linear time.
+Text without secrets stays readable. Regular expressions match as in Python, and in linear time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Values of events: numbers and errors of users' programs, packed arrays, assignment to the arms of a split, and turns
-that extend earlier ones."""
+"""Tests of values in events: numbers and errors of users' programs, packed arrays, assignment to rollout arms, and
+turns that extend earlier turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TENSORS = [torch.bool, torch.int32, torch.float16, torch.bfloat16, torch.float32
 
 
 def forms(number: int) -> list[Any]:
-    """Return a number in the forms that programs return it in."""
+    """Return `number` in all types in which programs may return it."""
     plain: list[Any] = [number, float(number), Decimal(number), Fraction(number), bool(number)]
     arrays: list[Any] = [dtype(number) for dtype in DTYPES] + [np.array(number, dtype=dtype) for dtype in DTYPES]
     tensors: list[Any] = [torch.tensor(number, dtype=dtype) for dtype in TENSORS]
