@@ -1,4 +1,5 @@
-"""A scorer on a real database, fed by hand, with reward functions called in this process."""
+"""Fixtures for the scorer on a real database, with reward functions called in this process. The test delivers the
+events."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.support.streams import Bench, ManualClock, Service, bench
 
 
 class LocalPool(FunctionPool):
-    """Calls the functions right here."""
+    """Function pool that calls the functions in this process."""
 
     def __init__(self, settings: ScorerSettings, functions: Sequence[Callable[..., object]]) -> None:
         super().__init__(settings)
@@ -53,7 +54,7 @@ class LocalPool(FunctionPool):
 
 @dataclass
 class Rig:
-    """A scorer and its bus."""
+    """A scorer with its bus."""
 
     stream: Bench
     scoring: Scoring
@@ -61,7 +62,7 @@ class Rig:
     settings: ScorerSettings
 
     async def deliver(self, *events: Event) -> None:
-        """One batch, and the functions that it starts."""
+        """Deliver `events` as one batch, and run the reward functions of its jobs."""
         await self.stream.deliver(*events)
         await self.run_functions()
 
@@ -86,7 +87,8 @@ class Rig:
         return [(reward.source, reward.revision, reward.outcome, reward.value) for reward in self.stream.sent(Reward)]
 
     def experiences(self) -> list[tuple[int, int, float | None, str | None]]:
-        """Branch, revision, reward and why there is none, in the order of sending."""
+        """Return the branch, revision, reward and reason for a missing reward of each experience, in the order of
+        publication."""
         sent = self.stream.sent(Experience)
         return [
             (experience.branch_index, experience.revision, experience.reward, experience.no_reward)
@@ -115,7 +117,7 @@ async def scorer(url: str, data_dir: Path, *functions: Callable[..., object], **
 
 
 def rematch_of(rig: Rig) -> Step:
-    """The step that matches feedback about tasks."""
+    """Return the step that matches feedback about tasks."""
     return Scorer(rig.settings, rig.scoring._cache, rig.scoring._scores, rig.scoring).rematch
 
 
@@ -124,12 +126,13 @@ Open = Callable[..., AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture
 def open_scorer(database_url: str, data_dir: Path) -> Open:
-    """`open_scorer(*functions, **settings)`."""
+    """Return a function that opens a scorer: `open_scorer(*functions, **settings)`."""
     return partial(scorer, database_url, data_dir)
 
 
 def answer(trajectory: Trajectory, context: dict[str, Any]) -> float | None:
-    """Right or wrong, once the expected answer is known."""
+    """Return 1.0 if the final answer is the expected one, else 0.0. Return None while the expected answer is
+    unknown."""
     if "expected" not in context:
         return None
     return float(trajectory.final_answer == context["expected"])

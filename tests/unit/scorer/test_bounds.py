@@ -1,6 +1,7 @@
-"""An acknowledged event fits all events that the scorer derives from it, however many are combined.
+"""Tests of value limits in the scorer.
 
-A value outside the declared range of its source does not count, and the source is named.
+The events that the scorer derives from accepted events are valid, however many events are combined. A value outside the
+declared range of its source does not count, and its source is named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Any record of another producer is taken or dead-lettered by name; the records behind it are handled as before.
+"""Tests of records from other producers, of the ownership of turns, and of the scorer's REST routes and settings.
 
-A turn belongs to one trajectory of its tenant, and ingested trajectories are checked.
-
-The scorer's REST and its settings.
+Any record is accepted or dead-lettered with a reason, and later records are handled. A turn belongs to one trajectory
+of its tenant. Ingested trajectories are checked.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ async def flood(
     good: Callable[[], Event],
     after: Callable[[], Awaitable[None]] = nothing,
 ) -> Counter[bool]:
-    """Deliver hostile records, each with a good one behind it. Returns how many were taken and refused."""
+    """Deliver hostile records, each followed by a valid one. Return the number of accepted (True) and refused
+    (False) ones."""
     valid_bodies = bodies(topic)
     seen: Counter[bool] = Counter()
     for _ in range(RECORDS):

@@ -1,6 +1,7 @@
-"""Crashes, other replicas, retention, and any order of arrival: the same experiences in the end.
+"""Tests that the experiences are the same after crashes, with other replicas, after retention, and in any order of
+events.
 
-However much is remembered: no timer and no event reads all of it.
+No timer and no event reads all stored rows.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ async def test_retention_forgets_everything_about_old_trajectories(open_scorer: 
 
 
 def story(seed: int) -> list[Event]:
-    """Return three trajectories of two sessions with rewards and feedback of several sources."""
+    """Return three trajectories of two sessions, with rewards and feedback of several sources."""
     choose = random.Random(seed)
     turns = [ask([user("q")], "Ada", session=name, at=at) for at, name in enumerate("aab")]
     trajectories = [closed(turn, session=turn.session_id, at=10 + 10 * n) for n, turn in enumerate(turns)]
@@ -127,7 +128,7 @@ def story(seed: int) -> list[Event]:
 
 
 async def outcome(rig: Rig) -> dict[str, tuple[object, ...]]:
-    """The state that the last revision of each experience leaves."""
+    """Return the fields of the last revision of each experience by its id."""
     last = {
         experience.experience_id: experience
         for experience in sorted(rig.stream.sent(Experience), key=lambda experience: experience.revision)
@@ -184,7 +185,7 @@ def length(trajectory: object) -> float:
 
 
 async def _use(rig: Rig, settings: ScorerSettings) -> None:
-    """Every kind of event, and every timer."""
+    """Deliver every kind of event, and run every timer."""
     turn = ask([user("q")])
     await rig.deliver(closed(turn, task_id="t"), feedback("s", turn), feedback("s"))
     await rig.deliver(closed(ask([user("q")], session="other"), session="other"))

@@ -1,6 +1,6 @@
-"""Edits, preferences and rewards of single answers: into the experience, revised with it, and out of it again.
+"""Tests of edits, preferences and rewards of single answers: added to the experience, revised and withdrawn.
 
-The policy combines sources. A source without a score is ignored, and is never a zero (P6).
+The reward policy combines sources. A source without a score is ignored, and never counts as zero (P6).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prefer(better: int, **fields: Any) -> Feedback:
 
 
 def newest(rig: Rig) -> list[Experience]:
-    """The last revision of each branch."""
+    """Return the last revision of the experience of each branch."""
     latest = {experience.branch_index: experience for experience in rig.stream.sent(Experience)}
     return [latest[index] for index in sorted(latest)]
 
@@ -136,7 +136,7 @@ async def test_a_reward_may_be_the_sum_of_its_parts(open_scorer: Open) -> None:
 
 
 async def rematch(rig: Rig) -> None:
-    """Match feedback about tasks in one step, whose bound is far above the number of runs here."""
+    """Match feedback about tasks in one step, whose limit is far above the number of runs here."""
     await rig.stream.step(rematch_of(rig))
 
 
@@ -302,7 +302,7 @@ def test_the_reward_lies_between_the_verdicts_whatever_their_order(
 
 
 def test_a_reward_of_exactly_half_is_not_below_it() -> None:
-    """Rounded shares of the weights add up to 0.49999999999999994, which `kto` and `rft` take for a bad answer."""
+    """Rounded weights add up to 0.49999999999999994, which `kto` and `rft` would treat as a bad answer."""
     policy = RewardPolicy({"user:tone": 0.5, "crowd": 2.0, "*": 1.0})
     rewards = [scored("crowd", 0.75), scored("feedback:truth", 0.25), scored("user", 0.5), scored("user:tone", 0.0)]
     assert reward(policy, *rewards) == 0.5

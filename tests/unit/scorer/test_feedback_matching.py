@@ -1,8 +1,7 @@
-"""Feedback finds its trajectory by turn or by session, in any order, and the newest word is valid (P10, pitfall 27).
+"""Tests of the matching of feedback to trajectories by turn or session, in any order; the latest feedback counts (P10).
 
-Feedback of every kind in any order: the experiences are those of an oracle that hears it in order (P10).
-
-Feedback becomes ledger entries: the latest value of each rater for each target.
+Experiences are compared with an oracle that gets the events in order. In the ledger, only the latest value of each
+rater for each target counts (pitfall 27).
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ def word(
 
 
 def feedback_set(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> FeedbackSet:
-    """Return the feedback set, with general feedback first, each group in the order of the arguments."""
+    """Return the feedback set: general feedback first, then feedback with turn ids, each in the order of the
+    arguments."""
     everything = [word(item, index) for index, item in enumerate((*general, *listing))]
     lists = [item for item in everything if item.event.msg_ids]
     return feedback_for("t", [closed("t", 0)], lists, [item for item in everything if not item.event.msg_ids])

@@ -1,4 +1,4 @@
-"""Reward functions are found, checked, and refused with a message that names the remedy."""
+"""Tests that reward functions are found, checked, or refused with a message that names the remedy."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ LAYOUTS = {
 
 
 def lay_out(folder: Path, how: str) -> tuple[Path, Path]:
-    """Write reward functions that take their value from another file, and return both files."""
+    """Write reward functions that read their value from another file, and return both files."""
     statement, named = LAYOUTS[how]
     call = "late()" if "late" in statement else "value"
     for path in ("helper.py", "parts/inner.py", "plain/inner.py"):

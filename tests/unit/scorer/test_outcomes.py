@@ -1,8 +1,7 @@
-"""A return value of a reward function is a score, an abstention or a failure, never 0.0 by accident (P6).
+"""Tests of the outcomes of reward functions, of the judge alarm, and of the reward library in the scorer's processes.
 
-The alarm for judges: its bound and its bets by their exact definition, and its behaviour over a long time.
-
-The functions of the reward library in the scorer's own processes, by the names that the SDK announces.
+A return value is a score, an abstention or a failure, and never 0.0 by accident (P6). The alarm's bound and bets are
+compared with their exact definition, and simulated over a long time.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ ERROR, REFERENCE = 0.05, 100
 
 
 def test_the_bets_are_fair_however_long_one_looks() -> None:
-    """The mean evidence over all sequences of a coin, whose mean is the bound, is 1 after every step."""
+    """The mean evidence over all sequences of coin tosses whose mean is the bound is 1 after every step."""
     bound = 0.3
     for length in range(1, 9):
         expected = 0.0
@@ -153,7 +152,7 @@ def test_the_bets_are_fair_however_long_one_looks() -> None:
 
 @pytest.mark.parametrize(("wrong", "count"), [(0, 20), (3, 20), (10, 50), (20, 20)])
 def test_the_bound_is_that_of_an_exact_binomial_or_wider(wrong: int, count: int) -> None:
-    """A mean above it gives so few wrong ones with less than the allowed error."""
+    """With a mean above the bound, so few errors have a probability below the permitted error."""
     bound = upper_bound(wrong / count, count, 0.05)
     assert bound >= min(0.95, wrong / count)
     with_pair = math.fsum(math.comb(count, n) * bound**n * (1 - bound) ** (count - n) for n in range(wrong + 1))

@@ -1,4 +1,4 @@
-"""A trajectory that cannot be scored fails alone and by name, at every stage; all others get their experiences."""
+"""Tests that a trajectory which cannot be scored fails alone with a reason, and all others get their experiences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def several(count: int) -> list[Trajectory]:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, victim: Trajectory, error: Exception) -> None:
-    """Have `where.name` raise for the victim."""
+    """Make `where.name` raise `error` for the trajectory `victim`."""
     real = getattr(where, name)
 
     def is_victim(arguments: Sequence[object]) -> bool:
@@ -132,7 +132,7 @@ async def test_a_function_call_that_breaks(open_scorer: Open, monkeypatch: pytes
 
 
 async def in_database(rig: Rig, trajectories: Sequence[Trajectory]) -> None:
-    """Have the trajectories' jobs wait in the database alone, as after a restart."""
+    """Put the jobs of `trajectories` into the database only, as after a restart."""
     await rig.stream.deliver(*trajectories)
     while not rig.scoring._waiting.empty():
         rig.scoring._waiting.get_nowait()
@@ -257,7 +257,7 @@ def nul(trajectory: object) -> float:
 async def test_what_was_seen_of_reward_functions(
     open_scorer: Open, functions: Sequence[Callable[..., object]], settings: dict[str, Any]
 ) -> None:
-    """Every function has a reward, or the trajectory is named; the next trajectory is scored as ever."""
+    """Each function's failure is a reward with the outcome `failed`, and the next trajectory is scored."""
     async with open_scorer(half, *functions, **settings) as rig:
         await rig.deliver(*several(2))
         outcomes = [(reward.source, reward.outcome) for reward in rig.stream.sent(Reward)]
@@ -272,7 +272,7 @@ async def test_what_was_seen_of_reward_functions(
 
 
 async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> None:
-    """Whatever the door lets pass: here a part more than an experience holds."""
+    """The experience would have one reward part more than its limit, although each accepted event is valid."""
     async with open_scorer(half) as rig:
         turn, other = ask([user("q")]), ask([user("p")], session="other")
         await rig.stream.deliver(closed(turn), closed(other, session="other"))
@@ -291,7 +291,7 @@ async def test_parts_that_overflow_name_their_trajectory(open_scorer: Open) -> N
 
 
 async def test_no_tenant_waits_for_the_backlog_of_another(open_scorer: Open) -> None:
-    """The flooder has a queue full of jobs and many more in the database; the other one's are among the next calls."""
+    """One tenant has a full queue and further jobs in the database. The jobs of two others are among the next calls."""
     async with open_scorer(half) as rig:
         flood = [_of("flooder", n) for n in range(300)]
         await rig.stream.deliver(*flood)

@@ -1,4 +1,5 @@
-"""Reward functions run in separate processes. A failure affects one reward, and a reload replaces all code or none."""
+"""Tests of reward functions in separate processes: a failure affects one reward, and a reload replaces all code or
+none."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ async def test_a_function_that_hangs_is_killed_with_all_it_started(
 
 
 async def test_a_forked_copy_of_a_function_answers_no_later_call(code: Path) -> None:
-    """The answer of the copy would be that of the next trajectory, and each later one would be shifted."""
+    """Otherwise each answer would be attributed to the next trajectory."""
     async with started(code, "forks", "forks_and_raises", "answer") as pool:
         (member,) = pool._members
         for _ in range(2):

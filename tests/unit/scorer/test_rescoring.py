@@ -1,4 +1,5 @@
-"""Stored trajectories scored again: as the stream would in the end, in order, byte for byte the same each time."""
+"""Tests of the rescoring of stored trajectories: the final result of the stream, in order, and reproducible byte by
+byte."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ async def test_functions_feedback_and_judges_make_one_reward() -> None:
 
 
 async def test_abstaining_failing_and_missing_are_not_zero() -> None:
-    """P6."""
+    """P6: missing, failed and abstained rewards are not zero."""
 
     def picky(trajectory: Trajectory) -> float | None:
         if trajectory.session_id == "fails":
@@ -128,7 +129,7 @@ async def test_what_is_not_trained_is_counted() -> None:
 
 
 async def test_feedback_about_a_session_knows_its_trajectories() -> None:
-    """The feedback is about the trajectory closed next, also if that is outside of the replayed range."""
+    """The feedback applies to the next closed trajectory of the session, even outside the replayed range."""
     first, second = run("s", at=10.0), run("s", at=20.0, trajectory_id="second")
     everything = [
         ClosedLine(
@@ -197,7 +198,7 @@ def thumbed(runs: Sequence[Trajectory]) -> list[Feedback]:
 
 
 async def test_a_reward_model_learns_from_all_and_speaks_of_all() -> None:
-    """Learned rewards of the stream are ignored. The same lines give the same bytes."""
+    """Learned rewards in the stream are ignored, and equal input lines give equal bytes."""
     runs = [run(str(number)) for number in range(40)]
     thumbs = thumbed(runs[:30])
     before = judged(runs[35], 1.0, source="learned:thumbs")

@@ -1,6 +1,6 @@
-"""The reward model `thumbs`: its fit against the objective, its refusals, and the raters that it ignores.
+"""Tests of the reward model `thumbs`: its fit, its refusals, and raters that it ignores.
 
-A reward model in the scorer is fitted in the background as thumbs arrive, and scores runs without thumbs.
+The scorer fits the model in the background as thumbs arrive, and scores runs without thumbs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def thumbed_runs(seed: int = 1, count: int = 400, **people: object) -> list[Thum
 
 
 def separable_runs(count: int, *raters: str) -> list[ThumbedRun]:
-    """Return runs of which every second one is good and has a better feature. Each rater rates all runs correctly."""
+    """Return `count` runs. Every second run is good and has a better feature, and all raters rate correctly."""
     thumbed = []
     for number in range(count):
         thumbs = tuple(Thumb(rater, float(number % 2)) for rater in raters)
@@ -108,7 +108,7 @@ def test_it_is_silent_with_few_thumbs_and_where_thumbs_say_nothing() -> None:
 
 
 def test_thumbs_that_are_swapped_are_noticed() -> None:
-    """A reward of another source must not have a negative weight if all raters agree."""
+    """No source may get a negative weight if all raters agree with it."""
     swapped = [
         replace(thumbed_run, thumbs=(Thumb("a", 1 - thumbed_run.thumbs[0].value),))
         for thumbed_run in separable_runs(60, "a")
@@ -148,7 +148,7 @@ def test_what_was_made_of_the_thumb_is_refused(of_others: dict[str, float]) -> N
 
 
 def lengthy(count: int, *, judged: bool = True) -> list[ThumbedRun]:
-    """Return runs in which people and a judge prefer length, and the rest of the judge's score is noise."""
+    """Return runs in which people and a judge prefer length. The rest of the judge's score is noise."""
     draw = random.Random(5)
     thumbed = []
     for number in range(count):
@@ -173,7 +173,7 @@ def test_what_the_agent_controls_is_learned_and_not_paid() -> None:
 
 
 def test_nothing_else_is_credited_for_what_the_agent_controls() -> None:
-    """A judge that likes length would pay for it, where length is only hidden from the model."""
+    """A judge that prefers length must not be credited if length is only hidden from the model."""
 
     def pays(*, hidden: bool) -> float:
         training_runs = [
@@ -229,25 +229,25 @@ SOURCE = "learned:thumbs"
 
 
 def quality(trajectory: Trajectory) -> float:
-    """Runs with an even name are good, and look so."""
+    """Return a high score for runs with an even name, which are the good ones."""
     return 0.8 if int(trajectory.session_id) % 2 == 0 else 0.2
 
 
 def peeks(feedback: Sequence[Feedback]) -> float | None:
-    """Hands the thumb on: it must never become a feature."""
+    """Return the thumb itself, which must never become a feature."""
     return next((event.value for event in feedback), None)
 
 
 @dataclass
 class LearnedRig(Rig):
-    """With the reward model's parts."""
+    """Rig with the parts of the reward model."""
 
     learned: LearnedSource
     made: Scorer
     scores: ScoreStore
 
     async def refit(self) -> None:
-        """Fit the models with new thumbs, and score the runs again that this changes."""
+        """Fit the models with new thumbs, and rescore the runs that change."""
         await refitting.refit(self.learned, self.stream.processor)
         await self.stream.step(self.made.rematch)
         await self.run_functions()
@@ -258,7 +258,7 @@ class LearnedRig(Rig):
             await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, self.scores, self.scoring.policy))
 
     def latest_rewards(self) -> dict[str, tuple[str, float | None]]:
-        """The newest word of the reward model about each session."""
+        """Return the outcome and value of the reward model's latest reward for each session."""
         rewards = [reward for reward in self.stream.sent(Reward) if reward.source == SOURCE]
         return {
             reward.trajectory_id: (reward.outcome, reward.value)

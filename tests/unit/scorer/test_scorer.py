@@ -1,4 +1,5 @@
-"""Verdicts of all sources, joined in a ledger, become experiences; revised as they change, withdrawn as they go."""
+"""Tests of the scorer: rewards of all sources are joined in a ledger and become experiences, with revisions and
+withdrawals."""
 
 from __future__ import annotations
 

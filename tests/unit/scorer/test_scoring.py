@@ -1,7 +1,4 @@
-"""Jobs of reward functions: the jobs in memory, their leases, and the tasks that run them.
-
-A score emits the experiences of its branches, revision by revision.
-"""
+"""Tests of the jobs of reward functions (queue, leases, tasks) and of the experiences that a score publishes."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from tests.unit.scorer.test_scorer import reward
 
 
 class Standing(ManualClock):
-    """Clock on which a sleep ends only at `wake`."""
+    """Clock whose `sleep` returns only after a call of `wake`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +41,7 @@ class Standing(ManualClock):
 
 
 class AtWork:
-    """Run a scorer with its tasks."""
+    """Context that runs a scorer with its tasks."""
 
     def __init__(self, rig: Rig) -> None:
         self.clock = rig.stream.processor.clock = Standing()
@@ -74,7 +71,7 @@ async def at_work(rig: Rig) -> AsyncIterator[AtWork]:
 
 
 def several(count: int) -> list[Trajectory]:
-    """Each of a session of its own."""
+    """Return `count` trajectories, each of a different session."""
     return [closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in range(count)]
 
 
@@ -197,7 +194,7 @@ def new_score(*rewards: SourceReward) -> TrajectoryScore:
 
 
 def revisions_after(score: TrajectoryScore, *rewards: SourceReward) -> list[tuple[int, float | None, str | None]]:
-    """Return revision, reward and reason of each experience that these rewards emit."""
+    """Return the revision, reward and reason of each experience that `rewards` lead to."""
     assert isinstance(score.entries, FixedEntries)
     score.entries.now = list(rewards)
     return [
@@ -278,7 +275,7 @@ async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again
 async def test_a_branch_without_a_reward_comes_where_it_is_asked_for(
     open_scorer: Open, unrewarded_branches: bool
 ) -> None:
-    """Some algorithms train it: a teacher grades the tokens, and no reward has a part in it."""
+    """Some algorithms train branches without rewards, for example distillation from a teacher."""
     async with open_scorer(half, reward_wait_s=60, unrewarded_branches=unrewarded_branches) as rig:
         trajectory = closed()
         await rig.stream.deliver(trajectory)
@@ -294,7 +291,7 @@ def measured(name: str, **labels: str) -> float:
 
 @pytest.mark.parametrize(("age_s", "seconds"), [(0.25, 0.25), (-3.0, 0.0)])
 def test_the_time_to_the_first_experience_is_measured_once(age_s: float, seconds: float) -> None:
-    """A negative age comes of clocks that differ."""
+    """A negative age results from clocks that differ."""
     score = new_score(SourceReward("mine", None, "scored", 1.0))
     count, total = measured("experience_seconds_count"), measured("experience_seconds_sum")
     now = score.trajectory.time + timedelta(seconds=age_s)

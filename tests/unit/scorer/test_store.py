@@ -1,9 +1,5 @@
-"""Stored trajectories and feedback are read by session, turn and tenant, never across tenants.
-
-The migrations preserve rows that were stored before them.
-
-Events of one tenant have no effect on another tenant that uses the same ids.
-"""
+"""Tests of stored trajectories and feedback: reads by session, turn and tenant, migrations, and tenants with equal
+ids."""
 
 from __future__ import annotations
 
@@ -150,7 +146,7 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
 async def test_large_stored_feedback_is_parsed_in_another_thread(
     tx: AsyncConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback that parses the largest feedback of one tenant delays all others by tens of milliseconds."""
+    """A callback that parses the largest feedback of one tenant would delay all others by tens of milliseconds."""
     run = closed(trajectory_id="run")
     await keep(tx, run)
     await hear(tx, feedback(comment="small"), feedback(context={"values": ["x" * 60] * 1000}))
@@ -247,7 +243,7 @@ TENANTS = (("default", "b"), ("b", "default"), ("a", "b"), ("a/b", "a"))
 
 
 def _everything(tenant: str) -> list[Event]:
-    """A trajectory with two turns, and feedback and rewards of every kind about it. The ids are equal for all."""
+    """Return a trajectory with two turns, and feedback and rewards of every kind. The ids are equal for all tenants."""
     first, second = (ask([user(f"question {n}")], "yes", "no", tenant=tenant) for n in range(2))
     trajectory = closed(first, second, tenant=tenant, trajectory_id="run-1", task_id="task")
     key = trajectory.session_key
@@ -287,12 +283,12 @@ def _everything(tenant: str) -> list[Event]:
 
 
 def _copied(events: Sequence[Event], tenant: str) -> list[Event]:
-    """Return the events for another tenant, with all ids and keys unchanged, including those of the session."""
+    """Return copies of `events` for `tenant`, with unchanged ids and keys."""
     return [event.model_copy(update={"tenant": tenant}) for event in events]
 
 
 def _last_published(rig: Rig, tenant: str) -> dict[tuple[object, ...], tuple[object, ...]]:
-    """The last reward of each source and turn of a tenant, and the last experience of each branch."""
+    """Return the last reward of each source and turn of `tenant`, and the last experience of each branch."""
     last: dict[tuple[object, ...], tuple[object, ...]] = {}
     for reward in rig.stream.sent(Reward):
         if reward.tenant == tenant:
@@ -361,7 +357,7 @@ async def test_prefix_of_another_tenant_is_refused_on_the_bus(open_scorer: Open)
 
 
 async def test_feedback_of_the_default_tenant_is_stored_under_its_event_id(open_scorer: Open) -> None:
-    """Rows of earlier releases have this name, so a retry after an update is still the same feedback."""
+    """Rows of earlier releases have this id, so a retry after an update is still the same feedback."""
     async with open_scorer() as rig:
         event = feedback()
         await rig.deliver(event, event)

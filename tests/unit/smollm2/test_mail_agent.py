@@ -1,4 +1,4 @@
-"""The mail agent: its tasks, its reward, its users, its held-out plays and its settings."""
+"""Tests of the mail agent: its tasks, reward, simulated users, held-out runs and settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tasks(split: Split, count: int, seed: int = 0) -> list[Task]:
 
 
 def reader(call: Call) -> Reply:
-    """Answer questions, those for day and time with a word too many."""
+    """Return the right answer, with an extra word in answers about day and time."""
     mails = {task.messages[2]["content"]: task for split in SPLITS for task in tasks(split, 60)}
     task = mails[call.body["messages"][2]["content"]]
     return Reply(completion(f"On {task.expected}" if task.kind == "Day and time?" else task.expected))

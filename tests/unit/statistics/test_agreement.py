@@ -1,4 +1,5 @@
-"""Agreement of raters, against scikit-learn 1.9.1 and krippendorff 0.9.0, the definitions, and known distributions."""
+"""Tests of rater agreement, compared with scikit-learn 1.9.1, krippendorff 0.9.0, definitions and known
+distributions."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ WORKED = """*    *    *    *    *    3    4    1    2    1    1    3    3    *  
 
 
 def rows(text: str) -> list[list[Any]]:
-    """Return the answers by item: letters, or fourths as numbers; None for a missing one."""
+    """Return the answers of each item: letters, or quarters as numbers, and None for a missing answer."""
     return [
         [None if letter == "-" else int(letter) / 4 if letter.isdigit() else letter for letter in item]
         for item in text.split()
@@ -79,7 +80,7 @@ def test_alpha_equals_the_worked_example_of_krippendorff() -> None:
 
 
 def _alpha_by_coincidences(items: list[list[Any]], difference: Callable[[Any, Any], float]) -> Fraction:
-    """Return alpha from the matrix of coincidences, in exact arithmetic."""
+    """Return Krippendorff's alpha from the coincidence matrix, in exact arithmetic."""
     matrix: dict[tuple[Any, Any], Fraction] = {}
     for item in items:
         answers = [answer for answer in item if answer is not None]
@@ -99,7 +100,7 @@ def _alpha_by_coincidences(items: list[list[Any]], difference: Callable[[Any, An
 
 
 def _kappa_by_shares(items: Counter[tuple[Any, Any]]) -> Fraction:
-    """Return kappa from observed and expected agreement, in exact arithmetic."""
+    """Return Cohen's kappa from observed and expected agreement, in exact arithmetic."""
     total = items.total()
     answers = {answer for pair in items for answer in pair}
     observed = Fraction(sum(items[answer, answer] for answer in answers), total)

@@ -1,8 +1,7 @@
-"""The e-process, against numbers worked by hand and against the sum over everything that can happen.
+"""Tests of e-processes, compared with values computed by hand and with exact sums over all possible sequences.
 
-The e-processes of a rollout, against the sum over everything that can happen, in exact fractions.
-
-A family never spends more than it has, however many versions it has.
+The e-processes of a rollout are computed in exact fractions. A family of tests never spends more than its error budget,
+however many versions it has.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from headrace_statistics.e_process import (
 
 
 def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:
-    """After each value."""
+    """Return the wealth after each value."""
     wealths = []
     for value in values:
         bets.update(value)
@@ -40,17 +39,17 @@ def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:
 
 
 def test_e_process_equals_a_computation_by_hand() -> None:
-    """Null 0, gap 1/2.
+    """Compute the wealth by hand for the null mean 0 and the gap 1/2.
 
-    1. variance 1, advantage 1/2: stake (1/2) / (1 + 1/4) = 0.4, at a value of 1: 1.4
-    2. variance 1/2, advantage max(1/2, 3/4 - √(1/4)): stake (1/2) / (1/2 + 1/4) is more than 1/2, at -1: 1.4 · 0.5
-    3. mean 0, squares 2, variance 3/3, stake 0.4, at 1/2: 0.7 · 1.2
+    1. variance 1, advantage 1/2: stake (1/2) / (1 + 1/4) = 0.4; the value 1 gives 1.4. 2. variance 1/2, advantage
+    max(1/2, 3/4 - √(1/4)): stake (1/2) / (1/2 + 1/4), capped at 1/2; the value -1 gives 1.4 · 0.5. 3. mean 0, squares
+    2, variance 3/3, stake 0.4; the value 1/2 gives 0.7 · 1.2.
     """
     assert wealth(EProcess(0.0, 0.5), (1.0, -1.0, 0.5)) == pytest.approx([1.4, 0.7, 0.84])
 
 
 def test_stake_grows_with_the_observed_advantage() -> None:
-    """Values of 0.6 and 0.8 in turn: mean 0.7 less a standard error, against a gap of 0.1. The stake is capped."""
+    """Values alternate between 0.6 and 0.8: mean 0.7 less a standard error, with a gap of 0.1. The stake is capped."""
     bets = EProcess(null=-0.1, gap=0.1)
     wealth(bets, [0.6, 0.8] * 25)
     assert bets.stake() == pytest.approx(0.5 / 0.9)
@@ -66,7 +65,7 @@ def test_stake_grows_with_the_observed_advantage() -> None:
 def test_e_process_is_a_martingale_at_the_null(
     null: float, chances: tuple[float, float, float], stake_max: float
 ) -> None:
-    """Every sequence of eight values of -1, 0, 1, weighed with its probability: E[K] = 1 and P(max K ≥ 1/α) ≤ α."""
+    """Over all sequences of eight values of -1, 0, 1, weighted by probability: E[K] = 1 and P(max K ≥ 1/α) ≤ α."""
     assert -chances[0] + chances[2] == pytest.approx(null)
     mean = 0.0
     ever = dict.fromkeys((0.5, 0.3, 0.2), 0.0)
@@ -134,8 +133,7 @@ OUTCOMES = [(candidate, good) for candidate in (True, False) for good in (1, 0)]
 
 
 def exact_wealths(sessions: Sequence[tuple[bool, int]], null: Fraction, gaps: Sequence[Fraction]) -> list[Fraction]:
-    """Return the exact wealth after each session, in fractions. Only the stakes, which the bound leaves free, are
-    floats."""
+    """Return the exact wealth after each session as fractions. Only the stakes, which may be arbitrary, are floats."""
     contrast_count, contrast_total = 0, Fraction(0)
     gamblers = [EProcess(float(null), float(gap)) for gap in gaps]
     wealths = [Fraction(part).limit_denominator(3) for _, part in PARTS][: len(gaps)]
@@ -161,7 +159,7 @@ def probability(sessions: Sequence[tuple[bool, int]], candidate: Fraction, contr
 
 @pytest.mark.parametrize(("candidate", "control"), [(Fraction(7, 10), Fraction(7, 10)), (HALF, HALF)])
 def test_harm_wealth_is_a_martingale_without_harm(candidate: Fraction, control: Fraction) -> None:
-    """All 4^5 courses of five sessions: E[K] = 1 exactly, and P(max K ≥ 1/α) ≤ α."""
+    """Over all 4^5 sequences of five sessions: E[K] = 1 exactly, and P(max K ≥ 1/α) ≤ α."""
     mean, ever = Fraction(0), dict.fromkeys((HALF, Fraction(7, 10), Fraction(4, 5)), Fraction(0))
     total = Fraction(0)
     for sessions in itertools.product(OUTCOMES, repeat=5):
@@ -194,7 +192,7 @@ def test_harm_wealth_shrinks_for_better_and_grows_for_worse_versions(
 
 
 def test_harm_wealth_is_fair_at_the_tolerated_loss_under_drift() -> None:
-    """A tenth is tolerated and lost, while the control moves from 9/10 over 5/10 to 7/10 and 6/10."""
+    """The tolerated loss is 1/10, and the candidate loses 1/10 while the control drifts between 9/10 and 5/10."""
     hours = [Fraction(9, 10), Fraction(5, 10), Fraction(7, 10), Fraction(6, 10)]
     tenth, mean = Fraction(1, 10), Fraction(0)
     for sessions in itertools.product(OUTCOMES, repeat=len(hours)):
@@ -218,7 +216,7 @@ def test_harm_wealth_equals_the_exact_computation() -> None:
 
 
 def test_contrast_equals_a_computation_by_hand() -> None:
-    """Centres 1/2, (1/2 + 1)/2 = 3/4, (1/2 + 1 + 0)/3 = 1/2."""
+    """The centres are 1/2, (1/2 + 1)/2 = 3/4 and (1/2 + 1 + 0)/3 = 1/2."""
     contrast = Contrast()
     assert contrast.of(1.0, candidate=True) == pytest.approx(0.5)
     assert contrast.of(0.0, candidate=True) == pytest.approx(-0.75)
@@ -236,7 +234,7 @@ def exact_ratio(arms: Sequence[bool], planned: Sequence[Fraction]) -> list[Fract
 
 
 def test_sample_ratio_is_a_martingale_for_even_arms() -> None:
-    """Over all 2^10 sequences of arms, also when the plan changes halfway: E = 1 exactly, and P(max ≥ 1/α) ≤ α."""
+    """Over all 2^10 sequences of arms, also if the plan changes halfway: E = 1 exactly, and P(max ≥ 1/α) ≤ α."""
     for planned in ([HALF] * 10, [HALF] * 4 + [Fraction(1, 10)] * 6):
         mean, ever, error = Fraction(0), Fraction(0), Fraction(9, 10)
         for arms in itertools.product((True, False), repeat=10):
@@ -277,7 +275,7 @@ def test_spending_equals_a_computation_by_hand() -> None:
 
 @pytest.mark.parametrize("versions", [1, 40, 10_000])
 def test_spending_never_exceeds_alpha(versions: int) -> None:
-    """Σ 1/(k(k+1)) = 1 - 1/(n+1)."""
+    """The spent parts of alpha add up to Σ 1/(k(k+1)) = 1 - 1/(n+1)."""
     spent = sum(promotion(0.05, number) + succession(0.05, number) for number in range(1, versions + 1))
     assert spent == pytest.approx(0.05 * float(1 - Fraction(1, versions + 1)))
     assert spent < 0.05

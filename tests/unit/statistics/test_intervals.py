@@ -1,8 +1,8 @@
-"""The confidence sequence, against the authors' own implementation, the definition, and chance.
+"""Tests of confidence sequences, of standard errors, and of quantiles of Student's t.
 
-Standard errors, compared with values computed by hand and with the spread of simulated repetitions.
-
-Student's t: exact quantiles over all degrees of freedom, against closed forms and 60 digits of mpmath.
+Confidence sequences are compared with the authors' implementation, the definition and exact sums. Standard errors are
+compared with values computed by hand and with simulated repetitions. Quantiles are compared with closed forms and with
+60 digits of mpmath.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def test_confidence_sequence_equals_the_authors_package(alpha: float) -> None:
 
 
 def test_confidence_sequence_equals_a_computation_by_hand() -> None:
-    """α = 0.8 and a single 1: λ = √(2 ln 2.5 / (ln 2 / 4)) = 3.25, and the limit is 2/α = 2.5. Left of m = 1/2 / 3.25 =
-    0.154, K⁺ = 1 + 3.25 (1 - m), which is more than 2.5; right of it K⁺ = 1 + (1 - m) / 2m = 2.5 at m = 1/4.
+    """Compute the confidence sequence by hand for α = 0.8 and a single value 1.
+
+    λ = √(2 ln 2.5 / (ln 2 / 4)) = 3.25, and the limit is 2/α = 2.5. Left of m = 1/2 / 3.25 = 0.154, K⁺ = 1 + 3.25 (1 -
+    m), which is more than 2.5; right of it K⁺ = 1 + (1 - m) / 2m = 2.5 at m = 1/4.
     """
     sequence = ConfidenceSequence(0.8)
     sequence.update(1.0)
@@ -55,7 +57,7 @@ def test_confidence_sequence_equals_a_computation_by_hand() -> None:
 
 
 def test_confidence_sequence_covers_the_mean_at_all_times() -> None:
-    """All 2^9 courses of nine tosses: the probability that the mean is ever left out is at most α, exactly summed."""
+    """Over all 2^9 sequences of nine tosses, the probability that the mean is ever excluded is at most α."""
     for true_mean, alpha in ((Fraction(1, 2), 0.5), (Fraction(3, 4), 0.5), (Fraction(1, 5), 0.3)):
         missed = Fraction(0)
         for course in itertools.product((0, 1), repeat=9):
@@ -108,7 +110,8 @@ def test_differences_are_between_plays_of_one_task() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tasks of its own", "the same tasks"])
 def test_two_standard_errors_cover_the_true_mean(shared: bool) -> None:
-    """The simulation has five seeds that differ slightly, 40 tasks of different difficulty, and three plays of each."""
+    """The simulation has five slightly different seeds, 40 tasks of different difficulty, and three plays of each
+    task."""
     generator = random.Random(5)
     print("seed 5")
     inside, spread, errors = 0, [], []
@@ -140,7 +143,7 @@ def test_a_single_task_has_an_error_of_half_the_range() -> None:
 
 
 def test_few_tasks_with_equal_means_have_an_error_above_zero() -> None:
-    """Two tasks with the same mean have plays that differ: √(1/3 · 1/4) as with four independent plays."""
+    """Two tasks with equal means have plays that differ: √(1/3 · 1/4), as with four independent plays."""
     plays = [("a", 0.0), ("a", 1.0), ("b", 1.0), ("b", 0.0)]
     assert mean([plays]).error == pytest.approx(math.sqrt(1 / 3 / 4))
 
@@ -178,7 +181,7 @@ def two(p: float) -> float:
 
 
 def four(p: float) -> float:
-    """Return the quantile for four degrees of freedom (Shaw 2006). Near the centre its subtraction loses digits."""
+    """Return the quantile for four degrees of freedom (Shaw 2006). Cancellation loses digits near the centre."""
     with mpmath.workdps(400):
         share = mpmath.mpf(p)
         root = mpmath.sqrt(4 * share * (1 - share))
@@ -236,7 +239,7 @@ def test_quantile_bounds() -> None:
 
 
 def test_the_expansion_that_was_used_before_is_caught() -> None:
-    """The planted fault: Abramowitz and Stegun 26.7.5 at one and two degrees of freedom."""
+    """Injected fault: Abramowitz and Stegun 26.7.5 for one and two degrees of freedom."""
 
     def expansion(p: float, freedom: float) -> float:
         x = NormalDist().inv_cdf(p)
