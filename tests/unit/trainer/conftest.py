@@ -1,4 +1,4 @@
-"""A tiny base model, made once."""
+"""Fixtures for the trainer: a tiny base model, which is built once, and its settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, float32: opening a lineage on it takes 15 ms."""
+    """Return the folder of a float32 base model with one layer. Opening a lineage on it takes 15 ms."""
     torch.set_num_threads(1)
     return tiny_model.build(tmp_path_factory.mktemp("trainer") / "base", layers=1)
 
 
 @pytest.fixture
 def make(base: Path) -> Make:
-    """Settings for small, eager tests."""
+    """Return a function that creates settings with small batches and short delays."""
 
     def _make(**overrides: Any) -> TrainerSettings:
         return complete(TrainerSettings).model_validate({"base": str(base), **SMALL, **overrides})

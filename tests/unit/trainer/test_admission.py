@@ -1,6 +1,6 @@
-"""Decisions about arriving experiences: one row of the table for each case.
+"""Tests of the admission of experiences: one case for each row of the decision table, and the staleness bound (P5).
 
-P5 on every path: on arrival, while it waits, when the batch is built, after a restart, and for corrections.
+The bound holds on arrival, in the queue, when a batch is built, after a restart, and for corrections.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def test_p10_a_higher_revision_replaces_what_waits() -> None:
 
 
 class TestCorrections:
-    """The experience was trained with reward 1, baseline 0.5 and scale 0.5: advantage 1."""
+    """Tests of corrections of an experience with reward 1, baseline 0.5 and scale 0.5, and so the trained advantage
+    1."""
 
     def correction(self, reward: float | None, **fields: Any) -> Decision:
         return arrives(entry(0, trained=1.0), revision=1, reward=reward, **fields)
@@ -182,7 +183,7 @@ def world(tmp_path: Path) -> World:
 
 
 async def aged(world: World, make: Make, versions: int = 3, **settings: object) -> str:
-    """A lineage with `versions` steps behind it; the base's version."""
+    """Train `versions` steps on a new lineage, and return the version of its base."""
     await world.run(make(**settings))
     first = world.bus.checkpoints[0].version
     for turn in range(versions):
@@ -209,7 +210,7 @@ async def test_staleness_of_an_unknown_version_is_foreign(world: World, make: Ma
 
 
 async def test_while_it_waits(world: World, make: Make) -> None:
-    """One lonely run waits for its group while others move the weights on."""
+    """A single run waits for its group while training on other runs increases its staleness."""
     settings = make(max_staleness=1, advantage={"kind": "grpo"}, group_size=2)
     await world.run(settings)
     first = world.bus.checkpoints[0].version
@@ -222,8 +223,7 @@ async def test_while_it_waits(world: World, make: Make) -> None:
 
 
 async def test_after_a_restart(world: World, make: Make) -> None:
-    """The bound may have been lowered, or the state be older than the queue, so admitted experiences are checked
-    again."""
+    """Admitted experiences are checked again, since the bound may have been lowered or the saved state be older."""
     first = await aged(world, make, 2, max_staleness=9)
     world.bus.produce(experience(1, first), experience(2, first, reward=None))
     await world.run(make(max_staleness=9))
@@ -260,7 +260,7 @@ async def test_nothing_is_trained_when_all_would_be_dropped(world: World, make: 
 
 
 async def test_the_trainer_cannot_run_ahead_of_what_is_served(world: World, make: Make) -> None:
-    """If the served version never moves, training stops by itself once the bound is reached."""
+    """If the served version does not change, training stops once the staleness bound is reached."""
     await world.run(make(max_staleness=2))
     first = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(40)))
@@ -279,7 +279,7 @@ async def test_going_back_makes_the_champions_experiences_fresh_again(world: Wor
 
 
 async def test_the_batch_itself_refuses_what_is_too_old(world: World, make: Make) -> None:
-    """The same property in another place: a batch with a stale experience cannot be built."""
+    """A batch with a stale experience cannot be built either."""
     first = await aged(world, make, 2, max_staleness=9)
     world.bus.produce(*(experience(n, first) for n in range(3)), experience(9, first, reward=None))
     await world.run(make(max_staleness=9))

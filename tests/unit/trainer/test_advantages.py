@@ -1,4 +1,4 @@
-"""Every advantage against numbers worked out by hand, and against an independent implementation on random batches."""
+"""Tests of every advantage estimator: values computed by hand, and an independent implementation on random batches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TestReinforcePlusPlus:
         assert enough.baselines_B == [1.0], "one run of its task is as much as was asked for"
 
     def test_a_late_branch_is_not_compared_with_its_own_run(self) -> None:
-        """Its first branch came two batches ago, and has faded since."""
+        """The first branch of the run came two batches ago, so its weight has decayed since."""
 
         def baseline(reward: float) -> float:
             past = plus_plus([reward, 2.0], ["a", "a"], runs=["mine", "x"], weights=[0.5, 1.0])[1]
@@ -154,7 +154,7 @@ class TestReinforcePlusPlus:
         assert past_split.squares.value == pytest.approx(past_whole.squares.value)
 
     def test_pitfall_12_constant_rewards_of_different_tasks_give_no_gradient(self) -> None:
-        """From the first batch on, however they come."""
+        """Constant rewards give no gradient from the first batch on, in any order of the tasks."""
         for first in (["easy"], ["easy", "hard"], ["hard", "easy", "easy"]):
             past = Baselines()
             for tasks in (first, ["easy"], ["hard"], ["easy", "hard"] * 2):
@@ -189,7 +189,7 @@ class TestReinforcePlusPlus:
 
 
 class Naive:
-    """Oracle: the same definition over the whole past, one run at a time, in numpy and without decayed sums."""
+    """Oracle: the same definition over all past runs, one run at a time, in numpy and without decayed sums."""
 
     def __init__(self) -> None:
         self.past: list[tuple[str | None, float, int]] = []  # task, reward, batch
@@ -220,8 +220,10 @@ class Naive:
         return scaled
 
     def age(self, peer: tuple[str | None, float, int], now: int, task: str | None) -> int:
-        """Return the number of runs after `peer`, of the task, or of all tasks when it is empty, without the present
-        batch."""
+        """Return the number of runs after `peer` and before the present batch.
+
+        Only runs of `task` count, or all runs if it is empty.
+        """
         if peer[2] == now:
             return 0
         position = next(index for index, past_run in enumerate(self.past) if past_run is peer)

@@ -1,6 +1,7 @@
-"""Answers without logprobs of their sampling policy: trained by each algorithm that needs none, left out by others.
+"""Tests of answers without logprobs of their behaviour policy, and of reported advantages.
 
-Advantages in the reported outcomes: those of the rows that the learner trained, by the digest of the batch.
+An algorithm that needs no logprobs trains such answers, all others leave them out. The advantages in the reported
+outcomes are those of the trained rows, which the digest of the batch shows.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LEAVES_OUT = {"mix", "reinforce++"}
 
 
 def unsampled(event: Experience, reason: NoLogprobs, *turns: str) -> Experience:
-    """Return the experience without logprobs for `turns`, or for all of its turns."""
+    """Return `event` without logprobs for `turns`, or for all of its turns."""
     assert event.branch is not None
     version = {"version": OTHER_SERVER} if reason == "foreign" else {}
     spans = tuple(
@@ -67,7 +68,7 @@ def unsampled(event: Experience, reason: NoLogprobs, *turns: str) -> Experience:
 
 
 def judged(version: str) -> list[Experience]:
-    """Return a rewarded answer, an edited one, and the two answers of a preference."""
+    """Return experiences with a rewarded answer, an edited answer, and the two answers of a preference."""
     return [
         with_signals(1, version, reward=1.0),
         with_signals(2, version, edits=(edit("nobody", turn(2)),)),
@@ -97,7 +98,7 @@ async def test_each_algorithm_trains_them_unless_it_needs_logprobs(
 
 
 async def test_a_policy_gradient_trains_the_rest_of_the_branch_as_before(tmp_path: Path, make: Make) -> None:
-    """P9: a turn without logprobs changes no batch of an algorithm that needs them."""
+    """P9: a turn without logprobs changes no batch of an algorithm that needs logprobs."""
     settings = make(batch_experiences=1)
     digests, left_out = [], []
     for shortened in (True, False):
@@ -147,7 +148,7 @@ def test_a_span_without_logprobs_has_none() -> None:
 
 
 def loss_of(case: Case, behaviour_N: torch.Tensor) -> torch.Tensor:
-    """Return the losses of two answers of four tokens."""
+    """Return the losses of two answers of four tokens with the behaviour logprobs `behaviour_N`."""
     draw = torch.Generator().manual_seed(1)
     current_N, start_N, reference_N = (-torch.rand(8, generator=draw) for _ in range(3))
     row_N = torch.tensor([0] * 4 + [1] * 4)
@@ -160,7 +161,7 @@ def loss_of(case: Case, behaviour_N: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_announce_whether_they_need_logprobs(case: Case) -> None:
-    """Without the need a loss is the same for any logprobs of the engine; with it, it is not."""
+    """A loss that needs no logprobs is equal for any behaviour logprobs; a loss that needs them is not."""
     first, second = (loss_of(case, torch.full((8,), value)) for value in (-0.3, -0.9))
     assert torch.equal(first, second) == (not case.loss.function.needs.logprobs)
 
@@ -180,7 +181,7 @@ Events = Mapping[tuple[str, int], Experience]
 
 
 def digest_of(outcomes: Sequence[TrainingOutcome], events: Events) -> str:
-    """Return the digest of the batch with these outcomes, by the documented layout and from published events alone."""
+    """Return the digest of the batch with these outcomes, by the documented layout and from published events only."""
     digest = hashlib.sha256()
     for outcome in outcomes:
         branch = events[outcome.experience_id, outcome.revision].branch
@@ -201,7 +202,7 @@ def digest_of(outcomes: Sequence[TrainingOutcome], events: Events) -> str:
 
 
 def problems(accounts: Sequence[TrainingMetrics], events: Events) -> list[str]:
-    """Return the batches whose digest does not follow from the reported advantages."""
+    """Return the batches whose digest does not match the reported advantages."""
     trained = [account for account in accounts if account.batches]
     assert trained, "no batch was trained"
     wrong = []
@@ -214,7 +215,7 @@ def problems(accounts: Sequence[TrainingMetrics], events: Events) -> list[str]:
 
 
 async def train(world: World, make: Make, turn_rewards: Sequence[Sequence[float]] = (), **settings: Any) -> Events:
-    """Train four runs of two tasks, and a correction of the first one."""
+    """Train four runs of two tasks, and a correction of the first run. Return the published events."""
     await world.run(make())
     version = world.bus.checkpoints[0].version
     events = []

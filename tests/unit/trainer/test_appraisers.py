@@ -1,9 +1,8 @@
-"""A critic learns the expected reward, and a student approaches its teacher.
+"""Tests of critics and teachers, and of the sign of training.
 
-The whole path from rewards to weights, with its sign: a bandit that has to learn.
-
-Each run is one prompt and one sampled token; half of the vocabulary is rewarded. A flipped sign anywhere between reward
-and weights makes the rewarded tokens less likely, and the check fails.
+A critic learns the expected reward, and a student approaches its teacher. In a bandit, each run is one prompt and one
+sampled token, and half of the vocabulary is rewarded: a wrong sign anywhere between reward and weights makes the
+rewarded tokens less likely.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
 async def test_a_revision_adds_what_the_reward_has_changed_and_a_withdrawal_takes_back_what_was_trained(
     tmp_path: Path, make: Make, reward: float | None, missing: float | None
 ) -> None:
-    """Once the critic expects something, the two differ."""
+    """After the critic has learned an expected reward, the reward differs from the trained advantage."""
     world = World(tmp_path)
     settings = make(algorithm="ppo", critic={"learning_rate": 0.1}, batch_experiences=1, steps_per_version=100)
     await world.run(settings)
@@ -87,7 +86,7 @@ async def test_a_revision_adds_what_the_reward_has_changed_and_a_withdrawal_take
 
 @pytest.mark.long
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path, make: Make, base: Path) -> None:
-    """Without a reward; the distance is exact, over the whole vocabulary."""
+    """The student is trained without rewards. The distance is computed exactly over the whole vocabulary."""
     folder = tiny_model.perturbed(base, tmp_path / "teacher", seed=5, scale=0.1)
     more = {"teacher": {"model": str(folder)}, "optimizer": {"learning_rate": 1e-2}, "batch_experiences": 32}
     world, teacher = World(tmp_path), open_policy(folder)
@@ -107,7 +106,7 @@ PROMPT = (11, 7, 19, 3)
 
 @torch.no_grad()
 def _distance(student: Policy, teacher: Policy) -> float:
-    """KL(student || teacher) of the token after the prompt."""
+    """Return KL(student || teacher) of the token after the prompt."""
     student_N, teacher_N = (
         side.model(torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1) for side in (student, teacher)
     )
@@ -116,7 +115,7 @@ def _distance(student: Policy, teacher: Policy) -> float:
 
 @torch.no_grad()
 def _sampled(lineage: Lineage, number: int, version: str, draw: torch.Generator) -> Experience:
-    """One token of the present weights, without a reward."""
+    """Return an experience without reward, whose single token is sampled from the present weights."""
     logprobs_V = policy_of(lineage).model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
     token = int(torch.multinomial(logprobs_V.exp(), 1, generator=draw))
     span = Span(start=4, logprobs=(float(logprobs_V[token]),), turn_id=turn(number), version=version)
@@ -134,7 +133,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, make: Make) -> N
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[Any]]]:
-    """Serve an endpoint that returns -0.5 for each token. Yield its address and the requests."""
+    """Serve an endpoint that returns -0.5 for each token. Yield its address and the list of requests."""
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -190,7 +189,7 @@ STEPS = 8
 
 
 class Bandit:
-    """Plays the lineage's own policy."""
+    """Bandit whose actions are sampled from the lineage's own policy."""
 
     def __init__(self, world: World, settings: Any) -> None:
         self.world = world
@@ -273,8 +272,8 @@ def test_it_learns_upwards(tmp_path: Path, make: Make, overrides: dict[str, Any]
 
 @pytest.mark.long
 def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
-    """Adapters learn as far as they can: without the embeddings, which are also the output head, one layer of random
-    weights can bring success from 0.501 to 0.512 and no further."""
+    """Adapters without embeddings, which are also the output head, can raise the success rate only from 0.501 to
+    0.512."""
     check_learns(tmp_path, make, margin=0.01, lora={"rank": 4}, optimizer={"learning_rate": 3e-3})
 
 

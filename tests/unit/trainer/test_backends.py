@@ -1,4 +1,4 @@
-"""Back ends by name, their checks at the start, and a lineage whose learner dies."""
+"""Tests of back ends: selection by name, checks at the start, and a lineage whose learner dies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ANNOUNCED = {
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package `backs` with two back ends, an algorithm that needs a critic, and something that is none."""
+    """Install a package `backs` with two back ends, an algorithm that needs a critic, and an invalid entry point."""
     plugins.install(tmp_path / "site", "backs", ANNOUNCED, backs=FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "backs", raising=False)
@@ -118,7 +118,7 @@ async def test_the_check_before_a_start_is_the_back_ends(tmp_path: Path, monkeyp
 
 @dataclass
 class Fragile:
-    """Opens learners and remembers them. The first one dies as `how` describes."""
+    """Back end that records its learners. The first learner dies as `how` describes."""
 
     how: Callable[[MortalLearner], None] | None
     opened: list[MortalLearner] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Fragile:
 
 
 class MortalLearner(simulated.RememberingLearner):
-    """Can die in a step, or after it."""
+    """Learner that can die during a step or after it."""
 
     def __init__(self, lineage: str, how: Callable[[MortalLearner], None] | None) -> None:
         super().__init__(lineage)

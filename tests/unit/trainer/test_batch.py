@@ -1,6 +1,6 @@
-"""P2 and P9: the batch holds exactly the sampled tokens, and the same stream makes the same bytes.
+"""Tests of batches: exact tokens (P2), reproducible bytes (P9), and the time at which a batch is cut.
 
-When there is a batch: by the rules, as it was recorded, and in a full queue in which all wait for others.
+A batch is cut by the rules, as recorded, or when the queue is full of experiences that wait for others.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_of_three_the_middle_one_is_of_the_older_half(make: Make) -> None:
 
 
 def waiting(*rewards: float, group: int = 99, **memory: int) -> LineageState:
-    """Runs of tasks in groups of `group`, a second apart."""
+    """Return a state in which runs wait, one second apart, with `group` runs for each task."""
     state = LineageState(chain(0), LIMITS, MemorySettings(**memory))
     for number, reward in enumerate(rewards):
         event = experience(number, name(0), task=f"t{number // group}", run=str(number), reward=reward)
@@ -174,7 +174,7 @@ def test_a_recorded_batch_is_of_groups_that_were_whole_before_those_that_time_ha
 
 
 def test_what_is_left_of_a_recorded_batch_is_trained_however_little_it_is(make: Make) -> None:
-    """The rest of it was deleted from the topic before the replay."""
+    """The remaining experiences of the batch were deleted from the topic before the replay."""
     cutter = Cutter(make(cut="recorded", batch_experiences=8, batch_experiences_min=4))
     assert named(cutter.next(waiting(1.0, 2.0), START, 5)) == ["e0", "e1"]
 

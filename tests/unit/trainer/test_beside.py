@@ -1,4 +1,4 @@
-"""Steps during a save (`trainer.save_beside`): only the time differs from a save that is waited for."""
+"""Tests of steps during a save (`trainer.save_beside`): the result is that of a blocking save."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _remembering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Pace:
-    """Delays the writing of files."""
+    """Controls and counts the writes of `SlowBlobs`. Each write waits for `may`, and the next `away` writes fail."""
 
     may: threading.Event = field(default_factory=threading.Event)
     waits: threading.Event = field(default_factory=threading.Event)
@@ -39,7 +39,7 @@ class Pace:
 
 
 class SlowBlobs(BlobStore):
-    """Waits before each file of a save, until it may go on. Its areas share its pace."""
+    """Blob store that waits before each file of a save. Its areas share one `Pace`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -100,7 +100,7 @@ async def test_a_step_is_taken_while_the_save_before_it_is_written(tmp_path: Pat
 
 
 async def test_what_comes_of_it_is_the_same(tmp_path: Path, make: Make) -> None:
-    """With corrections, a withdrawal, and a version that the registry refuses while the next one is being saved."""
+    """The stream has corrections, a withdrawal, and a version that is refused while the next version is being saved."""
     ends = []
     for beside in (False, True):
         settings = make(save_beside=beside, max_staleness=1, steps_per_version=2)
@@ -119,7 +119,7 @@ async def test_what_comes_of_it_is_the_same(tmp_path: Path, make: Make) -> None:
 
 
 async def with_the_store_away(world: World, settings: TrainerSettings, times: int) -> None:
-    """Run a lineage with eight experiences, whose store fails `times` times."""
+    """Begin a lineage, make the next `times` writes of its store fail, and produce eight experiences."""
     first = await begun(world, settings)
     assert isinstance(world.blobs, SlowBlobs)
     world.blobs.pace.away = times

@@ -1,4 +1,4 @@
-"""Effects of the registry's decisions on the weights."""
+"""Tests of the effects of the registry's decisions on the weights."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
 
 @pytest.mark.parametrize("decision_kind", [pytest.param("rolled_back", marks=pytest.mark.long), "withdrawn"])
 async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, make: Make, decision_kind: str) -> None:
-    """Two of them were announced before anybody heard of the rollback, and the registry refuses them one by one."""
+    """Two child versions were published before the rollback was known. The registry refuses each of them."""
     settings = make(max_staleness=20)
     base = await world.run(settings)
     first = world.bus.checkpoints[0].version
@@ -156,7 +156,8 @@ async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, m
 
 @pytest.mark.long
 async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make) -> None:
-    """Ten refused versions later the champion's experiences are still fresh (P5 counts on the tree)."""
+    """After ten refused versions the champion's experiences are still fresh, because staleness is counted on the
+    tree (P5)."""
     settings = make(max_staleness=1)
     await world.run(settings)
     first = world.bus.checkpoints[0].version
@@ -170,7 +171,7 @@ async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make)
 
 
 async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: Make) -> None:
-    """And a word that came since counts: it is the last one that waits."""
+    """If a newer revision has arrived since, it is the one that is queued."""
     settings, waits = make(max_staleness=1, batch_experiences=4), make(max_staleness=1, batch_experiences=64)
     await world.run(settings)
     first = world.bus.checkpoints[0].version
@@ -197,7 +198,7 @@ async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: M
 
 
 async def test_weights_that_come_forward_hold_again_what_was_undone(world: World, make: Make) -> None:
-    """A promotion after all: its experiences count as trained again, and do not wait any more."""
+    """A refused version is promoted later: its experiences count as trained again and leave the queue."""
     settings, waits = make(max_staleness=9), make(max_staleness=9, batch_experiences=64)
     await world.run(settings)
     first = world.bus.checkpoints[0].version

@@ -1,8 +1,9 @@
-"""P4 by brute force: the process dies before and after every durable write and every announcement.
+"""Tests of crashes by brute force (P4): the process dies before and after every durable write and every published
+event.
 
-The oracle is an undisturbed run. On the CPU training is deterministic, so the final weights must be the same bytes: an
-experience that was trained twice, or not at all, would change them. `make test` dies at every fifth point, `make
-test-long` at each.
+The oracle is an undisturbed run. On the CPU, training is deterministic, so the final weights must have equal bytes: an
+experience that was trained twice, or not at all, would change them. `make test` crashes at every fifth point, `make
+test-long` at each point.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from tests.unit.trainer.world import Bus, World, decision, experience
 
 
 class Died(BaseException):
-    """Death of the process, as by SIGKILL: no handler catches it."""
+    """Death of the process as by SIGKILL, which no handler catches."""
 
 
 class Fuse:
-    """Raise `Died` at the call with number `at`. `None` never raises. `points` counts the calls."""
+    """Counter that raises `Died` at call number `at`, or never if `at` is None. `points` counts the calls."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -49,7 +50,8 @@ class Fuse:
 
 
 class FragileBlobs(BlobStore):
-    """Blob store that calls the fuse before each durable change. A crash after one is a crash before the next."""
+    """Blob store that calls the fuse before each durable change. A crash after a change is a crash before the next
+    one."""
 
     def __init__(self, url: str, fuse: Fuse) -> None:
         super().__init__(url)
@@ -128,8 +130,8 @@ async def survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Traine
 
 
 def result(world: World) -> dict[str, Any]:
-    """Return the observable results. Versions are named by number, because their names depend on the place of the
-    blobs."""
+    """Return the observable results. Versions are replaced by their numbers, because their names depend on blob
+    paths."""
     saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
     numbers = {published.version: published.number for published in saved.versions}
@@ -178,7 +180,7 @@ async def test_a_death_at_any_point_changes_nothing(
 
 
 def garbage(world: World) -> int:
-    """Return unreferenced blobs, except those of a version that was stored just before its process died."""
+    """Return the number of unreferenced blobs, except those of a version that was stored just before the crash."""
     newest = Records(world.blobs, "lineages/main").newest()
     assert newest is not None
     pointer = Pointer.model_validate_json(newest.data)
@@ -194,12 +196,12 @@ def garbage(world: World) -> int:
 
 
 def areas(blobs: BlobStore) -> list[tuple[int, BlobStore]]:
-    """The owners' own, by epoch."""
+    """Return the areas of all owners of the lineage by epoch."""
     return [(int(name), blobs.area(f"lineages/main/{name}")) for name in blobs.areas("lineages/main")]
 
 
 async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Path, make: Make) -> None:
-    """The comparison above can fail: one redelivery that is not recognised gives other weights."""
+    """The comparison above can fail: an unrecognised redelivery gives other weights."""
 
     def twice(world: World, version: str) -> None:
         world.bus.produce(experience(2, version, reward=2.0, task="t0").model_copy(update={"experience_id": "again"}))
@@ -214,7 +216,7 @@ async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Pat
 async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted bug: positions survive a death that the weights do not."""
+    """Injected fault: the offsets survive a crash, but the weights do not."""
     outside: dict[str, dict[int, int]] = {}
 
     def forgetful(*args: Any) -> LineageState:

@@ -1,4 +1,4 @@
-"""Damaged bases: the trainer's check and the registration of a base both name the problem.
+"""Tests of damaged base models: the trainer's check and the registration both name the problem.
 
 Architectures with special code are supported as docs/models.md claims; `make check NAME=architectures` checks all of
 them.
@@ -89,7 +89,7 @@ def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:
 
 
 def head(tied: bool, *, differs: bool | None) -> Damage:
-    """The head of the weights: absent (`differs` is None), a copy of the embedding, or another matrix."""
+    """Return a damage of the output head: absent (`differs` is None), a copy of the embedding, or another matrix."""
 
     def damage(folder: Path) -> None:
         def change(weights: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A distillation target over all words gives the same gradient as torch's autograd through whole logits."""
+"""Tests that the gradient of a distillation target over the whole vocabulary equals torch's autograd on full logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAILS = {"plain": Tail(), "scaled": Tail(scale=0.5), "capped": Tail(cap=2.0)}
 
 
 class Pass:
-    """Loss tokens of a pass, each with its temperature, a sampled word and a slope."""
+    """Random student, teacher and loss tokens of a pass, each with a temperature, a sampled token and a slope."""
 
     def __init__(self, tail: Tail, limit: float, sign: float = 1.0) -> None:
         draw = torch.Generator().manual_seed(7)
@@ -46,12 +46,12 @@ class Pass:
         return [of_hidden, *self._gradients()]
 
     def sampled(self) -> Tensor | None:
-        """Without a teacher: the gradient of the hidden states."""
+        """Return the gradient of the hidden states without a teacher."""
         inputs = (self.hidden_NH, self.targets_N, self.temperature_N, lambda _, part: self.slope_N[part])
         return Head(self.student, self.tail).backward(*inputs)[2]
 
     def torchs(self) -> list[Tensor]:
-        """The textbook: all logits, and autograd."""
+        """Return the gradients that autograd computes from all logits."""
         self.student.zero_grad()
         log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
         log_MV, temperature_M = log_NV[self.positions_M], self.temperature_N[self.positions_M]
@@ -65,7 +65,7 @@ class Pass:
         return [of_hidden, *self._gradients()]
 
     def divergence(self) -> Tensor:
-        """The gradient of KL(student || teacher) by the student's hidden states."""
+        """Return the gradient of KL(student || teacher) with respect to the student's hidden states."""
         log_NV = (self.tail(self.student(self.hidden_NH)) / self.temperature_N[:, None]).log_softmax(-1)
         temperature_M = self.temperature_N[self.positions_M, None]
         teacher_MV = (self.tail(self.teacher(self.teacher_MH)) / temperature_M).log_softmax(-1)
@@ -98,7 +98,7 @@ def test_without_the_clip_it_is_the_divergence_from_the_teacher() -> None:
 
 
 def test_it_is_the_mean_over_what_might_have_been_sampled() -> None:
-    """Each word in turn as the sampled one, with the share that it has: the way that `tokens` goes, without chance."""
+    """Weight the gradient of each possible token with its probability: the expectation of the sampled estimator."""
     head_pass = Pass(Tail(), 0.7)
     head_pass.slope_N.zero_()
     expected = head_pass.gradients()[0]

@@ -1,8 +1,7 @@
-"""The tokens of an edit.
+"""Tests of edits, of written rows, and of users' replies.
 
-Training of written rows by each algorithm: rejected and bad answers are not learned.
-
-The user's reply to an answer, found in the branch's own tokens.
+The tokens of an edit are those of the chat template. Each algorithm trains written rows, and does not learn rejected or
+bad answers. The user's reply to an answer is located in the tokens of the branch.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ Side = Literal["chosen", "rejected"]
 
 
 def row(*, reward: float | None = None, side: Side | None = None) -> Experience:
-    """Return rows as `headrace train` makes them."""
+    """Return the experience of a row as `headrace train` creates it."""
     event = experience(1, VERSION, 0.0)
     sides = (PreferenceSide(preference_id="p", side=side, turn_id=event.turn_ids[0]),) if side else ()
     why = "no_reward" if reward is None else None
@@ -97,7 +96,7 @@ def row(*, reward: float | None = None, side: Side | None = None) -> Experience:
 
 
 def values(name: str, event: Experience) -> list[float]:
-    """1 for each example that is made likelier, -1 for each that is made less likely."""
+    """Return the value of each example of `event`: positive values make it more likely, negative values less likely."""
     kind = ALGORITHMS.get(name).advantage
     settings = AdvantageSettings.model_validate({"kind": kind})
     worth = settings.estimator.worth
@@ -232,7 +231,7 @@ def test_the_turn_s_reward_says_what_an_answer_is(
 
 
 def test_a_call_that_a_tool_answered_is_no_accepted_answer(base: Path) -> None:
-    """Calls that worked have good rewards, and would outnumber users' thanks in the guard set."""
+    """Successful tool calls have good rewards, and would outnumber thanked answers in the guard set."""
     branch = branch_of(base, f"\n{user_message('<tool_response>42</tool_response>')}{OPENING}")
     dialogue = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=None)
     rewards = tuple(TurnReward(turn_id=span.turn_id, value=1.0) for span in branch.spans)

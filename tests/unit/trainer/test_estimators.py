@@ -1,6 +1,6 @@
-"""Algorithms, kinds of advantages and losses by name, including those of another package.
+"""Tests of algorithms, advantage estimators and losses by name, including those of another package.
 
-Algorithms by name: the needs of each, refusals at the start, and `make check NAME=algorithms` with one seed.
+They cover the inputs that each algorithm needs, refusals at the start, and `make check NAME=algorithms` with one seed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ANNOUNCED = {
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package `foreign` with a kind of advantage, losses, and algorithms, of which one is broken."""
+    """Install a package `foreign` with an advantage estimator, losses and algorithms, one of which is broken."""
     plugins.install(tmp_path, "foreign", ANNOUNCED, foreign=FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "foreign", raising=False)

@@ -1,9 +1,7 @@
-"""Attention of a whole row by GPU kernels: their arguments, and equality with the model's mask.
+"""Tests of attention over packed rows: the arguments of GPU kernels, the mask, and attention in blocks of queries.
 
-The kernels themselves run only on a GPU (`make bench NAME=gpu` compares them with float64). Here an oracle that
-computes the same function takes their place.
-
-Attention in blocks of queries equals attention: outputs, gradients, and memory.
+The kernels run only on a GPU (`make bench NAME=gpu` compares them with float64); an oracle for the same function
+replaces them here. Attention in blocks has the outputs and gradients of attention with less memory.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def chunks(size: int) -> dict[str, Any]:
 
 
 class Oracle:
-    """Computes scores of all pairs in float64, and counts its calls."""
+    """Substitute for the kernel that computes all scores in float64 and counts its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Part] = []
@@ -72,7 +70,7 @@ class Oracle:
 
 
 def alone(query: Tensor, key: Tensor, value: Tensor, seen: int | None, scale: float | None) -> Tensor:
-    """Compute attention of one sequence, `[tokens, heads, width]`."""
+    """Return the attention of one sequence, `[tokens, heads, width]`."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)
@@ -203,7 +201,7 @@ def drawn_blocks(heads: int, shared: int, width: int, dtype: torch.dtype = torch
 
 
 def textbook(q: Any, k: Any, v: Any, sees: Any, softcap: float | None = None, s_aux: Any = None) -> torch.Tensor:
-    """One sequence after the other, all scores at once, keys copied for each head."""
+    """Return the attention of each sequence in turn, with all scores at once and the keys repeated for each head."""
     groups, start, outputs = q.shape[1] // k.shape[1], 0, []
     for length in LENGTHS:
         span = slice(start, start + length)
@@ -251,7 +249,7 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The largest tensor that any operation answers with, in numbers."""
+    """Records the number of elements of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -298,7 +296,7 @@ def test_what_is_plainly_causal_is_not_cut() -> None:
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by name."""
+    """Records the name of every operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

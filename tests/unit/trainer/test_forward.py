@@ -1,4 +1,4 @@
-"""Packing does not change results, and logprobs are at the sample's own temperature."""
+"""Tests that packing does not change results, and that logprobs are computed at the temperature of the sample."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(**fields: Any) -> list[Row]:
 
 
 def one_by_one(base: Path, row: Row, temperature: float = 1.0) -> torch.Tensor:
-    """The textbook way: transformers' own attention, one sequence, all positions, log_softmax, gather."""
+    """Return the logprobs of one row by transformers' own attention, without packing."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -82,7 +82,7 @@ def test_neighbours_in_a_pack_do_not_see_each_other(base: Path) -> None:
 
 
 def test_a_wrong_boundary_would_be_noticed(base: Path) -> None:
-    """The test above can fail: one long block lets the rows leak into each other."""
+    """The test above can fail: with one long block, rows attend to each other."""
     policy, several = open_policy(base), rows()
     pack = policy.collate(several)
     leaky = forward.Pack(**{**pack.__dict__, "bounds": (0, pack.bounds[-1])})
@@ -90,7 +90,7 @@ def test_a_wrong_boundary_would_be_noticed(base: Path) -> None:
 
 
 def test_pitfall_4_a_low_temperature_has_ratio_one(base: Path) -> None:
-    """The engine's logprobs are after temperature; recomputed at the same temperature they give a ratio of 1."""
+    """The engine's logprobs include the temperature; recomputed at the same temperature they give a ratio of 1."""
     policy, (row, *_) = open_policy(base), rows(temperature=0.6)
     pack = policy.collate([row])
     engine_N = one_by_one(base, row, temperature=0.6)
@@ -118,7 +118,7 @@ def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mas
 def by_hand(
     query: Any, key: Any, value: Any, spans: tuple[tuple[int, int], ...], sees: Any, **how: Any
 ) -> torch.Tensor:
-    """Textbook attention of one head after the other; `sees(q, k)` with positions inside the sequence."""
+    """Return the attention, one head and one sequence at a time. `sees(q, k)` has positions inside the sequence."""
     answers = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
     for start, stop in spans:
         for t in range(start, stop):
@@ -182,7 +182,7 @@ SMALL = {
 
 
 def build_other(folder: Path, kind: str) -> Path:
-    """A model of another architecture with the tiny model's tokenizer."""
+    """Build a model of another architecture with the tiny model's tokenizer, and return its folder."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     tiny_model.build(folder, layers=1)
     (folder / "model.safetensors").unlink()

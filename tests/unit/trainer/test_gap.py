@@ -1,6 +1,7 @@
-"""The gap compared with all permutations, with results by hand, and with streams of known truth.
+"""Tests of the hindsight gap and of the default learning rate.
 
-The default learning rate by the size of the model, through measured points.
+The gap is compared with all permutations, with results by hand, and with simulated streams. The default learning rate
+by model size passes through measured points.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ World = Callable[[np.random.Generator, int], ReplyBlock]
 
 
 def chance_of(block: ReplyBlock) -> float:
-    """Independent: each deal once."""
+    """Return the p-value of the block, independently computed from every permutation of the replies."""
     runs = range(len(block.without_reply_B))
     worth = [sum(float(block.with_reply_BB[pair]) for pair in enumerate(deal)) for deal in itertools.permutations(runs)]
     identity = float(block.with_reply_BB.trace())
@@ -61,7 +62,7 @@ def test_blocks_add_up_and_are_dealt_alike_again() -> None:
 
 
 def test_what_two_passes_round_differently_is_no_gap() -> None:
-    """With equal replies a permutation changes only the last digits."""
+    """If all replies are equal, a permutation changes only rounding errors."""
     noise_BB = np.random.default_rng(3).normal(-1.0, 1e-8, (6, 6))
     np.fill_diagonal(noise_BB, -1.0 + 1e-7)
     estimate = GapEstimate().plus([ReplyBlock(noise_BB, np.full(6, -1.0))])
@@ -70,7 +71,7 @@ def test_what_two_passes_round_differently_is_no_gap() -> None:
 
 
 def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
-    """With four runs one permutation in 24 is the identity, and the level is a twentieth."""
+    """With four runs, one permutation in 24 is the identity, and the significance level is 1/20."""
     for count, waits in ((2, True), (3, True), (4, False), (5, False)):
         told_BB = np.full((count, count), -1.2)
         np.fill_diagonal(told_BB, -0.6)
@@ -105,21 +106,25 @@ def test_the_guard_s_interval_is_student_s(count: int, quantile: float) -> None:
 
 
 def read_nothing(draw: np.random.Generator, count: int) -> ReplyBlock:
-    """An answer is as likely after one reply as after another, and after none; some answers, and some replies, are more
-    likely than others. All has heavy tails."""
+    """Simulate a base that ignores replies.
+
+    The logprob of an answer does not depend on which reply precedes it, or whether any does. Answers and replies have
+    heavy-tailed effects of their own.
+    """
     answers, replies = draw.standard_t(2, (count, 1)), draw.standard_t(2, (1, count))
     told_BB = draw.standard_t(2, (count, count)) + answers + replies
     return ReplyBlock(told_BB, draw.standard_t(2, count) + answers[:, 0])
 
 
 def read_nothing_and_hate_silence(draw: np.random.Generator, count: int) -> ReplyBlock:
-    """The hardest case: any reply is better than none, and none is better for its own answer than another."""
+    """Simulate the hardest case: any reply raises the logprob of any answer, and the own reply has no further
+    effect."""
     block = read_nothing(draw, count)
     return ReplyBlock(block.with_reply_BB, block.without_reply_B - 50.0)
 
 
 def read_a_little(draw: np.random.Generator, count: int) -> ReplyBlock:
-    """Gains as measured on the e-mail agent: a few replies have a large gain, most a small one."""
+    """Simulate the gains measured on the e-mail agent: a few replies have a large gain, most have a small one."""
     told_BB = draw.normal(-1.5, 0.3, (count, count))
     own_B = draw.lognormal(-0.6, 0.8, count)
     return ReplyBlock(told_BB + np.diag(own_B), draw.normal(-1.7, 0.3, count))
@@ -131,7 +136,7 @@ def blocks_of(draw: np.random.Generator, world: World, count: int) -> Iterator[R
 
 
 def believed(seed: int, world: World, first: int) -> bool:
-    """Return whether training begins, if the number of runs is doubled until there is a decision."""
+    """Return whether training begins if the number of runs is doubled until there is a decision."""
     draw = np.random.default_rng([first, seed])
     estimate, count = GapEstimate().plus(blocks_of(draw, world, first)), first
     while (decision := refusal(estimate, SETTINGS)) is not None and decision.undecided:
@@ -153,7 +158,7 @@ def test_error_rates(first: int) -> None:
 
 
 def test_it_decides_earlier_than_student_s_interval() -> None:
-    """Batches of five runs."""
+    """The batches have five runs."""
     blocks = [read_a_little(np.random.default_rng(seed), 5) for seed in range(STREAMS)]
     dealt = np.mean([refusal(GapEstimate().plus([block]), SETTINGS) is None for block in blocks])
     mean = np.mean([student_t.lower_bound(block.gaps.tolist(), 0.025) > 0 for block in blocks])
@@ -162,7 +167,7 @@ def test_it_decides_earlier_than_student_s_interval() -> None:
 
 
 def test_planted_an_error_that_is_not_spent_is_seen() -> None:
-    """A look after each block, each with all of the error."""
+    """Injected fault: each look after a block uses the whole error probability."""
     hits = 0
     for seed in range(STREAMS // 4):
         draw, estimate = np.random.default_rng(seed), GapEstimate()

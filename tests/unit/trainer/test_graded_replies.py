@@ -1,4 +1,4 @@
-"""Answers that another package trains by the user's replies: its `grade` reads them, its `compute` compares them."""
+"""Tests of a package that trains answers by the user's replies: `grade` scores replies, and `compute` compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The head in chunks equals the textbook, values and gradients, and holds no tensor of loss tokens x vocabulary."""
+"""Tests of the output head in chunks: values and gradients equal those of full logits, without a tokens x vocabulary
+tensor."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def gradients(module: nn.Module, hidden: Tensor, logprobs: Tensor, entropy: Tens
 
 
 def textbook(module: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, upstream: Tensor, tail: Tail) -> Found:
-    """float64, all at once."""
+    """Return the values and gradients computed in float64 from all logits at once."""
     exact = nn.Linear(8, WORDS, bias=module.bias is not None).double()
     for mine, textbook_parameter in zip(exact.parameters(), module.parameters(), strict=True):
         mine.data = textbook_parameter.detach().double()
@@ -99,7 +100,7 @@ def test_chunks_are_the_textbook(tokens: int, seed: int, bias: bool, frozen: boo
 
 
 def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tensor) -> Found:
-    """`Head.backward` of the same sum."""
+    """Return the values and gradients of `Head.backward` for the same sum."""
     hidden, targets, temperature = tokens
     parts: list[slice] = []
 
@@ -147,7 +148,7 @@ def test_a_gradient_computed_with_the_logits_adds_up() -> None:
 
 
 def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of a chunk, and two gradients from them."""
+    """A chunk has one product for its logits and two for their gradients."""
     module, *tokens, upstream = problem(12, 2)
     original, calls = head._Matrix.answer_into, []
 
@@ -163,7 +164,7 @@ def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_derivatives_agree_with_differences(tail: Tail) -> None:
-    """In float64, against torch's own numerical check."""
+    """Compare with torch's numerical gradient check in float64."""
     module, hidden, targets, temperature, _ = problem(7, 3, bias=True, dtype=torch.float64)
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, f
 
 
 def test_a_head_of_another_kind_goes_through_its_own_code() -> None:
-    """A head with an adapter is computed in chunks too, with gradients for all its parameters."""
+    """A head with an adapter is also computed in chunks, with gradients for all its parameters."""
 
     class Adapted(nn.Linear):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -229,7 +230,7 @@ def test_a_head_of_another_kind_goes_through_its_own_code() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bfloat16_is_what_autocast_makes_of_it(frozen: bool) -> None:
-    """Products in bfloat16, the rest in float32, as of one product over all tokens; sums over chunks in float32."""
+    """Products are in bfloat16 and all else is in float32, as under autocast; sums over chunks are in float32."""
     module, hidden, targets, temperature, upstream = problem(23, 5)
     module.requires_grad_(not frozen)
     with torch.autocast("cpu", torch.bfloat16):
@@ -367,7 +368,8 @@ def test_a_compiled_chunk_is_hardly_larger_than_its_pass_and_of_few_sizes(words:
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "within"), [("chunked", True), ("whole", False)])
 def test_memory_is_bounded_by_chunks(how: str, within: bool) -> None:
-    """A process of its own: logits of 2,048 tokens and 48,000 words take 0.8 GB with their gradient; bound: 0.4."""
+    """A child process is measured: logits of 2,048 tokens and 48,000 words take 0.8 GB with gradient; the limit is
+    0.4 GB."""
     sizes = ["--tokens", "2048", "--vocabulary", "48000", "--hidden", "8", "--threads", "1", "--how", how]
     command = [sys.executable, "-m", "benchmarks._head_memory", *sizes]
     child = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])

@@ -1,7 +1,5 @@
-"""Limits of healthy training: stopping, undone steps, and resuming.
-
-Reports for people: TensorBoard files, gauges, one line per step.
-"""
+"""Tests of the limits of healthy training (stopped, undone and resumed steps) and of TensorBoard files, gauges and
+log lines."""
 
 from __future__ import annotations
 
@@ -89,13 +87,13 @@ def test_a_limit_that_nothing_measures_is_refused(make: Make) -> None:
 
 
 def test_the_effective_sample_size_by_hand() -> None:
-    """Weights 1, 1, 2: (1 + 1 + 2)^2 / (3 (1 + 1 + 4)) = 16 / 18."""
+    """Weights 1, 1, 2 give (1 + 1 + 2)^2 / (3 (1 + 1 + 4)) = 16 / 18."""
     assert effective_sample_size(torch.tensor([0.0, 0.0, math.log(2)])) == pytest.approx(16 / 18)
     assert effective_sample_size(torch.full((7,), 0.3)) == pytest.approx(1.0)
 
 
 def test_sequences_are_left_out_by_their_mean_log_ratio() -> None:
-    """Row 0 has ratios that cancel, rows 1 and 2 drift by 0.6 up and down."""
+    """The ratios of row 0 cancel; the mean log ratios of rows 1 and 2 are +0.6 and -0.6."""
     drift_N = torch.tensor([5.0, -5.0, 0.6, 0.6, -0.5, -0.7])
     row_N = torch.tensor([0, 0, 1, 1, 2, 2])
     assert left_out(drift_N, torch.zeros(6), row_N, 3, 0.5).tolist() == [False, True, True]
@@ -108,7 +106,7 @@ def world(tmp_path: Path) -> World:
 
 
 def with_entropies(monkeypatch: pytest.MonkeyPatch, *entropies: float) -> None:
-    """Real steps that report these entropies, the last one for ever."""
+    """Make training steps report `entropies` in turn, and the last entropy from then on."""
     remaining = list(entropies)
 
     def measured(*args: Any, **more: Any) -> StepResult:
@@ -204,7 +202,8 @@ async def test_nobody_can_resume_a_replay_so_it_ends(world: World, make: Make, m
 
 
 async def test_a_masked_sequence_is_trained_and_the_weights_hold_nothing_of_it(world: World, make: Make) -> None:
-    """The tiny model's logprobs are near -5.8 and those of these experiences between -4 and -7."""
+    """The tiny model's logprobs are near -5.8 and those of these experiences between -4 and -7, so all sequences are
+    masked."""
     settings = make(loss={"sequence_mask_max": 1e-6})
     await world.run(settings)
     version = world.bus.checkpoints[0].version
@@ -231,7 +230,7 @@ async def test_the_divergence_from_the_base_is_measured_now_and_then(world: Worl
 
 
 async def test_standing_measures_of_groups_and_lag(world: World, make: Make) -> None:
-    """Task `a` has equal rewards and no gradient, task `b` has one."""
+    """Task `a` has equal rewards and so no gradient; task `b` has different rewards."""
     settings = make(advantage={"kind": "grpo"}, group_size=2)
     await world.run(settings)
     version = world.bus.checkpoints[0].version

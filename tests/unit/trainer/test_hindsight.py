@@ -1,6 +1,7 @@
-"""A base with the user's reply in its prompt teaches the model; where it cannot, training is refused.
+"""Tests of the algorithm `hindsight`, whose teacher is the base model with the user's reply in its prompt.
 
-The oracle is independent: whole sequences through transformers' own forward pass, and NumPy from there on.
+Training is refused if the base does not use replies. The oracle is independent: whole sequences through transformers'
+own forward pass, and NumPy for the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ VERSION = "m@0123456789abcdef"
 
 
 def row(number: int, prompt: Sequence[int], answer: Sequence[int], reply: Sequence[int], then: Sequence[int]) -> Row:
-    """A contradicted answer."""
+    """Return the row of a contradicted answer, with the user's reply and the next answer."""
     tokens_T = np.array([*prompt, *answer], np.int32)
     mask_T = np.arange(len(tokens_T)) >= len(prompt)
     prompt_T, reply_T, next_T = (np.array(tokens, np.int32) for tokens in (prompt[:-1], reply, then))
@@ -65,7 +66,7 @@ def row(number: int, prompt: Sequence[int], answer: Sequence[int], reply: Sequen
 
 
 class Reader:
-    """A policy that thinks a token more likely where its context has it (`reads`), or that sees no context at all."""
+    """Policy under which tokens of the context are more likely (`reads`), or that ignores the context."""
 
     def __init__(self, collate: Callable[[list[Row]], Any], *, reads: bool = True) -> None:
         self.collate = collate
@@ -85,7 +86,7 @@ class Reader:
 
 
 def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
-    """Return rows whose reply names the token of the next answer; `shuffled`: replies of other rows."""
+    """Return rows whose reply contains the token of the next answer. With `shuffled`, replies belong to other rows."""
     draw = random.Random(seed)
     right = [draw.randrange(50, 300) for _ in range(count)]
     named = draw.sample(right, count) if shuffled else right
@@ -93,7 +94,7 @@ def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
 
 
 def appraised_teacher(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
-    """Return a teacher that has appraised the rows once. Raises `StepRefused`."""
+    """Return a teacher that has appraised `rows` once. Raises `StepRefused`."""
     policy = open_policy(base)
     teacher = HindsightTeacher(HindsightSettings(**settings), 512)
     teacher.appraise(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
@@ -172,7 +173,7 @@ def lineage_with_events(
 
 @torch.no_grad()
 def answer_logprobs(policy: Policy, context: Sequence[int], answer: Sequence[int]) -> Floats:
-    """log pi(answer | context), by transformers alone."""
+    """Return log pi(answer | context), computed by transformers alone."""
     logits_TV = policy.model(torch.tensor([[*context, *answer]])).logits[0].double().numpy()
     logprobs_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
     return np.array([logprobs_TV[len(context) - 1 + n, token] for n, token in enumerate(answer)])
@@ -181,8 +182,9 @@ def answer_logprobs(policy: Policy, context: Sequence[int], answer: Sequence[int
 def oracle(
     policy: Policy, base: Path, events: Sequence[Experience], limit: float
 ) -> tuple[Floats, Floats, list[float]]:
-    """Return `(advantages_N, losses_N)` of the contradicted answers by name, and the gap of each run, from new
-    texts."""
+    """Return the advantages and losses of the tokens of contradicted answers, and the gap of each run.
+
+    The oracle renders the texts again."""
     encode, advantages, losses, gaps = encoder(base), [], [], []
     ordered = sorted(events, key=lambda event: event.experience_id)
     letters = [_letters(base, event) for event in ordered]
@@ -214,7 +216,7 @@ def _letters(base: Path, event: Experience) -> tuple[str, str, str]:
 
 
 def prepared_of(lineage: Lineage, items: Sequence[WaitingExperience]) -> PreparedBatch:
-    """Return the prepared batch of a step on these experiences."""
+    """Return the prepared batch of a step on `items`."""
     settings = lineage._settings
     return prepare(items, lineage.state, settings.advantage, decay(settings), loss=settings.loss)
 
@@ -226,7 +228,7 @@ def teacher_of(lineage: Lineage) -> HindsightTeacher:
 
 
 def told_of(lineage: Lineage) -> dict[str, Floats]:
-    """Return the advantages of each contradicted answer in a step, by its experience."""
+    """Return the advantages of each contradicted answer in a step by its experience id."""
     policy, prepared = policy_of(lineage), prepared_of(lineage, lineage.next_batch())
     packs, _ = teacher_of(lineage).appraise(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
     (pack,) = packs
@@ -249,7 +251,7 @@ def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
 
 @pytest.fixture
 def believing(monkeypatch: pytest.MonkeyPatch, make: Make) -> Make:
-    """Planted fault: a base without any gap is accepted."""
+    """Injected fault: a base without any gap is accepted."""
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
     return make
 
@@ -354,7 +356,7 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
 
 @pytest.mark.long
 def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path: Path, make: Make) -> None:
-    """A model that was led to answer B unlearns it where users contradict it."""
+    """A model that was trained to answer B unlearns this answer where users contradict it."""
     base = train_base(tmp_path / "taught")
     world, encode = World(tmp_path), encoder(base)
     more = {"base": str(base), "batch_experiences": 32, "optimizer": {"learning_rate": 3e-3}, "max_staleness": 99}

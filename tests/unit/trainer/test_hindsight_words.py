@@ -1,4 +1,4 @@
-"""`hindsight` with whole distributions: a step's gradient, refusals and withdrawals."""
+"""Tests of `hindsight` with distributions over the whole vocabulary: gradient of a step, refusals and withdrawals."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ WORDS: dict[str, Any] = {"kind": "hindsight", "hindsight": {"compared": "distrib
 
 @pytest.fixture(autouse=True)
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: a base without any gap is accepted."""
+    """Injected fault: a base without any gap is accepted."""
     monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
 
 
 def graded(lineage: Lineage, prepared: PreparedBatch) -> tuple[Pack, Pack]:
-    """Return the passes of a step on these experiences, with the teacher's targets."""
+    """Return the two passes of a step on `prepared`, with the teacher's targets."""
     policy = policy_of(lineage)
     rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
     (pack, after), _ = teacher_of(lineage).appraise(policy, [policy.collate(rows)], [], GOING_ON)
@@ -62,7 +62,7 @@ def graded(lineage: Lineage, prepared: PreparedBatch) -> tuple[Pack, Pack]:
 
 
 def moved(policy: Policy) -> None:
-    """Away from the base, as after some steps."""
+    """Add noise to the weights of `policy`, so that they differ from the base as after some steps."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.parameters.values():
@@ -70,13 +70,13 @@ def moved(policy: Policy) -> None:
 
 
 def logits_of(model: Any, context: list[int], answer: list[int]) -> Tensor:
-    """log pi of all words at each place of the answer, by transformers alone."""
+    """Return the log probabilities of all tokens at each position of the answer, by transformers alone."""
     logits_TV: Tensor = model(torch.tensor([[*context, *answer]])).logits[0].double()
     return logits_TV[len(context) - 1 : -1].log_softmax(-1)
 
 
 def loss(policy: Policy, weight: float, prompt: list[int], teacher_prompt: list[int], answer: list[int]) -> Tensor:
-    """Return the loss of one answer, whose teacher has `teacher_prompt`."""
+    """Return the loss of one answer, whose teacher has the prompt `teacher_prompt`."""
     student = logits_of(policy.model, prompt, answer)
     with torch.no_grad():
         advantage = (logits_of(policy._reference, teacher_prompt, answer) - student).clamp(-0.5, 0.5)
@@ -120,8 +120,10 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
-    """How far a step on runs with two calls is from the gradient that texts and transformers give, as a share of it.
-    The answer to a reply is trained after the call, or the result, after which the base finds it likeliest."""
+    """Return the relative distance of a step's gradient on runs with two calls from that of the oracle.
+
+    The corrected answer is trained after the call or result after which the base finds it most likely.
+    """
     world, encode = World(tmp_path), encoder(base)
     events = conversations(encode, VERSION, 12, seed=5, calls=2)
     lineage = lineage_with_events(world, make, of_version(events, VERSION), batch_experiences=12, advantage=WORDS)
@@ -146,7 +148,7 @@ def off_oracle_with_calls(tmp_path: Path, make: Make, base: Path) -> float:
 
 
 def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: float) -> tuple[int, Tensor]:
-    """Return the index of the answer that the reply was about, and the loss of both answers."""
+    """Return the index of the answer that the reply is about, and the loss of both answers."""
     (questions, answers), encode = _texts(base, event), encoder(base)
     prompts: list[list[int]] = []
     before: list[int] = []
@@ -164,7 +166,7 @@ def _oracle_with_calls(policy: Policy, base: Path, event: Experience, weight: fl
 
 
 def _texts(base: Path, event: Experience) -> tuple[list[str], list[str]]:
-    """Return the prompts of the model's calls, without its earlier answers, and its answers."""
+    """Return the prompts of the model's calls without its earlier answers, and its answers."""
     assert event.branch is not None
     decode = Tokenizer.from_file(str(base / "tokenizer.json")).decode
     questions, answers, ids, end = [], [], event.branch.token_ids, 0
@@ -213,7 +215,7 @@ def test_a_planted_place_is_off(
 
 
 def test_earlier_answers_are_looked_for_with_distributions_alone(tmp_path: Path, make: Make, base: Path) -> None:
-    """With `tokens` no earlier answers are searched, and digests stay the same."""
+    """The advantage `tokens` searches no earlier answers, and digests stay the same."""
     world = World(tmp_path)
     for number, (more, expected) in enumerate(
         [({}, 0), ({"compared": "distributions"}, 2), ({"compared": "distributions", "earlier_max": 1}, 1)]

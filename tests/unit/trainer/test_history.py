@@ -1,6 +1,6 @@
-"""P5: how far two versions are apart, on a chain and after versions were refused.
+"""Tests of the distance between two versions, also after refused versions (P5), and of the window (P4).
 
-P4: the window's entries, and that none leaves which could still change the weights.
+No entry leaves the window while it could still change the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A row that no step can train ends alone and by name; the other rows are trained, and a replay does the same (P9)."""
+"""Tests of a row that makes steps fail: it is dropped with a reason, the others are trained, and a replay agrees
+(P9)."""
 
 from __future__ import annotations
 
@@ -43,10 +44,10 @@ FAILURES: dict[str, Failure] = {
 
 
 class Learner(simulated.RememberingLearner):
-    """Fails steps with rows of certain experiences."""
+    """Learner whose steps fail if they contain rows of certain experiences."""
 
     def __init__(self, lineage: str, poison: Collection[str], failure: Failure, fails: int | None = None) -> None:
-        """Let `fails` of these steps fail; None: all."""
+        """Fail `fails` of the steps with rows of `poison`, or all of them if it is None."""
         super().__init__(lineage)
         self._poison = poison
         self._failure = failure
@@ -76,7 +77,7 @@ def trained_in(world: World) -> set[str]:
 
 
 def replayed(world: World) -> tuple[DryRunLine, Bus]:
-    """Return the plan of a replay of everything, and the topic that the replay reads."""
+    """Return the plan of a replay of all experiences, and the topic that the replay reads."""
     logs = {(r.partition, r.offset): r for r in world.bus.records}
     at: dict[int, int] = {}
     stream: list[tuple[Experience, list[tuple[str, bytes]], list[int]]] = []
@@ -205,7 +206,7 @@ async def test_a_step_that_succeeds_in_the_end_drops_nothing(
 
 
 async def test_rows_that_only_fail_together_do_not_stop_training(tmp_path: Path) -> None:
-    """Leaving out one of the two is enough, and a batch of which no single row is at fault is dropped as a whole."""
+    """If two rows fail together, one is dropped. If no single row is the cause, the whole batch is dropped."""
 
     class Together(simulated.RememberingLearner):
         def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
@@ -226,7 +227,7 @@ async def test_rows_that_only_fail_together_do_not_stop_training(tmp_path: Path)
 
 
 def test_the_search_takes_few_steps() -> None:
-    """One of 64 rows: halves of halves, and not each row."""
+    """The search for one of 64 rows halves the batch repeatedly instead of trying each row."""
     attempts: list[int] = []
 
     class PreparedBatch:

@@ -1,4 +1,4 @@
-"""Takeovers of a lineage, and their effect on the former owner."""
+"""Tests of takeovers of a lineage, and of their effect on the former owner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def owner(blobs: BlobStore, name: str = "elsewhere") -> LineageStore:
 
 
 class WaitingProcess:
-    """A process that waits for the lineage; `looks` is called between two checks."""
+    """Process that waits for the lineage. `looks` is called between two checks of the lease."""
 
     def __init__(self, blobs: BlobStore, looks: Callable[[], object] = lambda: None, **options: Any) -> None:
         self.clock = HandClock()
@@ -48,7 +48,7 @@ class WaitingProcess:
         self._looks = looks
 
     async def acquire(self) -> float:
-        """How long it took."""
+        """Acquire the lease, and return the waiting time in seconds."""
         await self.lease.acquire(self._do)
         return self.clock.offset_s
 
@@ -152,7 +152,7 @@ async def test_a_living_owner_is_not_swept_by_one_who_looks(world: World, make: 
 
 
 async def test_equal_bytes_of_a_former_owner_are_not_ours_to_rely_on(world: World, make: Make) -> None:
-    """Two owners write the same tensors, because training is deterministic. One must not remove the other's."""
+    """Two owners write equal tensors, because training is deterministic. Neither may delete the blobs of the other."""
     await trained(world, make)
     first = open_lineage(make(), world.blobs, world.clock)
     second = open_lineage(make(), world.blobs, world.clock)
@@ -165,7 +165,7 @@ async def test_equal_bytes_of_a_former_owner_are_not_ours_to_rely_on(world: Worl
 async def test_an_answer_that_got_lost_is_no_lost_save(
     world: World, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pointer was replaced, but the store reported an error; the process saves again."""
+    """The pointer was replaced, but the store reported an error, so the process saves again."""
     await world.run(make())
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version) for n in range(4)))
     create, failures = BlobStore.create, iter(range(3))
@@ -184,7 +184,7 @@ async def test_an_answer_that_got_lost_is_no_lost_save(
 
 
 async def test_a_state_of_an_earlier_release_goes_on(world: World, make: Make) -> None:
-    """A lineage of an earlier release has no owner, and its blobs are shared ones."""
+    """A lineage of an earlier release has no owner, and its blobs are in the shared area."""
     saved = await trained(world, make)
     pointer = pointer_of(world)
     assert pointer.state is not None

@@ -1,6 +1,6 @@
-"""The loss against numpy on a grid of signs and sizes, and the mistakes that it must not make.
+"""Tests of the loss on a grid of signs and sizes, compared with numpy, and of corrections (P4, P10).
 
-P10 and P4 together: whatever the order of verdicts, the weights end nearly as if only the last had been trained.
+In any order of revisions, the weights end close to those of training on only the last revision.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tensors() -> tuple[torch.Tensor, ...]:
 
 
 def oracle(moved: float, drift: float, advantage: float, s: LossSettings) -> tuple[float, float]:
-    """Loss and its derivative by the current logprob, case by case, in plain arithmetic."""
+    """Return the loss and its derivative with respect to the current logprob, in plain arithmetic."""
     if not s.mask_low <= np.exp(drift) <= s.mask_high:
         return 0.0, 0.0
     weight = min(np.exp(drift), s.weight_max) if s.proximal == "step" else 1.0
@@ -129,7 +129,7 @@ def test_k3_by_hand_never_negative_and_zero_only_for_equals() -> None:
 
 
 def test_k3_estimates_the_divergence() -> None:
-    """Its expectation under the policy is the exact KL, summed over a small vocabulary."""
+    """The expectation of k3 under the policy is the exact KL, summed over a small vocabulary."""
     generator = torch.Generator().manual_seed(5)
     policy_V, reference_V = (torch.randn(6, generator=generator).log_softmax(-1) for _ in range(2))
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
@@ -234,7 +234,7 @@ async def test_a_revision_after_training_adds_what_is_missing(world: World, make
 
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_a_withdrawal_after_training_takes_everything_back(world: World, make: Make, with_tokens: bool) -> None:
-    """The tokens may come with it or not: then they are read again from where they were on the bus."""
+    """The withdrawal may come without tokens; then the trainer reads them again from the bus."""
     version = await begin(world, make)
     world.bus.produce(experience(1, version, None, revision=1, branch=with_tokens))
     trainer = await world.run(make(), wait_s=31)
@@ -299,14 +299,14 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
     ],
 )
 def test_a_correction_undoes_what_it_says(base: Path, full_rows: int, first: int, second: int, before: int) -> None:
-    """With AdamW and its default settings; `make check NAME=learning` measures larger batches."""
+    """The optimizer is AdamW with default settings. `make check NAME=learning` measures larger batches."""
     remainder = rest(base, Case(full_rows, first, second, before, seed=7))
     print(remainder)
     assert remainder.worst < 0.25
 
 
 def test_a_correction_with_another_normaliser_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measure can fail: this one takes the weight of the batch that it happens to stand in."""
+    """Injected fault: the correction takes the token weight of the batch that it is trained in."""
     monkeypatch.setattr(Batch, "weighted", lambda self, row: replace(row, token_weight=self.token_weight))
     assert rest(base, Case(8, 8, 1, 6, seed=7)).worst > 0.25
 

@@ -1,8 +1,8 @@
-"""The trainer's expected gradient over restricted answers is the gradient of the restricted policy, by enumeration.
+"""Tests that the trainer's expected gradient over restricted answers is the gradient of the restricted policy.
 
 All answers of a small random grammar, also with penalties and a bias, or of top-p, top-k and min-p on the model's own
-logits, are enumerated in float64. Their probabilities and the objectives are computed by transformers' forward pass and
-autograd, without the trainer.
+logits, are enumerated in float64. Transformers' forward pass and autograd compute their probabilities and the
+objectives, without the trainer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Case:
         )
 
     def row(self, answer: Answer, advantage: float, behaviour: Tensor, **fields: Any) -> Row:
-        """Return the row that the trainer builds of the answer."""
+        """Return the row that the trainer builds from `answer`."""
         stored = None if self.grammar else [n for allowed in answer.sets for n in (len(allowed), *allowed)]
         span = Span(
             start=len(PROMPT), logprobs=tuple(behaviour.tolist()), turn_id="t", version=V,
@@ -92,7 +92,7 @@ class Case:
         return Row(**{**row.__dict__, **fields})
 
     def gradient(self, rows: Sequence[Row], **loss: Any) -> Gradient:
-        """Return the gradient that the trainer computes for these rows. The weights stay as they are."""
+        """Return the gradient that the trainer computes for `rows`, without a change of the weights."""
         options = OptimizerSettings(learning_rate=1e-5, gradient_norm_max=1e9, beta1=0.0)
         optimizer = Optimizer(self.policy.parameters, options)
         settings = LossSettings(agg_mode="seq-mean-token-sum", **loss)
@@ -139,13 +139,13 @@ def make_case(base: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case
 
 
 def _shift(answers: Sequence[Answer]) -> LogitShift:
-    """Return penalties, and a bias of the tokens with which an answer may begin."""
+    """Return a logit shift with penalties, and with a bias of the tokens with which an answer may begin."""
     bias = {token: -2.0 if index % 2 else 3.0 for index, token in enumerate(answers[0].sets[0])}
     return LogitShift(presence_penalty=-0.75, frequency_penalty=1.25, logit_bias={**bias, END: 0.5})
 
 
 def _added(shift: LogitShift, tokens: Sequence[int]) -> Tensor:
-    """Return what is added to the logits at each token of an answer, as OpenAI defines it."""
+    """Return the values that are added to the logits at each token of an answer, as OpenAI defines them."""
     added = torch.zeros(len(tokens), VOCABULARY, dtype=torch.float64)
     for position, row in enumerate(added):
         for token, bias in shift.logit_bias.items():
@@ -156,8 +156,10 @@ def _added(shift: LogitShift, tokens: Sequence[int]) -> Tensor:
 
 
 def _of_grammar(base: Path, draw: random.Random, length: int) -> tuple[tuple[Answer, ...], TokenGrammar]:
-    """Return all tokenizations of three random words of `length` letters, and their grammar. The first word repeats the
-    letter with which the second one begins, too."""
+    """Return all tokenizations of three random words of `length` letters, and their grammar.
+
+    The first word also repeats the first letter of the second word.
+    """
     from transformers import AutoTokenizer
 
     words = ["".join(draw.sample(string.ascii_lowercase, length)) for _ in range(3)]
@@ -192,7 +194,7 @@ def _reward(draw: random.Random, number: int) -> float:
 
 
 def _of_top(policy: Policy, draw: random.Random, temperature: float, depth: int) -> tuple[Answer, ...]:
-    """Return all answers of `depth` tokens that top-k, alone or with top-p or min-p, leaves."""
+    """Return all answers of `depth` tokens under top-k, alone or with top-p or min-p."""
     top_k, top_p, min_p = draw.choice([(3, 1.0, 0.0), (4, 0.5, 0.0), (4, 1.0, 0.7)])
     answers: list[Answer] = []
 
@@ -227,7 +229,7 @@ def probabilities(case: Case) -> tuple[list[Tensor], list[float]]:
 
 
 def reinforce(case: Case) -> tuple[Gradient, Gradient]:
-    """REINFORCE with a fixed baseline: the gradient of the expected reward, in which the baseline has no part."""
+    """Return the gradients of REINFORCE with a fixed baseline: the trainer's, and that of the expected reward."""
     logprobs, shares = probabilities(case)
     baseline = 0.375
     terms = [
@@ -239,7 +241,10 @@ def reinforce(case: Case) -> tuple[Gradient, Gradient]:
 
 
 def grpo(case: Case) -> tuple[Gradient, Gradient]:
-    """Groups of two: the gradient of the expected advantage against an answer of the present policy."""
+    """Return the gradients of groups of two: the trainer's, and that of the expected advantage.
+
+    The advantage is computed against an answer of the present policy.
+    """
     logprobs, shares = probabilities(case)
     terms, worth = [], [0.0] * len(case.answers)
     for (i, first), (j, second) in _pairs(case):
@@ -260,7 +265,8 @@ def grpo(case: Case) -> tuple[Gradient, Gradient]:
 
 
 def ppo(case: Case) -> tuple[Gradient, Gradient]:
-    """One token, sampled by earlier weights: importance weights give the gradient under the present policy."""
+    """Return the gradients of one token that earlier weights sampled: the trainer's with importance ratios, and the
+    exact one."""
     logprobs, shares = probabilities(case)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(draw_seed("moved"))
@@ -277,7 +283,8 @@ def ppo(case: Case) -> tuple[Gradient, Gradient]:
 
 
 def dpo(case: Case) -> tuple[Gradient, Gradient]:
-    """Pairs of answers of the policy: its objective with both policies restricted, by autograd."""
+    """Return the gradients of pairs of answers: the trainer's, and that of the DPO objective with both policies
+    restricted."""
     case.policy.keep_reference(Path(case.builder._folder))
     reference = case.policy._reference.double()
     logprobs, shares = probabilities(case)

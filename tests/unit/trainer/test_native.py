@@ -1,4 +1,5 @@
-"""The start compares our logprobs with the model's own eager attention, and finds planted faults where they act."""
+"""Tests of the start check, which compares our logprobs with the model's eager attention, and detects injected
+faults."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Models = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Builds a model of the catalogue once."""
+    """Return a function that builds each model of the catalogue once."""
     built: dict[str, Path] = {}
 
     def _build(name: str) -> Path:
@@ -106,7 +107,8 @@ def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequences must reach beyond the window; a smaller budget reports the parts that it leaves out."""
+    """The sequences must be longer than the attention window; a smaller budget reports the parts that were not
+    compared."""
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     comparison = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
     assert comparison.difference is not None
@@ -200,7 +202,7 @@ def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatc
 @pytest.mark.parametrize("packing", ["blocks", pytest.param("padded", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["Llama, dynamic NTK rope", "Llama, longrope", "Phi 3, longrope"])
 def test_rope_by_length_is_that_of_each_sequence_alone(models: Models, name: str, packing: Any) -> None:
-    """Beyond the context too, in any order, and whatever came before."""
+    """The sequences may exceed the context, in any order and after any others."""
     base, rng = models(name), np.random.default_rng(0)
     policy = Policy.open(base, ComputeSettings(device="cpu", packing=packing), LoraSettings(), 0)
     for lengths in ((300, 40, 420), (40, 70), (20, 350)):
@@ -216,14 +218,14 @@ def _row(token_ids: Any) -> Row:
 
 
 def _fresh(base: Path, row: Row) -> torch.Tensor:
-    """Compute with a fresh model, because transformers remembers the longest sequence."""
+    """Return the logprobs of a fresh model, because transformers caches the length of the longest sequence."""
     model = policy.from_folder(base, torch.float32, "eager").eval()
     with torch.no_grad():
         return native._single_pass_logprobs(model, row.token_ids_T, row.loss_mask_T, torch.device("cpu"))
 
 
 class Config:
-    """The part of a configuration that a plan reads."""
+    """The fields of a configuration that a plan reads."""
 
     def __init__(self, **values: Any) -> None:
         self._values = {"vocab_size": 100, "max_position_embeddings": 32_768, "eos_token_id": 7, **values}
@@ -252,7 +254,7 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
-    """Some code counts positions along the row: short sequences then show no difference, but a wide row does."""
+    """Some models count positions along the whole row, so that only a wide row shows a difference."""
     config = Config(max_position_embeddings=256, floor_scale=1000)
     lengths = [row.length for row in native.plan(config, settings(Path("x"))).rows]
     assert sum(lengths) > 1000

@@ -1,8 +1,8 @@
-"""The optimizer's state survives a save exactly, and both kinds follow their papers.
+"""Tests of optimizers, of bfloat16 training, and of stochastic rounding.
 
-Weights in bfloat16 that learn: the optimizer moves float32 masters, and the model computes with rounded copies.
-
-A version in 16 bits equals the trained weights on average; and the same weights always give the same bytes.
+The optimizer's state survives a save exactly, and both kinds follow their papers. Weights in bfloat16 are trained by
+float32 master weights. A 16-bit version equals the trained weights on average, and equal weights always give equal
+bytes.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_a_gradient_of_zero_spends_no_momentum() -> None:
 
 
 def test_the_state_of_torchs_adamw_is_taken_over() -> None:
-    """A state of an earlier release continues with nearly the same steps."""
+    """A state saved by an earlier release continues with nearly the same steps."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(50, generator=generator) for _ in range(120)]
     torch_parameter, adam_parameter = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
@@ -199,7 +199,7 @@ RATE = 1e-6
 
 @pytest.fixture(scope="module")
 def narrow(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base in bfloat16, as published models are."""
+    """Return a base in bfloat16, as published models are."""
     folder = tmp_path_factory.mktemp("narrow") / "model"
     shutil.copytree(base, folder)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(folder)
@@ -212,7 +212,7 @@ def open_master_policy(folder: Path) -> Policy:
 
 
 def stepped(policy: Policy, pack_tokens: int = 4096, rate: float = RATE) -> dict[str, Tensor]:
-    """The gradients that a step was made of."""
+    """Run one training step, and return its gradients by parameter name."""
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=rate, gradient_norm_max=1e9))
     train(policy, optimizer, batch_of(1.0, -0.5, 0.7), LossSettings(), pack_tokens, threading.Event())
     return {name: parameter.grad.clone() for name, parameter in policy.parameters.items() if parameter.grad is not None}
@@ -314,7 +314,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """Return weights as a base model in this type has them."""
+    """Return weights as a base model in `dtype` has them."""
     generator = torch.Generator().manual_seed(0)
     return (0.02 * torch.randn(300, 400, generator=generator)).to(dtype).float()
 
@@ -329,7 +329,7 @@ def test_what_has_not_moved_is_what_it_was(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("step", [1e-6, -1e-6, 3e-5])
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_small_step_is_in_the_version_on_average(dtype: torch.dtype, step: float) -> None:
-    """To the nearest value almost none of it would be."""
+    """Rounding to the nearest value would lose nearly the whole step."""
     base = weights(dtype)
     moved = base + step
     change = round_stochastically(moved, dtype, "w").float() - base
@@ -359,7 +359,7 @@ def test_the_result_is_a_neighbour_and_depends_on_nothing_but_the_place() -> Non
 
 
 def test_the_draws_are_even() -> None:
-    """Along a row and down a column: 0.3 of a unit above is rounded up in 3 of 10 places."""
+    """A value 0.3 units above a grid point is rounded up in 3 of 10 positions, in each row and column."""
     unit = 2.0**-9
     exact = torch.full((512, 512), 0.25 + 0.3 * unit)
     up = (round_stochastically(exact, torch.bfloat16, "w").float() > 0.25).float()

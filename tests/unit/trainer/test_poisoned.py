@@ -1,6 +1,7 @@
-"""An experience that breaks admission or the preparation of a batch is dropped as `invalid`; the others are trained.
+"""Tests of experiences that fail in admission or in the preparation of a batch, and of outlier rewards.
 
-Stray rewards: bounded influence for each kind of advantage, the alarm, checkpoints, corrections, replays.
+Such an experience is dropped as `invalid`, and the others are trained. The influence of outlier rewards is bounded for
+each advantage, with an alarm, checkpoints, corrections and replays.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_a_stray_among_rare_rewards_is_bounded() -> None:
 
 
 def test_the_plain_deviation_is_caught() -> None:
-    """The planted fault of the lines above."""
+    """Injected fault for the limits above: the plain standard deviation."""
     assert speed_lost("reinforce++", 100.0, 1, 0.5, **strays.PLAIN) > 0.5
     assert strays.pushed_down("grpo", 100.0, strays.SEED_OF_GROUPS, **strays.PLAIN) > 0
 

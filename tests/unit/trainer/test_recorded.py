@@ -1,7 +1,5 @@
-"""P9: the trainer's records of its reading suffice to build its batches again, including those that time had cut.
-
-P9: the same experiences in the same order make the same batches, byte for byte, in any process.
-"""
+"""Tests that recorded reads reproduce a trainer's batches byte for byte in any process (P9), also if they were cut
+by time."""
 
 from __future__ import annotations
 
@@ -29,7 +27,8 @@ Marked = tuple[Experience, tuple[int, ...]]
 
 
 async def live(folder: Path, settings: TrainerSettings) -> World:
-    """A lineage with everything that makes batches hard to repeat: two partitions, time, revisions, redelivery, age."""
+    """Run a lineage whose batches are hard to reproduce: two partitions, time, revisions, redeliveries and stale
+    experiences."""
     world = World(folder)
     await world.run(settings)
     for round_ in range(4):
@@ -114,7 +113,7 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
 
 
 async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_path: Path, make: Make) -> None:
-    """A withdrawal comes without tokens; the trainer reads them again from the bus to undo them."""
+    """A withdrawal has no tokens, so the trainer reads the trained tokens again from the bus to undo them."""
     world, settings = World(tmp_path), make(**SETTINGS)
     await world.run(settings)
     version = world.bus.checkpoints[0].version
@@ -129,7 +128,8 @@ async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_p
 
 
 async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> None:
-    """The comparison can fail; and a dry run by the rules predicts training by the rules."""
+    """Batches cut by the rules differ from recorded batches, and a dry run by the rules predicts training by the
+    rules."""
     world = await live(tmp_path, make(**SETTINGS))
     original, stream = world.bus, recorded(world)
     settings = make(**SETTINGS, **AGAIN)
@@ -144,7 +144,7 @@ async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> 
 
 
 async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make: Make) -> None:
-    """The first run alone has no counterpart. Later staleness depends on the number of versions."""
+    """The first run has no group to compare with. Later staleness depends on the number of versions."""
     rules = SETTINGS | {"batch_experiences_min": 1, "max_staleness": 1, "optimizer": {"weight_decay": 0.1}}
     settings, world = make(**rules), World(tmp_path)
     await world.run(settings)
@@ -163,7 +163,8 @@ async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make
 async def test_a_step_without_advantages_makes_no_version_after_others_either(
     tmp_path: Path, make: Make, recorded_facts: bool
 ) -> None:
-    """The momentum of earlier steps moves no weight then. The fourth group is one version behind and not two."""
+    """Without advantages, the momentum of earlier steps moves no weight. The fourth group is one version behind, not
+    two."""
     rules = SETTINGS | {"batch_experiences": 2, "max_staleness": 1, "optimizer": {"weight_decay": 0.1}}
     rules |= {"advantage": {"kind": "grpo", "equal_groups": "train"}, "group_size": 2}
     settings, world = make(**rules), World(tmp_path)
@@ -189,7 +190,7 @@ async def test_a_step_without_advantages_makes_no_version_after_others_either(
 async def test_a_plan_takes_from_the_record_what_only_weights_decide(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch with an infinite gradient is dropped, and a doubtful step makes no version."""
+    """A batch with an infinite gradient was dropped, and a step with too little entropy made no version."""
     rules = SETTINGS | {"max_staleness": 1, "health": {"entropy_min": 0.5, "patience_steps": 9}}
     settings, world = make(**rules), World(tmp_path)
     await world.run(settings)
@@ -222,7 +223,7 @@ async def test_a_plan_takes_from_the_record_what_only_weights_decide(
 
 
 async def test_a_lineage_keeps_its_topic(tmp_path: Path, make: Make) -> None:
-    """A replay that is given the name of a lineage that lives must not continue it."""
+    """A replay into an existing lineage's name must not continue that lineage."""
     world = World(tmp_path)
     await world.run(make())
     world.bus.produce(experience(1, world.bus.checkpoints[0].version))
@@ -241,7 +242,7 @@ def stream(version: str) -> list[Experience]:
 
 @pytest.fixture
 def replay_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the digest of every trained batch, in order."""
+    """Return a list to which the digest of every trained batch is appended."""
     batch_digests: list[str] = []
 
     def noting(policy: Any, optimizer: Any, batch: Any, *rest: Any, **more: Any) -> Any:
@@ -283,7 +284,7 @@ async def test_equal_streams_make_equal_batches(
 async def test_a_replay_into_a_new_lineage_repeats_batches_and_weights(
     tmp_path: Path, make: Make, replay_digests: list[str]
 ) -> None:
-    """The live run samples from each version as it appears, some of it too old by then; the replay has only events."""
+    """The live run samples from each new version, partly too late; the replay has only the events."""
     world = World(tmp_path)
     settings = make(max_staleness=1, batch_experiences=3)
     live = await world.run(settings)
@@ -329,7 +330,7 @@ async def test_a_replay_of_nothing_is_a_setting_error(tmp_path: Path, make: Make
 
 
 async def test_another_reward_makes_other_batches(tmp_path: Path, make: Make, replay_digests: list[str]) -> None:
-    """The comparison can fail."""
+    """The comparison above can fail."""
     first = await batches(tmp_path / "a", make(max_staleness=50), replay_digests, per_poll=1)
     other = await batches(
         tmp_path / "b", make(max_staleness=50, advantage={"scale": "none"}), replay_digests, per_poll=1

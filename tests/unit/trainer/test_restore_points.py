@@ -1,6 +1,7 @@
-"""Restore points are stored once with their versions.
+"""Tests of restore points, which are stored once with their versions, and of reports after the weights go back or
+forward.
 
-Reports of the state when weights go back and forward: undone, restored and queued experiences.
+The reports list undone, restored and queued experiences.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def world(tmp_path: Path) -> World:
 
 
 def _generated(chance: random.Random, folder: Path) -> float:
-    """Write weights and a version's files that share some tensors. Returns the share of bytes in both."""
+    """Write weights and the files of a version with some shared tensors. Return the share of bytes in both."""
     draw = torch.Generator().manual_seed(chance.randrange(1 << 30))
     weights: dict[str, Tensor] = {}
     files: list[dict[str, Tensor]] = [{} for _ in range(chance.randint(1, 3))]
@@ -135,7 +136,7 @@ def admitted(state: LineageState, *words: Experience) -> None:
 
 
 def trained_lineage(state: LineageState, *words: Experience) -> None:
-    """In a step that is a version of its own."""
+    """Train `words` in one step, and publish a version after it."""
     admitted(state, *words)
     step(state)
     state.history = publish(state.history, state.history.next_number, state.steps)
@@ -143,7 +144,8 @@ def trained_lineage(state: LineageState, *words: Experience) -> None:
 
 
 def two_words() -> LineageState:
-    """Version 1 holds revision 0, version 2 revision 1, too. Another run gives something to compare with."""
+    """Return a state whose version 1 contains revision 0, and version 2 also revision 1. A second run is the
+    baseline."""
     state = ledger_on(chain(0))
     trained_lineage(state, experience(9, name(0), reward=9.0, task="t", run="9"), word(0))
     trained_lineage(state, word(1))
@@ -203,7 +205,7 @@ def test_without_the_last_word_nothing_is_queued(experiences: dict[str, Experien
 
 
 def test_it_is_queued_once() -> None:
-    """A version that was trained on it was refused; the next one may be for the same reason."""
+    """A version that was trained on the experience was refused; the next one might be refused for the same reason."""
     state = two_words()
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
     step(state)

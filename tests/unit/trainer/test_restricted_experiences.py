@@ -1,10 +1,7 @@
-"""Restricted experiences pass through a trainer on a bus in memory: each is trained, or dropped with a named detail.
+"""Tests of answers whose sampling was restricted, from the gateway's turn and the real engine to the rows of a step.
 
-Held tokens whose grammar no replica reported are never in the loss, from a gateway's turn to the rows of a step.
-
-Answers of the real engine that a grammar or truncation restricted, from the sampler to the trainer's logprobs.
-
-At lag 0 the trainer's logprobs are the recorded ones, and its sets are the engine's masks, bit for bit.
+Each such experience is trained or dropped with a named detail. Tokens without a reported grammar are never in the loss.
+At lag 0 the trainer's logprobs equal the recorded ones, and its token sets equal the engine's masks bit for bit.
 """
 
 from __future__ import annotations
@@ -114,7 +111,7 @@ def test_a_row_is_never_built_without_its_sets(base: Path) -> None:
 
 
 def test_batches_with_other_sets_have_other_digests(base: Path) -> None:
-    """The sets are part of a batch's digest, and unrestricted batches keep theirs."""
+    """The token sets are part of a batch's digest, and unrestricted batches keep their digests."""
 
     def digest(event: Experience) -> str:
         assert event.branch is not None
@@ -156,7 +153,7 @@ FORCED = grammar_of(None, NamedTool(type="function", function=NamedFunction(name
 
 
 def experience_of(*turns: Turn) -> Experience | None:
-    """Return the experience of the run's only branch as policy gradients train it, or None where they do not."""
+    """Return the experience of the run's only branch for policy gradients, or None if they do not train it."""
     event = build_trajectory(
         turns, superseded=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
     )
@@ -313,7 +310,7 @@ async def test_other_grammars_tokenizers_and_library_versions_are_refused_by_nam
 async def test_a_grammar_that_never_ends_to_compile_is_refused(
     replica: Replica, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may come from any producer. The compilation is killed, and the next grammar is compiled."""
+    """A grammar may come from any producer. Its compilation is killed, and the next grammar is compiled."""
     tokens, record, _, prompt = await replica.answer(
         random.Random(draw_seed()), AnswerForm({"type": "boolean"}), max_tokens=20
     )

@@ -1,4 +1,5 @@
-"""The head over restricted positions is the textbook, values and gradients, in every way in which it is computed."""
+"""Tests that values and gradients of the head at restricted positions equal those of full logits, for each code
+path."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def random_sets(targets: Tensor, seed: int) -> tuple[PackSets | None, Tensor]:
 
 
 def textbook(tokens: tuple[Any, ...], allowed: Tensor, tail: Tail) -> dict[str, Tensor]:
-    """float64, all at once, with a logit of minus infinity outside the sets."""
+    """Return the values computed in float64 from all logits at once, with minus infinity outside `allowed`."""
     module, hidden, targets, temperature, upstream = tokens
     exact = nn.Linear(8, WORDS, bias=module.bias is not None).double()
     for mine, given_parameter in zip(exact.parameters(), module.parameters(), strict=True):
@@ -126,7 +127,7 @@ def test_forced_tokens_have_logprob_zero_and_no_gradient(dtype: torch.dtype) -> 
 
 
 def test_distillation_target_is_over_the_allowed_tokens_alone() -> None:
-    """The gradient of KL(p_s || p_t), both restricted, without a clip that takes effect."""
+    """The target is the gradient of KL(p_s || p_t), both restricted, with a clip that has no effect."""
     inputs = problem(12, 4)
     module, hidden, targets, temperature, _ = inputs
     sets, allowed = random_sets(targets, 4)

@@ -1,4 +1,5 @@
-"""Bytes on the disk: restore points keep to their bound, a save needs little room, and none begins on a full disk."""
+"""Tests of disk use: restore points stay within their limit, a save needs little space, and none begins on a full
+disk."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""P11: settings that cannot work stop the start, with the one to change.
+"""Tests of trainer settings, of the check of base folders, and of short trainings.
 
-The settings of the back end `ray` can be read without ray.
-
-The check of a base folder runs without torch and describes each problem in a sentence.
-
-A short training: a recording in, a version of a scratch lineage out.
+Settings that cannot work prevent the start and name the setting to change (P11). The settings of the back end `ray`
+load without ray. The check of a base folder runs without torch. A short training reads a recording and writes a version
+of a temporary lineage.
 """
 
 from __future__ import annotations
@@ -237,7 +235,7 @@ FOREIGN = ("m@000000000000", "m@111111111111", "m@222222222222")
 
 
 def recording(count: int) -> list[Experience]:
-    """Return experiences of three versions of another lineage, each far older than any bound."""
+    """Return experiences of three versions of another lineage, each far beyond any staleness bound."""
     return [experience(n, FOREIGN[n % 3], reward=float(n % 2), task="t") for n in range(count)]
 
 

@@ -1,7 +1,5 @@
-"""The whole trainer with edits, preferences, written tokens, critics and teachers: training and reports.
-
-P4 with edits, preferences and critics: a death at any point does not change the result (`test_crash`).
-"""
+"""Tests of the whole trainer with edits, preferences, written tokens, critics and teachers: training, reports and
+crashes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ GOING_ON = threading.Event()
 
 
 def compared(version: str) -> list[Experience]:
-    """Return two comparisons, an edit, an answer without counterpart, and a run with only a reward."""
+    """Return two preference pairs, an edit, an answer without counterpart, and a run with only a reward."""
     return [
         with_signals(1, version, preferences=(side("p", "chosen", turn(1)),)),
         with_signals(2, version, preferences=(side("q", "rejected", turn(2)),)),
@@ -73,7 +71,7 @@ async def test_a_restart_between_two_answers_loses_neither(tmp_path: Path, make:
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "mix"])
 async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, algorithm: str) -> None:
-    """Withdrawals after training are included, because digests do not depend on weights."""
+    """The stream includes withdrawals after training, because digests do not depend on weights."""
     settings = make(algorithm=algorithm, batch_experiences=2, until_end=True, steps_per_version=100)
 
     def events_of(version: str) -> list[Experience]:
@@ -88,7 +86,7 @@ async def test_p9_a_dry_run_makes_the_same_batches(tmp_path: Path, make: Make, a
 
 
 async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make) -> None:
-    """Each side by itself, with the weight and slope of its first training."""
+    """Each side is undone separately, with the weight and slope of its first training."""
     world, settings = World(tmp_path), make(algorithm="dpo", steps_per_version=100, batch_experiences=2)
     await world.run(settings)
     version = world.bus.checkpoints[0].version
@@ -109,7 +107,7 @@ async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, make: Make, algorithm: str) -> None:
-    """No time passes, so no answer is late; but the full queue has no room for its counterpart."""
+    """No time passes, so no answer is late; but the full queue has no space for its counterpart."""
     settings = make(algorithm=algorithm, group_size=2, until_end=True, memory={"queue_experiences": 4})
     world = World(tmp_path)
     await world.run(settings)
@@ -128,7 +126,7 @@ async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, mak
 
 
 async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make: Make) -> None:
-    """An edit is two rows of one step, and both come again."""
+    """An edit is two rows of one step, and both are trained again."""
     world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1)
     await world.run(settings)
     base = world.bus.checkpoints[0].version
@@ -269,7 +267,8 @@ def test_rows_that_belong_together_are_in_one_pass() -> None:
 
 
 def story(world: World, version: str) -> None:
-    """Answers meet, edits are trained, redelivered, revised and withdrawn, and a poisoned record lies between."""
+    """Produce preference pairs, and edits that are trained, redelivered, revised and withdrawn, with a poisoned
+    record."""
     first = [
         with_signals(1, version, preferences=(side("p", "chosen", turn(1)),)),
         with_signals(2, version, preferences=(side("p", "rejected", turn(2)),)),

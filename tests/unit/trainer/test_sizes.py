@@ -1,6 +1,6 @@
-"""Computed sizes of a training beside those of the real parts: parameters, files, and what autograd stores.
+"""Tests of computed memory sizes of training, compared with real parameters, files and tensors stored by autograd.
 
-Options of a CPU's libraries, and the check that products are not rounded.
+Options of CPU libraries are tested, and the check that matrix products are not rounded.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Pat
 
 
 def _growth(work: Callable[[], None]) -> int:
-    """Return by how many bytes the memory of this process is larger during `work`."""
+    """Return the growth of this process's memory during `work` in bytes."""
     from headrace_trainer.torch_learner.model import cpu
 
     cpu.give_back()
@@ -232,7 +232,7 @@ def test_products_are_exact_with_whatever_makes_them() -> None:
 
 @pytest.mark.parametrize("product", ["bmm", "addmm"])
 def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
-    """A CPU with units for bfloat16 rounds one of its products; `exact` must notice it."""
+    """A CPU with bfloat16 units rounds one kind of product, which `exact` must detect."""
     original = getattr(torch, product)
 
     def rounded(*tensors: torch.Tensor) -> torch.Tensor:

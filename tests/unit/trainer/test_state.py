@@ -1,4 +1,4 @@
-"""P4 and P10 under any order of arrivals, steps, versions and refusals."""
+"""Tests of the lineage state under any order of arrivals, steps, versions and refusals (P4, P10)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ledger_on(history: History, steps: int = 0, **memory: int) -> LineageState:
 
 
 def step(state: LineageState) -> None:
-    """Train everything that waits."""
+    """Train all waiting experiences."""
     state.sweep()
     prepared = prepare(state.waiting, state, AdvantageSettings(), DECAY)
     if prepared.trained:
@@ -65,7 +65,7 @@ def test_tokens_that_wait_are_counted() -> None:
 
 
 def measured(metric: str, **labels: str) -> float:
-    """Return the value of a counter, 0 before the first count."""
+    """Return the value of a counter, or 0 before its first increment."""
     return REGISTRY.get_sample_value(f"headrace_trainer_{metric}", labels) or 0.0
 
 
@@ -155,7 +155,7 @@ def test_what_a_save_that_failed_reports_comes_before_what_was_said_since() -> N
 
 
 def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
-    """A stale experience stays out, even if it is fresh for the champion that the weights may go back to."""
+    """A stale experience stays dropped, even if it is fresh for the champion that the weights may return to."""
     state = ledger_on(chain(1), steps=1, window_experiences=1)
     state.admit(experience(1, name(1)), (0, 0), START)
     step(state)
@@ -186,7 +186,7 @@ def test_what_is_just_fresh_enough_to_be_trained_again_is_kept() -> None:
 
 
 class Life:
-    """A random stream: at each turn something arrives, or is trained, published or refused."""
+    """Random stream of arrivals, training steps, publications and refused versions."""
 
     def __init__(self, seed: int, *, refusals: bool) -> None:
         self.draw = random.Random(seed)
@@ -247,7 +247,7 @@ def test_every_revision_has_one_outcome_or_waits(refusals: bool) -> None:
 
 
 def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
-    """Without refusals: the contributions add up to the advantage of the highest revision that was not too old."""
+    """Without refusals, the contributions add up to the advantage of the highest revision that was not stale."""
     for seed in random.Random(draw_seed()).sample(range(2**32), 60):
         life = Life(seed, refusals=False)
         life.run(80)

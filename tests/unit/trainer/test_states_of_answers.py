@@ -1,6 +1,6 @@
-"""The state of experiences with single trained answers in addition to the branch.
+"""Tests of the state of experiences with single trained answers, and of states that earlier releases saved.
 
-States that an earlier release saved, with values that no event may hold today, can be continued.
+Such states may have values that no event may hold today, and can be continued.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAIR = Signals(preferences=True, paired=True)
 
 
 def word(revision: int, reward: float | None, which: Literal["chosen", "rejected"] = "chosen") -> Experience:
-    """Return a run with a reward, or none, with one compared answer."""
+    """Return a run with the reward `reward` (None: without reward) and one compared answer."""
     return with_signals(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 
@@ -48,7 +48,7 @@ def waits(state: LineageState, event: Experience) -> WaitingExperience:
 def train(
     state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, reappraised: bool = False
 ) -> None:
-    """With the value as the baseline, too."""
+    """Record a step that trained each example with its value, which is the baseline, too."""
     trained = [
         TrainedExperience(item, value, value, 2.0, example=example, reappraised=reappraised)
         for example, value in values
@@ -89,7 +89,7 @@ def test_a_reward_that_comes_after_its_answer_was_trained_is_compared_for_the_fi
 
 
 def test_another_reward_is_a_correction_and_what_the_weights_hold_is_none(state: LineageState) -> None:
-    """Baseline 1 and scale 2: the advantage of 1 that was trained is that of a reward of 3."""
+    """With baseline 1 and scale 2, the trained advantage of 1 corresponds to a reward of 3."""
     train(state, waits(state, word(0, 1.0)), [(BRANCH, 1.0), (Example(PART, 1.0), 1.0)])
     assert state.is_correction(WaitingExperience(experience=word(1, 5.0), since_ms=0))
     assert not state.is_correction(WaitingExperience(experience=word(1, 3.0), since_ms=0))

@@ -1,4 +1,4 @@
-"""A step is one mean over the batch's tokens, however the batch is cut, split or repeated."""
+"""Tests that a step is one mean over the tokens of the batch, however the batch is packed, split or repeated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step(
 
 
 def gradients(base: Path, batch: Batch, pack_tokens: int = 4096, **loss: Any) -> dict[str, Tensor]:
-    """Record the optimizer's gradients; without momentum it applies them unchanged."""
+    """Return the optimizer's gradients for `batch`. Without momentum, the optimizer applies them unchanged."""
     policy = open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5, gradient_norm_max=1e9, beta1=0.0))
     train(policy, optimizer, batch, LossSettings(**loss), pack_tokens, threading.Event())
@@ -76,7 +76,7 @@ def test_pitfall_10_the_cut_into_passes_changes_nothing(base: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_textbook(base: Path) -> None:
-    """- 1/N sum of A min(w, cap) grad log p, with transformers' own forward pass and autograd."""
+    """Compare with - 1/N sum of A min(w, cap) grad log p, by transformers' own forward pass and autograd."""
     batch = batch_of(1.0, -0.5, 2.0)
     policy = open_policy(base)
     from transformers import AutoModelForCausalLM
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_the_textbook(base: Path) -> None:
 
 
 def test_pitfall_9_cutting_a_run_into_branches_changes_neither_tokens_nor_loss(base: Path) -> None:
-    """One run with two spans in one branch, or the same spans in two branches over the same prefix."""
+    """One run has two spans in one branch, or the same spans in two branches over the same prefix."""
     token_ids = tuple(range(20, 36))
     first = Span(start=4, logprobs=(-5.0,) * 3, turn_id="a", version=V)
     second = Span(start=10, logprobs=(-6.0,) * 4, turn_id="b", version=V)
@@ -125,7 +125,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_a_gradient_of_each_chunk_is_that_of_the_whole(
     base: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any], rank: int
 ) -> None:
-    """The loss computed a few tokens at a time equals autograd's through the logits of all."""
+    """The loss computed a few tokens at a time has the gradient of autograd over all logits."""
 
     def of(reference: str | None) -> tuple[dict[str, Tensor], Mapping[str, float]]:
         policy = open_policy(base, rank)
@@ -209,7 +209,7 @@ def test_an_adapter_is_its_own_reference(base: Path) -> None:
 
 
 def true_logprobs(base: Path, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows as if this very model had sampled them."""
+    """Return the rows with the logprobs of the model in `base`, as if this model had sampled them."""
     logprobs = []
     for row in rows:
         behaviour = np.zeros_like(row.behaviour_T)
@@ -301,7 +301,7 @@ def test_the_device_is_waited_for_once_an_update(
 
 
 def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
-    """`take` computes the scale before the squares change, and the scale after the change is equal."""
+    """`take` computes the scale before the second moments change, and the scale after the change is equal."""
     for kind in ("adamw", "muon"):
         policy = open_policy(base)
         settings = OptimizerSettings(kind=kind, learning_rate=1e-5, gradient_norm_max=0.5, warmup_updates=4)
@@ -321,7 +321,7 @@ def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
 
 
 def test_a_loss_that_asks_for_the_reference_gets_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For corrections too, of which the divergence from the base takes no notice."""
+    """The reference logprobs are computed for corrections, too, although the KL penalty ignores corrections."""
     seen: list[LossInputs] = []
 
     def compute(sampled: LossInputs, settings: LossSettings) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""The saved state: complete or absent, loud when damaged, and without unreferenced blobs."""
+"""Tests of the saved state: complete or absent, reported when damaged, and without unreferenced blobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTER = "lineages/main"
 
 
 async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> Saved:
-    """Return a lineage after two steps, unless `settings` differ."""
+    """Train a lineage for two steps, unless `settings` differ, and return its saved state."""
     await world.run(make(**settings))
     version = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(count)))
@@ -55,7 +55,7 @@ def state_ref(world: World) -> BlobRef:
 
 
 def replace_pointer(world: World, content: bytes) -> None:
-    """Replace the pointer as another program might."""
+    """Replace the pointer of the lineage, as another program might."""
     records = Records(world.blobs, POINTER)
     newest = records.newest()
     assert newest is not None
@@ -71,7 +71,7 @@ def replace_state(world: World, content: bytes) -> None:
 
 
 def stored(world: World) -> set[str]:
-    """Return all files in the owners' areas."""
+    """Return all files in the areas of the owners."""
     names = world.blobs.areas(POINTER)
     return {digest for name in names for digest in world.blobs.area(f"{POINTER}/{name}").digests()}
 
@@ -160,7 +160,7 @@ async def test_a_lineage_has_one_trainer(world: World, make: Make) -> None:
 
 
 async def test_who_is_writing_when_the_lineage_is_taken_is_told_so(world: World, make: Make) -> None:
-    """The new owner removes unfinished files of the former one, and the folder that it writes into."""
+    """The new owner deletes unfinished files of the former owner, and the folder that it is writing to."""
     await trained(world, make)
     first = open_lineage(make(), world.blobs, world.clock)
     save = first.begin_save(publish=True)
@@ -180,7 +180,7 @@ async def test_who_is_writing_when_the_lineage_is_taken_is_told_so(world: World,
 
 @dataclass
 class Late:
-    """A copy that is written at some point."""
+    """Copy of the weights that a test's function writes."""
 
     fingerprint: Fingerprint | None
     write: Callable[..., None]

@@ -1,9 +1,7 @@
-"""A step that several members share moves the weights as one process does. Here the members are threads;
-`make check NAME=ray` shows the same of processes.
+"""Tests that a step shared by several ranks moves the weights as one process does.
 
-The assignment of passes to ranks.
-
-Ranks that write their own parts make the file that one process writes, and a file that is not whole is noticed.
+The ranks are threads here; `make check NAME=ray` tests processes. The passes of a step are assigned to ranks. Ranks
+that write their own shards produce the file that one process writes, and an incomplete file is detected.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _SAME = 1e-6
 
 
 class Threads:
-    """The exchange between members of one team."""
+    """Exchange of values between the threads of one team."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -60,7 +58,8 @@ class Threads:
 
 
 class Member:
-    """A `Team` by hand: no torch.distributed. `equal`: as many passes for each, as with weights in parts."""
+    """`Team` without torch.distributed. If `equal`, each rank has the same number of passes, as with sharded
+    weights."""
 
     def __init__(self, threads: Threads, number: int, *, equal: bool = False) -> None:
         self.threads = threads
@@ -88,7 +87,7 @@ class Member:
 
 
 class EachForItself(Member):
-    """A faulty member that ignores the gradients of the others."""
+    """Faulty member that ignores the gradients of the others."""
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.threads.exchange(self.number, None)
@@ -100,7 +99,7 @@ def settings_of(base: Path, **more: Any) -> TrainerSettings:
 
 
 def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
-    """Return batches of rows of several lengths, with corrections, and one smaller than the team."""
+    """Return batches of rows of several lengths, with corrections, and one batch smaller than the team."""
 
     def row(number: int, advantage: float, weight: float | None = None) -> Row:
         return Row.of(experience(number, version, length=10 + 5 * (number % 4)), advantage, version, weight)
@@ -256,7 +255,7 @@ def random_tensors(seed: int) -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, rank: int, ranks: int) -> OwnPart | None:
-    """Divide by rows, as FSDP2 does; the first rank has tensors without rows."""
+    """Return the rows of `tensor` for `rank` as FSDP2 divides them. Tensors without rows belong to the first rank."""
     if tensor.ndim == 0:
         return OwnPart(tensor, 0) if rank == 0 else None
     each = -(-len(tensor) // ranks)

@@ -1,8 +1,7 @@
-"""Attention by tiles is attention, however large a tile is; `test_blocks` compares it under every mask.
+"""Tests of attention in tiles of any size, of the memory limit of sequences, and of RMS norms with their own gradient.
 
-The free memory bounds the length of a sequence.
-
-RMS norms with a gradient of their own: the textbook's numbers, and only where a module's own code computes them.
+`test_flash.py` compares attention under every mask. The RMS norms have the values of the definition, and replace only
+modules whose own code computes the same.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def expected(q: Any, k: Any, v: Any, mask_args: dict[str, Any], scale: float | N
 
 @pytest.fixture(params=[1 << 6, 1 << 10, 1 << 14, 1 << 20])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """From one query's scores to those of everything."""
+    """Set the tile size to one query's scores up to the scores of all queries, and return it."""
     monkeypatch.setattr(tiles, "TILE", request.param)
     monkeypatch.setattr(tiles, "ROWS_MIN", 2)
     monkeypatch.setattr(tiles, "_buffers", tiles._Buffers())
@@ -123,7 +122,7 @@ def test_scores_of_any_size_are_as_near_as_with_the_kernel_of_torch(size: float)
 
 
 def test_threads_do_not_share_a_room() -> None:
-    """Each computes on its own numbers while others do, again and again."""
+    """Several threads compute attention at the same time, repeatedly, and must not overwrite each other's buffers."""
     inputs = [drawn(2, 4, 2, length) for length in (150, 151, 152, 153)]
     expected_output = [expected(q, k, v, CAUSAL) for q, k, v in inputs]
     wrong: list[int] = []
@@ -151,7 +150,7 @@ def test_half_types_and_autocast_are_left_to_torch() -> None:
 
 
 def planted_off_by_one(cut: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Each query sees the key after its own too."""
+    """Injected fault: each query also attends to the key after its own."""
     return tuple(Block(block.start, block.stop, block.first + 1, block.last + 1, block.mask) for block in cut)
 
 

@@ -1,4 +1,4 @@
-"""The training loop: reading, training, reports, refusals, and a bounded queue."""
+"""Tests of the training loop: reading, training, reports, refusals, and a bounded queue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world(tmp_path: Path) -> World:
 
 
 async def begin(world: World, make: Make, **settings: Any) -> str:
-    """Open the lineage once; the version that everything starts from."""
+    """Open a new lineage once, and return the version of its base."""
     await world.run(make(**settings))
     return world.bus.checkpoints[0].version
 
@@ -174,7 +174,7 @@ async def test_a_large_experience_comes_from_the_blob_store(world: World, make: 
 
 
 async def test_a_full_queue_holds_the_bus_back_until_it_has_room(world: World, make: Make) -> None:
-    """grpo with runs that never find a group: the full queue makes room for missing members."""
+    """Runs of `grpo` never complete their group: the full queue makes room for missing members."""
     settings = make(
         advantage={"kind": "grpo"},
         group_size=2,
@@ -245,7 +245,7 @@ async def test_a_bus_that_is_away_for_a_moment_is_waited_for(world: World, make:
 async def test_a_disk_that_is_full_at_a_save_is_waited_for(
     world: World, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than anything else that is away would be."""
+    """The disk stays full for longer than any other dependency may be unavailable."""
     version = await begin(world, make)
     world.bus.produce(*(experience(n, version, reward=n) for n in range(4)))
     put, refused = BlobStore.put, 0
@@ -365,5 +365,5 @@ async def test_refusing_waits_for_the_bus(world: World, make: Make) -> None:
 
 
 def test_blobs_can_be_anywhere(tmp_path: Path) -> None:
-    """The state goes through `BlobStore` alone, so a store without rename is as good."""
+    """The state is stored only through `BlobStore`, so a store without rename also works."""
     assert LineageStore(BlobStore(f"memory://{tmp_path.name}"), "main").read() is None

@@ -1,7 +1,7 @@
-"""Batches that another program trains: wherever a process dies, each batch is in the lineage once.
+"""Tests of batches that Trinity trains: wherever a process dies, each batch is in the lineage exactly once.
 
-The oracles are an undisturbed run, and the weights themselves: the stand-in records in its checkpoint which batches it
-was trained on.
+The oracles are an undisturbed run and the weights: the stand-in records in its checkpoint which batches it was trained
+on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ _STEPS = 3
 
 @pytest.fixture
 def learners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrinityLearner]]:
-    """Close all learners of a test at its end: a trainer that dies here leaves its Trinity process running, as a killed
-    one may."""
+    """Yield a list of learners, which are closed after the test.
+
+    A trainer that dies here leaves its Trinity process running, as a killed trainer may.
+    """
     opened: list[TrinityLearner] = []
     was = TrinityLearner.__init__
 
@@ -111,7 +113,7 @@ def lessons(world: World, folder: Path) -> list[Any]:
 
 
 def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the process die before and after each durable change, at the point of the fuse."""
+    """Make the process die before or after the durable change that the fuse selects."""
 
     def burning(owner: Any, name: str) -> None:
         was: Callable[..., Any] = getattr(owner, name)

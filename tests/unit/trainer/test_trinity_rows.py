@@ -1,4 +1,4 @@
-"""A batch as Trinity reads it: the format by its own rule, every token, and the weight of each token."""
+"""Tests of batches in Trinity's format: valid by its own rule, with every token and the weight of each token."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_token_mask_and_logprob_arrives_as_it_was_sampled(batch: Batch, id
 
 @given(batches(), st.integers(0, 3))
 def test_a_mean_over_trinitys_tokens_weighs_each_as_we_do(batch: Batch, idle: int) -> None:
-    """The oracle is the definition: the gradient of a token is its row's weight times the advantage."""
+    """By definition, the gradient of a token is its row's weight times the advantage."""
     handed, _ = rows_of(batch, 1.0, len(batch.rows) + idle, 0)
     tokens = sum(int(read(trinity_row)["tensors"]["action_mask"].sum()) for trinity_row in handed)
     for row, sent in zip(batch.rows, handed, strict=False):
@@ -85,7 +85,7 @@ def test_a_mean_over_trinitys_tokens_weighs_each_as_we_do(batch: Batch, idle: in
 
 
 def test_a_batch_by_hand() -> None:
-    """Two rows of two trained tokens, a whole batch of two, and one to fill: 1/4 a token becomes 5/4 of five."""
+    """Two rows of two trained tokens and one padding row: the weight 1/4 of each token becomes 5/4 of five tokens."""
     batch = Batch((row(0, 2.0, length=4, prompt=2), row(1, -1.0, length=4, prompt=2)))
     handed, _ = rows_of(batch, 1.0, 3, 0)
     assert [read(trinity_row)["tensors"]["advantages"].tolist() for trinity_row in handed] == [

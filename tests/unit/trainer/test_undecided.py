@@ -1,5 +1,7 @@
-"""Steps of the trainer: when a batch is ready, which runs make a group, which steps wait for more experiences, and
-which threads compute them. The bytes are the same either way."""
+"""Tests of the readiness of batches, of groups, of undecided steps, and of the threads that compute steps.
+
+An undecided step waits for more experiences. The bytes do not depend on the thread.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,18 @@ LAST = 24
 
 
 def decided(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | None:
-    """In the place of `refusal`: a gap that is positive from so many runs on."""
+    """Replace `refusal`: accept the gap once it is estimated from `DECIDED` runs."""
     return None if gap.count >= DECIDED else StepDecision(f"{gap.count} runs", undecided=gap.count < settings.runs_max)
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base without any gap is accepted from `DECIDED` runs on."""
+    """Accept a base without any gap from `DECIDED` runs on."""
     monkeypatch.setattr(teaching, "refusal", decided)
 
 
 def begun(world: World, make: Make, base: Path, count: int, batch: int = BATCH, **settings: Any) -> Lineage:
-    """A lineage that has read the first `count` of the conversations."""
+    """Return a lineage that has read the first `count` experiences of the conversations."""
     lineage = lineage_with_events(world, make, lambda _: [], batch_experiences=batch, **settings)
     more(lineage, base, 0, count)
     return lineage
@@ -66,7 +68,7 @@ def lesson_events(base: Path, version: str) -> Sequence[Experience]:
 
 
 def step(lineage: Lineage) -> int:
-    """Record the number of experiences of each step."""
+    """Train the next batch, if there is one, and return its number of experiences."""
     items = lineage.next_batch()
     if items:
         lineage.step(items, GOING_ON)
@@ -201,7 +203,7 @@ def _end(trainer: Trainer) -> tuple[dict[str, bytes], GapEstimate]:
 
 
 def test_an_undecided_step_also_takes_the_next_recorded_batch(make: Make) -> None:
-    """The recording is of an algorithm that decides every step, so it has no larger batch after an undecided step."""
+    """The recorded algorithm decided every step, so the recording has no larger batch after an undecided step."""
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
     state = waiting(1.0, 2.0, 3.0, 4.0, 5.0)
     assert named(cutter.next(state, START, 2)) == ["e0", "e1"]

@@ -1,6 +1,7 @@
-"""P7: a published version answers as its fingerprint, holds its base's files, and never equals its parent.
+"""Tests of published versions, and of excluded versions.
 
-An excluded version's answers are not trained, and are removed from the weights.
+A published version answers as its fingerprint, has the files of its base, and never equals its parent (P7). The answers
+of an excluded version are not trained, and are removed from the weights.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def test_equal_weights_make_equal_versions_and_no_path_gets_in(base: Path, tmp_p
 
 
 def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
-    """Trained in float32, published in bfloat16 when the base is; the fingerprint is of the rounded weights."""
+    """The version is trained in float32 and published in the base's bfloat16; its fingerprint is of the rounded
+    weights."""
     base = tiny_model.build(tmp_path / "base", layers=1)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     blobs, trained = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
@@ -264,7 +266,7 @@ def taken_back(version: str, previous: str, *, excludes: bool = True) -> ModelEv
 
 
 def held_advantage(trainer: Trainer, number: int) -> float:
-    """Return the sum of an experience's advantages that the weights hold."""
+    """Return the sum of an experience's advantages that the weights contain."""
     assert trainer.lineage is not None
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
@@ -273,7 +275,8 @@ def held_advantage(trainer: Trainer, number: int) -> float:
 
 
 async def beside(world: World, make: Make) -> tuple[str, str]:
-    """The champion, and a version on live traffic that the weights do not descend from: the gate had refused it."""
+    """Return the champion, and a version on live traffic that the weights do not descend from, because the gate
+    refused it."""
     settings = make(max_staleness=9)
     await world.run(settings)
     champion = world.bus.checkpoints[0].version
@@ -316,7 +319,8 @@ async def test_what_waits_is_dropped(world: World, make: Make) -> None:
 
 
 async def test_weights_that_go_back_have_lost_it_and_do_not_learn_it_again(world: World, make: Make) -> None:
-    """A harmful ancestor of the trained version is refused: the champion's experiences wait again, its own do not."""
+    """A withdrawn ancestor of the trained version is excluded: the champion's experiences are queued, its own are
+    undone."""
     settings = make(max_staleness=9)
     await world.run(settings)
     champion = world.bus.checkpoints[0].version
@@ -344,7 +348,7 @@ async def test_without_the_setting_or_after_a_promotion_it_is_trained(world: Wor
 
 
 async def test_what_is_too_old_to_be_trained_stays(world: World, make: Make) -> None:
-    """P5 comes before: a correction is a training, too."""
+    """The staleness bound (P5) has priority, because a correction is a training, too."""
     champion, canary = await beside(world, make)
     world.bus.produce(*(experience(n, canary, reward=n % 3) for n in range(20, 24)))
     before = await world.run(make(max_staleness=9))

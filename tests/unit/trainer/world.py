@@ -1,5 +1,7 @@
-"""A bus in memory, a manual clock, and a trainer that runs until no work is left; experiences with edits and
-preferences, and views of a lineage whose weights are in this process."""
+"""Trainer in memory for tests: a bus, a manual clock, a runner until no work is left, and experiences with all signals.
+
+Helpers return the learner, policy and optimizer of a lineage whose weights are in this process.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ VOCABULARY = 320
 
 
 class Idle(Exception):
-    """The trainer has read everything and waits."""
+    """Raised when the trainer has read all records and waits."""
 
 
 class HandClock:
-    """A clock that stands still unless a task sleeps or moves it."""
+    """Clock that stands still unless a task sleeps or a test advances it."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -64,7 +66,7 @@ class HandClock:
 
 @dataclass
 class Bus:
-    """Records in the order of production, and the trainer's announcements and refusals."""
+    """Produced records in order, and the trainer's published events and refused records."""
 
     partitions: int = 2
     records: list[Record] = field(default_factory=list)
@@ -91,12 +93,12 @@ class Bus:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Each once, in order."""
+        """Return the published checkpoints without duplicates, in order."""
         return list({event.event_id: event for event in self.sent if isinstance(event, Checkpoint)}.values())
 
     @property
     def accounts(self) -> list[TrainingMetrics]:
-        """Each once, in order."""
+        """Return the published accounts without duplicates, in order."""
         return list({event.event_id: event for event in self.sent if isinstance(event, TrainingMetrics)}.values())
 
     @property
@@ -105,17 +107,19 @@ class Bus:
 
     @property
     def fates(self) -> dict[tuple[str, int], str]:
-        """Map (experience, revision) to its outcome, see `tests.support.training_history`; fails on a contradiction."""
+        """Return the outcome of each (experience, revision), see `tests.support.training_history`. Fail on a
+        contradiction."""
         fates, wrong = follow(self.accounts)
         assert not wrong
         return fates
 
 
 class MemorySource:
-    """`headrace_trainer.source.Source` over a `Bus`."""
+    """Implementation of `headrace_trainer.source.Source` that reads a `Bus`."""
 
     def __init__(self, bus: Bus, clock: HandClock, per_poll: int = 3, wait_s: float = 0.0) -> None:
-        """Each empty poll lets `wait_s` pass; three in a row end the trainer."""
+        """Create a source in which each empty poll takes `wait_s` seconds. Three empty polls in a row end the
+        trainer."""
         self._bus = bus
         self._clock = clock
         self._per_poll = per_poll
@@ -152,7 +156,7 @@ class MemorySource:
         return records
 
     async def at_end(self) -> bool:
-        """A bus in memory does not grow while it is read."""
+        """Return True, because a bus in memory does not grow while it is read."""
         return all(r.offset < self._next.get((r.topic, r.partition), 0) for r in self._bus.records)
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
@@ -163,7 +167,7 @@ class MemorySource:
 
 
 class Quiet(Reporter):
-    """Remembers its calls and writes no files."""
+    """Reporter that records its calls and writes no files."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
@@ -184,7 +188,7 @@ class Quiet(Reporter):
 
 @dataclass
 class World:
-    """Bus, blobs and clock that outlive any one trainer."""
+    """Bus, blob store and clock, which survive the restart of a trainer."""
 
     folder: Path
     bus: Bus = field(default_factory=Bus)
@@ -221,7 +225,7 @@ class World:
     async def digests_live_and_dry(
         self, settings: TrainerSettings, events_of: Callable[[str], Sequence[Experience]]
     ) -> tuple[list[str], list[str]]:
-        """Return the digests of the batches that a trainer makes of events, and of those that a dry run makes of them.
+        """Return the batch digests of a trainer and those of a dry run on the same events.
 
         Args:
             settings: The settings of both.
@@ -258,7 +262,7 @@ def experience(
     no_reward: NoReward = "withdrawn",
     branch: bool = True,
 ) -> Experience:
-    """Return an experience. The same arguments always make the same event. `versions` make one span each after the
+    """Return an experience. Equal arguments always give equal events. `versions` make one span each after the
     prompt."""
     draw = random.Random(number)
     names = list(versions) or [version]
@@ -326,7 +330,7 @@ def with_signals(
     reward: float | None = None,
     **fields: Any,
 ) -> Experience:
-    """Return `experience` with the given signals; it has a reward only if one is given."""
+    """Return `experience` with the given signals. It has a reward only if one is given."""
     signals = {"edits": edits, "preferences": preferences, "turn_rewards": turn_rewards}
     plain = experience(number, version, reward, **{"no_reward": "no_reward", **fields})
     branch = plain.branch
@@ -338,7 +342,7 @@ def with_signals(
 
 
 def turn(number: int, index: int = 0) -> str:
-    """The name that `experience` gives a turn."""
+    """Return the id that `experience` gives to a turn."""
     return f"turn-{number}-{index}"
 
 
@@ -350,10 +354,10 @@ def torch_learner(lineage: Lineage | None) -> TorchLearner:
 
 
 def policy_of(lineage: Lineage | None) -> Policy:
-    """The model in training."""
+    """Return the policy that the lineage trains."""
     return torch_learner(lineage).policy
 
 
 def optimizer_of(lineage: Lineage | None) -> Optimizer:
-    """Return its optimizer."""
+    """Return the optimizer of the lineage."""
     return torch_learner(lineage).optimizer
