@@ -1,6 +1,7 @@
-"""Stands in for the Python of Trinity's environment: `-c` a question, Ray's head, or `trinity run` of one bench.
+"""Stand-in for the Python of Trinity's environment: it runs `-c CODE`, starts Ray's head, or runs `trinity run` of a
+bench.
 
-It ends with 0 whatever has happened, as Trinity does. `STAND_IN` selects the course of the bench.
+Its exit status is 0 whatever has happened, as with Trinity. `STAND_IN` selects the behaviour of the bench.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> None:
 
 
 def bench(config: dict[str, object], how: str) -> None:
-    """The score is a number that depends on version, row and seed."""
+    """Write the scores of a bench, which depend on version, row and seed, or fail as `how` describes."""
     [taskset] = config["buffer"]["explorer_input"]["eval_tasksets"]  # type: ignore[index]
     arguments = taskset["workflow_args"]["headrace_bench"]
     if how == "silent":

@@ -1,7 +1,4 @@
-"""Files that are written for Trinity and read from it, without Trinity.
-
-The gate's program as the registry starts it, with a stand-in for Trinity: plays, scores and cleanup.
-"""
+"""Tests of the gate program with Trinity: its files, plays, scores and cleanup, with a stand-in for Trinity."""
 
 from __future__ import annotations
 
@@ -195,7 +192,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeGate:
 
 
 async def play_gate_tasks(gate: Gate) -> dict[Play, float]:
-    """Return the scores of both versions for both gate tasks, which they play with the same seed."""
+    """Play both gate tasks with both versions and equal seeds, and return the scores."""
     async with gate.session() as session:
         plays = [Play(version=v, task=task, seed=3) for v in (CANDIDATE, CHAMPION) for task in session.tasks.gate]
         scores = await asyncio.gather(*(session.play(play.version, play.task, play.seed) for play in plays))

@@ -1,10 +1,7 @@
-"""A game through a server: the messages and the session of each player, and the feedback at the end of the game.
+"""Tests of the werewolf example: a game through a server, rewards, rules, and games written by hand.
 
-The reward of a wolf's game: each of the four terms, and their sum by the scorer's own policy.
-
-The rules are such that each of the three abilities matters, and none is enough alone.
-
-Deals and games that are written down by hand.
+A game has one session for each player, and feedback at its end. A wolf's reward has four terms, which the scorer's own
+policy adds up. Each of three abilities of wolves matters, and none is sufficient.
 """
 
 from __future__ import annotations
@@ -57,12 +54,12 @@ VOTES: Mapping[str, str | None] = MappingProxyType({A: C, B: C, C: B, D: B, E: C
 
 
 def game(votes: Mapping[str, str | None] = VOTES, **statements: Statement) -> Game:
-    """The game by hand, with other votes, or with other statements by name."""
+    """Return the game that is written by hand, with other `votes`, or with other statements by name."""
     return Game(DEAL, tuple(statements.get(statement.name, statement) for statement in TALK), {**VOTES, **votes})
 
 
 def test_a_game_by_hand() -> None:
-    """Clara is out with three votes against two for Ben. Both wolves had suspected her, and both voted for her."""
+    """Clara is eliminated with three votes against two for Ben. Both wolves suspected her and voted for her."""
     played = game()
     assert (played.out, played.wolves_win) == (C, True)
     assert (played.hid, played.blamed, played.voted_together) == (True, True, True)
@@ -127,7 +124,8 @@ def test_deals_are_fair_and_their_splits_apart() -> None:
 
 @pytest.mark.parametrize("ability", policies.ABILITIES)
 def test_an_ability_is_what_is_told_of_it(ability: str) -> None:
-    """Wolves with one ability use it in every game, and each other ability in less than 90 % of them, with seed 0."""
+    """Wolves with one ability use it in every game, and each other ability in less than 90 % of the games, with seed
+    0."""
     rng = random.Random(0)
     games = [policies.play(deal, (ability,), rng) for deal in itertools.islice(deals("warm_up", 0), 300)]
     checks = {"hide": _hides, "blame": _blames, "vote": _votes}
@@ -284,7 +282,7 @@ def happened(context: Mapping[str, object]) -> list[float | None]:
 
 
 def worth(context: Mapping[str, object]) -> float | None:
-    """By the example's own settings."""
+    """Return the reward for a game's context with the example's own settings."""
     example_settings = tomllib.loads((EXAMPLES / "werewolf" / "headrace.toml").read_text(encoding="utf-8"))
     settings = ScorerSettings(**example_settings["scorer"])
     policy = RewardPolicy(settings.weights, settings.required, combine=settings.combine)
@@ -319,7 +317,7 @@ def test_without_the_facts_they_abstain() -> None:
 
 
 def test_a_fault_in_any_term_changes_the_reward() -> None:
-    """Planted: each weight with the other sign, over the outcomes above."""
+    """Injected fault: the sign of each weight is flipped in turn, over the outcomes above."""
     contexts = [facts(game(), B), facts(game({A: B}), B), facts(game({A: B}), E)]
     right = [worth(context) for context in contexts]
     for index, term in enumerate(TERMS):
