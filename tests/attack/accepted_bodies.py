@@ -1,8 +1,7 @@
-"""The largest bodies that each route accepts, sent to services that work: how long their event loops are blocked.
+"""The largest request bodies that each route accepts, and a measurement of how long they block the event loops.
 
-The largest bodies that each route accepts, at the bounds of the events that follow from them.
-
-Each body takes one bound to its end and fills the rest with the most expensive content.
+Each body takes one limit (a length, a depth, a number of values) to its maximum and fills the remaining bytes with the
+content that is most expensive to process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.system.line import Line, at_most
 BODY_BYTES = 8_388_608
 _SLACK_BYTES = 4_096
 _TEXT = "x\u00e9\u4e2d\U0001f600 "
-"""Every width of UTF-8."""
+"""Text with characters of one, two, three and four bytes in UTF-8."""
 _LONG = 1_048_000
 
 
@@ -42,7 +41,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _filled(make: Callable[[int], object], most: int, *, escaped: bool = False) -> bytes:
-    """Return the largest body that `make` gives for a count up to `most`."""
+    """Return the largest accepted body among those that `make` builds for a count of up to `most`."""
     low, high, largest = 1, most, b""
     while low <= high:
         middle = (low + high) // 2
@@ -55,7 +54,7 @@ def _filled(make: Callable[[int], object], most: int, *, escaped: bool = False) 
 
 
 def free_json() -> dict[str, dict[str, Any]]:
-    """Objects at the bounds of free JSON: values, containers, characters, depth."""
+    """Return JSON objects at the limits of free-form JSON fields: values, containers, characters, depth."""
     deep: Any = 1
     for _ in range(JSON_DEPTH_MAX - 3):
         deep = {"a": deep}
@@ -72,7 +71,7 @@ def free_json() -> dict[str, dict[str, Any]]:
 
 
 def chat_bodies(model: str) -> dict[str, bytes]:
-    """Bodies of `/v1/chat/completions`."""
+    """Return bodies of `/v1/chat/completions` by name."""
     user = {"role": "user", "content": "hi"}
 
     def chat(**fields: object) -> dict[str, object]:
@@ -111,7 +110,7 @@ def chat_bodies(model: str) -> dict[str, bytes]:
 
 
 def responses_bodies(model: str) -> dict[str, bytes]:
-    """Bodies of `/v1/responses`."""
+    """Return bodies of `/v1/responses` by name."""
 
     def responses(**fields: object) -> dict[str, object]:
         return {"model": model, "max_output_tokens": 16, "input": "hi", **fields}
@@ -133,7 +132,7 @@ def responses_bodies(model: str) -> dict[str, bytes]:
 
 
 def feedback_bodies(turns: list[str]) -> dict[str, bytes]:
-    """Bodies of `/v1/feedback` about turns of one session."""
+    """Return bodies of `/v1/feedback` by name. They refer to `turns`, the response ids of one session."""
     target = {"response_id": turns[0], "value": 0.5}
     named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
     edit_call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -154,26 +153,26 @@ def feedback_bodies(turns: list[str]) -> dict[str, bytes]:
 
 
 def _halved(value: Any) -> Any:
-    """Half of a long list or object: feedback holds half as many values as free JSON."""
+    """Return `value` with half of each long list or object: feedback may hold half as many values as free-form JSON."""
     if isinstance(value, dict):
         return dict(list(value.items())[: len(value) // 2 - 8])
     return value[: len(value) // 2 - 4] if isinstance(value, list) and len(value) > 8 else value
 
 
 def trinity_bodies(turns: list[str]) -> dict[str, bytes]:
-    """Bodies of Trinity's `/feedback`."""
+    """Return bodies of Trinity's `/feedback` route by name."""
     named = [ids.response_id(ids.key_of_response(turns[0]) or "") for _ in range(4_095)]
     body = _dumps({"msg_ids": named, "reward": 0.5})
     return {"turns": body, "white space": body + b" " * (BODY_BYTES - _SLACK_BYTES - len(body))}
 
 
 def commit_bodies() -> dict[str, bytes]:
-    """Bodies of `/commit`."""
+    """Return bodies of `/commit` by name."""
     return {"white space": b" " * (BODY_BYTES - _SLACK_BYTES) + b'{"time_threshold":0}'}
 
 
 def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
-    """Bodies of `/v1/trajectories`."""
+    """Return bodies of `/v1/trajectories` by name."""
 
     def span(start: int, logprobs: object, turn: str) -> dict[str, object]:
         return {"start": start, "logprobs": logprobs, "turn_id": turn, "version": version}
@@ -239,7 +238,8 @@ def trajectory_bodies(model: str, version: str) -> dict[str, bytes]:
 
 _LIMIT_S = 0.1
 _ATTEMPTS = 3
-"""A body that blocks a loop does so every time. A busy machine delays a loop now and then, so a body is sent again."""
+"""Number of times that a body is sent. A body that blocks a loop does so every time; a busy machine only now and then.
+"""
 _SERVICES = ("gateway", "collector", "scorer")
 _REWARDS = "def read(trajectory, feedback, context):\n    return 1.0\n"
 _MODEL = "tiny"
@@ -248,13 +248,13 @@ _START_S = 300.0
 
 @dataclass
 class _Blocks:
-    """The longest block of each service and kind, with the body that caused it."""
+    """The longest block of the event loop of each service, by kind of loop, with the body that caused it."""
 
     urls: dict[str, str]
     longest: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
     def read(self) -> dict[tuple[str, str], float]:
-        """Return the loop blocks that the services report for the last seconds."""
+        """Return the seconds of the longest loop blocks that the services have reported for the last few seconds."""
         kinds = ("busy", "late")
         return {(name, kind): blocked for kind in kinds for name, blocked in block_s(self.urls, kind).items()}
 
@@ -276,7 +276,7 @@ class _Blocks:
 
 
 async def accepted_bodies(folder: Path, rng: random.Random) -> list[Line]:
-    """Send each body alone, and again where a loop was blocked for longer than the limit."""
+    """Send each body alone, and send it again if an event loop was blocked for longer than the limit."""
     rewards = folder / "rewards.py"
     await asyncio.to_thread(folder.mkdir, parents=True)
     await asyncio.to_thread(rewards.write_text, _REWARDS)
@@ -302,7 +302,7 @@ async def accepted_bodies(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _bodies(turns: list[str]) -> list[tuple[str, str, bytes]]:
-    """Path, name and content of each body."""
+    """Return the path, the name and the content of each body."""
     routes = {
         "/v1/chat/completions": chat_bodies(_MODEL),
         "/v1/responses": responses_bodies(_MODEL),
@@ -315,7 +315,7 @@ def _bodies(turns: list[str]) -> list[tuple[str, str, bytes]]:
 
 
 async def _send(http: httpx.AsyncClient, blocks: _Blocks, path: str, name: str, body: bytes) -> str | None:
-    """Send a body until it has blocked no loop. Return the gateway's answer if the body was not accepted."""
+    """Send a body until one attempt blocks no event loop. Return the gateway's answer if the body was not accepted."""
     label = f"{path}: {name}"
     lowest: dict[tuple[str, str], float] = {}
     for attempt in range(_ATTEMPTS):

@@ -1,7 +1,7 @@
 """A hostile page in a real Chromium: `.venv-browser/bin/python -m tests.attack.browser < targets.json`.
 
-Reads `{"targets": [{"url": ..., "routes": [[path, [methods]], ...]}]}` and prints the responses that a page could read.
-It needs Playwright and no package of Headrace. `evil.example` resolves to this machine, as after DNS rebinding.
+It reads `{"targets": [{"url": ..., "routes": [[path, [methods]], ...]}]}` and prints the responses that the page could
+read. It needs Playwright and no package of Headrace. `evil.example` resolves to this machine, as after DNS rebinding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOSTILE = Path(__file__).with_name("hostile_page.js").read_text(encoding="utf-8"
 
 
 class _Empty(BaseHTTPRequestHandler):
-    """The attacker's own server: an empty page."""
+    """The attacker's own web server, which returns an empty page."""
 
     def do_GET(self) -> None:
         self.send_response(200)

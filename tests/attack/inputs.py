@@ -1,7 +1,8 @@
-"""Documents that are valid or nearly so: every number at its edges, every list at its bounds, every kind of text.
+"""Generator of valid and nearly valid JSON: numbers at their edges, lists at their limits, every kind of text.
 
-`mutate` changes a valid JSON document in one to three places and returns the bytes of the result, which need not be
-valid JSON any more.
+`mutate` changes a valid JSON document in one to three places and returns the bytes of the result, which may no longer
+be
+valid JSON.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ LENGTHS = (
     8192,
     16_385,
 )
-"""At and past the bounds of lists, dictionaries and texts."""
+"""Lengths at and just beyond the limits of lists, dictionaries and texts."""
 _VALUES_MAX = 50_000
-"""Most values that one change adds: a list of long lists would only measure how fast JSON is written."""
+"""Maximum number of values that one change adds: a list of long lists would only measure how fast JSON is written."""
 
 NUMBERS = (
     "0", "-0.0", "-1", "1", "0.5", "1e-39", "1e-320", "-1e-320", "5e-324", "1e6", "1000001", "-1e6", "1e16", "255",
@@ -53,7 +54,7 @@ NUMBERS = (
     "2147483647", "2147483648", "4294967296", "9007199254740993", "9223372036854775807", "9223372036854775808",
     "-9223372036854775809", "1" + "0" * 400, "NaN", "Infinity", "-Infinity", "1.0", "0.1e1",
 )  # fmt: skip
-"""Numbers as JSON texts, so that values which Python would round arrive unchanged."""
+"""Numbers as JSON text, so that numbers that Python would round are sent unchanged."""
 
 TEXTS = (
     "", " ", "\x00", "a\x00b", "\ud83d", "\ude00", "\ude00\ud83d", "bad \ud83d end", "\x1b[31mred\x1b]0;title\x07",
@@ -66,15 +67,15 @@ TEXTS = (
 _MARK = re.compile('"raw-([0-9]+)-number"')
 
 _Place = tuple[Any, Any]
-"""A container of the document and the key of one of its values."""
+"""A place in the document: a container, and the key of one of its values."""
 
 
 class Raw(str):
-    """A number as JSON text that is written without quotes."""
+    """JSON text of a number, which is written without quotes."""
 
 
 def mutate(document: object, rng: random.Random) -> bytes:
-    """Return the bytes of `document` with one to three hostile changes, now and then damaged or left as it is."""
+    """Return the JSON of `document` with one to three hostile changes; sometimes damage the bytes or change nothing."""
     changed: Any = {"": copy.deepcopy(document)}
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         paths = list(_paths(changed))
@@ -85,7 +86,7 @@ def mutate(document: object, rng: random.Random) -> bytes:
 
 
 def to_bytes(document: object) -> bytes:
-    """JSON in which `Raw` texts are numbers. Lone surrogates are escapes."""
+    """Encode `document` as JSON. `Raw` texts become numbers, lone surrogates become escapes."""
     numbers: list[str] = []
 
     def replaced(value: object) -> object:
@@ -148,13 +149,13 @@ def _grow_dict(container: Any, key: Any, rng: random.Random) -> None:
 
 
 def _length(rng: random.Random) -> int:
-    """Draw one of `LENGTHS`. Long ones are rarer, since drawing them would take most of the time of a run."""
+    """Draw one of `LENGTHS`. Long lengths are rarer, since generating them would take most of the time of a run."""
     length = rng.choice(LENGTHS)
     return rng.choice(LENGTHS) if length > 1025 and rng.random() < 0.7 else length
 
 
 def _count(value: Any) -> int:
-    """Return the number of values in `value`, which is one of them."""
+    """Return the number of JSON values in `value`, including itself."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + sum(map(_count, inner))
 
@@ -190,7 +191,7 @@ def _changes_of(value: object) -> tuple[_Change, ...]:
 
 
 def _variant(value: Any, number: int) -> Any:
-    """A copy of `value` that differs from the copies of other numbers where texts do."""
+    """Return a copy of `value` whose texts contain `number`, so that copies with different numbers differ."""
     if value is None or isinstance(value, Raw | int | float):
         return value
     if isinstance(value, str):

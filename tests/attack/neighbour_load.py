@@ -1,6 +1,6 @@
-"""`python -m tests.attack.neighbour_load URL BUS KIND SEED`: one tenant's attack of a kind until SIGTERM.
+"""Load of the attacking tenant: `python -m tests.attack.neighbour_load URL BUS KIND SEED` runs until SIGTERM.
 
-Then it prints one JSON object: how often each of its inputs had each answer.
+Then it prints one JSON object with the number of times that each input received each answer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.attack.stacks import MODEL
 
 TENANT = "mallory"
 GARBLE = "garble the verdict"
-"""Text in a conversation that makes the judge's endpoint answer badly."""
+"""Text in a conversation for which the judge's endpoint returns an invalid answer."""
 REFUSED_RECORDS = 200
 RESULTS = ("huge", "nul", "surrogate", "unprintable", "exit", "leave", "many", "deep")
-"""Behaviour of the reward function for the attacker's trajectories: see `tests.attack.neighbour_rewards`."""
+"""Hostile results that a context can request from the reward function `tests.attack.neighbour_rewards`."""
 _AT_ONCE = 4
 _LONG = "a-" * 9000
 _REFUSED_S = 0.05
-"""Pause after a refusal for too many requests."""
+"""Pause after a 429, in seconds."""
 
 
 @dataclass
 class Load:
-    """Connection of the attacker, and the answers to it."""
+    """The attacker's connection, and the counts of the answers that it received."""
 
     http: aiohttp.ClientSession
     bus: str
@@ -49,7 +49,7 @@ class Load:
     number: int = 0
 
     async def post(self, label: str, path: str, body: object, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Send `body`, as it is if it is bytes, and return the answer's JSON."""
+        """Send `body` as JSON, or unchanged if it is bytes, and return the answer's JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"content-type": "application/json", **(headers or {})}
         try:
@@ -64,7 +64,7 @@ class Load:
         return json.loads(text) if answer.status in (200, 202) and text else {}
 
     async def chat(self, label: str, content: str, **fields: object) -> str:
-        """Call the model in a session of its own and return the id of the response, empty when it is refused."""
+        """Call the model in a new session. Return the response id, or an empty string when the call is refused."""
         self.number += 1
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
         named = {"x-session-id": f"hostile-{os.getpid()}-{self.number}"}
@@ -72,7 +72,9 @@ class Load:
 
 
 async def raters(load: Load) -> None:
-    """A run with 32 parts by each of many raters, which the reward function answers as badly as it can."""
+    """Send feedback with 32 parts from each of six raters. The context makes the reward function return a hostile
+    result.
+    """
     response = await load.chat("a call", "Rate me.")
     if not response:
         return
@@ -91,13 +93,13 @@ async def verdicts(load: Load) -> None:
 
 
 async def bodies(load: Load) -> None:
-    """The largest bodies that each route takes, and larger ones."""
+    """Send the largest bodies that each route accepts, and larger ones."""
     for label, path, body in large_bodies(load.version, load.rng):
         await load.post(label, path, body)
 
 
 async def records(load: Load) -> None:
-    """Feedback on the bus that is refused, and some that follows from no turn."""
+    """Write feedback to the bus that the services refuse, and feedback that refers to no turn."""
     producer = AIOKafkaProducer(bootstrap_servers=load.bus, acks="all")
     await producer.start()
     try:
@@ -128,7 +130,7 @@ async def records(load: Load) -> None:
 
 
 async def names(load: Load) -> None:
-    """Names, keys, paths and headers of 18 KB."""
+    """Send names, keys, paths and headers of 18 KB."""
     await load.post("unknown field", "/v1/feedback", {"session_id": "a", "value": 1, _LONG: 1})
     await load.post("unknown field", "/v1/chat/completions", {"model": MODEL, "messages": [], _LONG: 1})
     await load.post("unknown field", "/v1/responses", {"model": MODEL, "input": "a", _LONG: 1})
@@ -142,7 +144,7 @@ async def names(load: Load) -> None:
 
 
 async def expressions(load: Load) -> None:
-    """Play a run whose answer is matched with the caller's regular expression."""
+    """Play a run whose answer is compared with the caller's regular expression."""
     response = await load.chat("a call", "a" * 300, max_tokens=64)
     hostile = load.rng.choice(
         ("(a+)+$", "(.*a){25}", "(a|aa)+$", "(?:a?){900}a{900}", "((a*)*)*b", ".*" * 300, "(" * 500)
@@ -153,7 +155,7 @@ async def expressions(load: Load) -> None:
 
 
 async def tokens(load: Load) -> None:
-    """Ids without a row, numbers at their edges, forced calls and grammars that take long to compile."""
+    """Send token ids without an embedding row, edge-case numbers, forced tool calls and slow grammars."""
     await load.chat("<extra_1>", "a <extra_1> <extra_63>")
     await load.chat("temperature 1e-39", "a", temperature=1e-39)
     function = {"name": f"f{load.number}", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -164,7 +166,7 @@ async def tokens(load: Load) -> None:
 
 
 def _grammar(rng: random.Random) -> dict[str, Any]:
-    """Send a schema that is near a bound and new to the server."""
+    """Return a JSON schema that is near a size limit and differs from all earlier ones, so that no cache helps."""
     unique = rng.randrange(10**9)
     match rng.randrange(4):
         case 0:
@@ -182,7 +184,7 @@ def _grammar(rng: random.Random) -> dict[str, Any]:
 
 
 def large_bodies(version: str, rng: random.Random) -> list[tuple[str, str, bytes]]:
-    """Return the label, the path and the bytes of each body."""
+    """Return the label, the path and the content of each large body."""
     session = f"large-{os.getpid()}-{rng.randrange(10**9)}"
     now = utcnow().isoformat()
     message = {"role": "user", "content": "a"}
@@ -255,7 +257,7 @@ KINDS: dict[str, tuple[str, Callable[[Load], Awaitable[None]]]] = {
     "expressions": ("regular expressions of the caller's", expressions),
     "tokens": ("tokens without a row, edges of numbers, forced calls, grammars", tokens),
 }
-"""Description of each kind of load, and one round of it."""
+"""Description of each kind of load, and the function that sends one round of it."""
 
 
 async def main() -> None:

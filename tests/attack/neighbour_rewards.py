@@ -1,4 +1,4 @@
-"""Reward function that follows the instructions in the context of a hostile trajectory."""
+"""Reward function that returns the hostile result named in the context of the attacker's trajectory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HOSTILE = "mallory"
 
 
 class Unprintable(Exception):
-    """Has no text."""
+    """Exception whose text cannot be read: `str()` raises."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
 
 
 def strange(trajectory: Trajectory, context: Mapping[str, Any]) -> object:
-    """Return 0.5 for every other tenant."""
+    """Return 0.5 for other tenants. For the attacker, return or raise what `context["result"]` names."""
     if trajectory.tenant != HOSTILE:
         return 0.5
     match context.get("result"):

@@ -1,7 +1,7 @@
-"""Attacks of outsiders on running stacks, each with its figures.
+"""Attacks of outsiders on running stacks, with measured figures.
 
-An attack is a module of `tests.attack.attacks` with a `TITLE` and `async def attack(folder, rng) -> list[Line]`. The
-attack starts its own servers in `folder`, on free ports, and stops them.
+An attack is a module of `tests.attack.attacks` with a `TITLE` and `async def attack(folder, rng) -> list[Line]`. It
+starts its own servers in `folder`, on free ports, and stops them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def play(run: Run) -> None:
 
 
 def play_attack(name: str, seed: int) -> tuple[str, list[Line]]:
-    """Return the title and the lines of one attack. An exception becomes a line that does not hold."""
+    """Return the title and the result lines of one attack. An exception becomes a line that does not hold."""
     module = importlib.import_module(f"{attacks.__name__}.{name}")
     with tempfile.TemporaryDirectory(prefix=f"attack-{name}-", ignore_cleanup_errors=True) as folder:
         try:

@@ -1,4 +1,4 @@
-"""Valid requests to every route of the gateway, about turns that exist, as the start of `inputs.mutate`."""
+"""Valid requests to every route of the gateway, about existing turns, for `inputs.mutate` to change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class KnownTurns:
 
 @dataclass(frozen=True, slots=True)
 class HttpInput:
-    """One request as it is sent. `path` is quoted already."""
+    """One HTTP request. `path` is already percent-encoded."""
 
     method: str
     path: str
@@ -48,7 +48,7 @@ class HttpInput:
 
 
 def http_input(turns: KnownTurns, rng: random.Random, *, chat: bool) -> HttpInput:
-    """Draw a request. With `chat` it calls a model, which takes a hundred times as long as the others."""
+    """Draw a request. With `chat`, draw one that calls a model, which takes a hundred times as long as the others."""
     routes = _CHAT_ROUTES if chat else _OTHER_ROUTES
     path, template = rng.choice(routes)
     document = template(turns, rng)
@@ -57,7 +57,7 @@ def http_input(turns: KnownTurns, rng: random.Random, *, chat: bool) -> HttpInpu
 
 
 def topic_inputs() -> dict[str, list[object]]:
-    """Topic to its example events."""
+    """Return example events by topic."""
     return {
         folder.name: [json.loads(file.read_text(encoding="utf-8"), parse_float=Raw) for file in folder.glob("*.json")]
         for folder in sorted(EXAMPLES.iterdir())
@@ -66,7 +66,7 @@ def topic_inputs() -> dict[str, list[object]]:
 
 
 def record_headers(topic: str, rng: random.Random) -> list[tuple[str, bytes]]:
-    """Return the CloudEvents headers of a record of `topic`; in one of ten records one of them is hostile."""
+    """Return the CloudEvents headers of a record of `topic`. In one of ten records one header is hostile."""
     types = {"training-metrics": "training-metrics", "dead-letter-decisions": "dead-letter-decision"}
     kind = types.get(topic, topic.removesuffix("s"))
     headers = {

@@ -1,8 +1,9 @@
-"""A broker, a few services, a producer of raw records, and the final content of topics.
+"""Small stacks to attack.
 
-`headrace up` with two tenants, a reward function with hostile results, and optional planted faults.
-
-A gateway, a replica with a tiny model, and the bus between them: three processes as users have them.
+`SmallStack` has a broker, a few services, a producer of raw records and the final content of topics. `headrace up` runs
+with two tenants, a reward function with hostile results, and optional planted faults. `serving` runs a gateway, a
+replica
+with a tiny model and the bus between them as three processes, as users do.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Place = tuple[str, int, int]
 
 @dataclass
 class SmallStack:
-    """`services` are started by the attack; they are stopped with the stack."""
+    """A broker and the `services` that the attack starts; all are stopped with the stack."""
 
     folder: Path
     bus: str
@@ -67,13 +68,13 @@ class SmallStack:
         return sent.topic, sent.partition, sent.offset
 
     async def events(self, kind: type[E]) -> list[E]:
-        """Return all events on the event's topic."""
+        """Return all events of type `kind` on their topic."""
         async with connected(self.bus) as open_topics:
             events = [entry.event async for entry in open_topics.read(Range(kind.topic))]
         return [event for event in events if isinstance(event, kind)]
 
     async def until(self, kind: type[E], enough: Callable[[list[E]], bool], timeout_s: float = 60.0) -> list[E]:
-        """Return the events on the event's topic once there are enough, or after the wait."""
+        """Return the events of type `kind` once `enough` accepts them, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             events = await self.events(kind)
@@ -172,12 +173,12 @@ def hostile_stack(folder: Path, judge: FakeLLM, settings: dict[str, object], *, 
 
 
 _START_S = 300.0
-"""Importing torch takes long where others compute."""
+"""Maximum seconds for the start: importing torch takes long on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Addresses that an attacker reaches, and the operator's view."""
+    """Addresses of a running gateway that an attacker reaches, and the operator's metrics of its processes."""
 
     gateway: GatewayProcess
     replica: ReplicaProcess
@@ -186,7 +187,7 @@ class Serving:
     broker_url: str
 
     def block_s(self, kind: str) -> dict[str, float]:
-        """Return the longest block of each event loop, as its process reports it."""
+        """Return the longest block of each event loop in seconds, as its process reports it."""
         return block_s({"gateway": self.gateway.url, "replica": self.replica.url}, kind)
 
 
@@ -199,7 +200,15 @@ async def serving(
     build: Callable[[Path], Path] = tiny_model.build,
     **settings: object,
 ) -> AsyncIterator[Serving]:
-    """Ready to answer. Each tenant's API key is its name and has the `scopes`. `build` writes the model."""
+    """Run a gateway, a replica and a bus during the block, and yield them once they answer.
+
+    Args:
+        folder: folder of all files.
+        tenants: tenants with an API key, whose key is the tenant's name.
+        scopes: scopes of these keys.
+        build: writes the model's files to a folder.
+        settings: additional settings.
+    """
     data = folder / "data"
     broker_port = free_port()
     broker = BrokerProcess(folder / "broker", BROKER__PORT=broker_port)
@@ -229,7 +238,7 @@ async def serving(
 
 
 def block_s(urls: Mapping[str, str], kind: str) -> dict[str, float]:
-    """The longest block of the event loop of each process, by the URLs of their pages."""
+    """Return the longest block of the event loop of each process, in seconds, read from the metrics pages at `urls`."""
     return {name: _gauge(httpx.get(f"{url}/metrics", timeout=60).text, kind) for name, url in urls.items()}
 
 

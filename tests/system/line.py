@@ -1,4 +1,4 @@
-"""One promise of a test program: the measured figure, its limit, and whether it holds."""
+"""Result lines of a test program: a measured figure, its limit, and whether the promise holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A measured figure and its limit, both in words. `details` go to the report only."""
+    """One promise of a test program: a measured figure and its limit, both as text. `details` go to the report only."""
 
     name: str
     figure: str
@@ -45,17 +45,17 @@ def equals(name: str, figure: object, expected: object) -> Line:
 
 
 def none_of(name: str, count: int, total: int) -> Line:
-    """Return a line that holds when none of the `total` cases, of which there must be some, violates the promise."""
+    """Return a line that holds when `count`, the number of violations among `total` cases, is 0 and `total` is not."""
     return Line(name, f"{count} of {total}", "0", count == 0 and total > 0, {"value": count})
 
 
 def no_problems(name: str, problems: Iterable[str], shown_max: int = 5) -> Line:
-    """Return a line that holds when there are no `problems`; the report shows the first ones."""
+    """Return a line that holds when there are no `problems`; the report shows the first `shown_max` of them."""
     listed = list(problems)
     return Line(name, f"{len(listed)} problems", "0", not listed, {"problems": listed[:shown_max]})
 
 
 def caught(fault: str, *, by_the_suite: bool, details: Mapping[str, object] | None = None) -> Line:
-    """Return a line for a planted fault, which has to make the suite fail."""
+    """Return a line for a fault that was planted on purpose; the line holds when the fault made the suite fail."""
     figure = "caught" if by_the_suite else "not noticed"
     return Line(f"planted fault: {fault}", figure, "caught", by_the_suite, details or {})

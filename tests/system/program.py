@@ -1,4 +1,4 @@
-"""Frame of a test program: its arguments, its seed, its scratch folder, its lines and its report."""
+"""Common frame of all test programs: arguments, random seed, scratch folder, result lines and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that become many events: the bytes that they cause, and their effect on another tenant."""
+"""Feedback requests that become many events: the bytes that they add to the bus, and their effect on another tenant."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def _client(url: str, key: str) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 async def _bus_is_there(client: httpx2.AsyncClient) -> None:
-    """Returns once feedback goes to the bus. Raises `TimeoutError`."""
+    """Wait until the gateway sends feedback to the bus. Raises `TimeoutError`."""
     async with asyncio.timeout(60):
         while not _count(await _metrics(client), "bus"):
             await client.post("/v1/feedback", json={"session_id": "first", "value": 1})
@@ -88,7 +88,7 @@ def _count(metrics: str, where: str) -> float:
 
 
 async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) -> Line:
-    """The feedback that once became 1.9 GB."""
+    """Send the feedback that once became 1.9 GB on the bus: 4,000 response ids, each in all of 4,000 sessions."""
     sent = json.dumps(body("hostile", 4000)).encode()
     before = await _bytes_on(bus)
     answer = await hostile.post("/v1/feedback", content=sent, headers=_JSON)
@@ -98,7 +98,7 @@ async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) ->
 
 
 async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int) -> Line:
-    """Send the largest number of sessions that is allowed with a context of `context_characters`."""
+    """Send feedback about as many sessions as the gateway allows, with a context of `context_characters`."""
     before, sent, sessions = await _bytes_on(bus), 0, SESSIONS
     for _ in range(_REQUESTS):
         while True:
@@ -123,7 +123,7 @@ async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int)
 
 
 async def _bytes_on(bus: str) -> int:
-    """Sum the bytes of keys, values and headers on `feedback`."""
+    """Return the bytes of keys, values and headers of all records on the topic `feedback`."""
     return sum(_size(message) for message in await read_topic(BusSettings(address=bus), "feedback"))
 
 
@@ -133,7 +133,7 @@ def _size(message: ConsumerRecord) -> int:
 
 
 async def _harm(url: str, victim: httpx2.AsyncClient) -> Line:
-    """The other tenant's p99, calm and under attack in turns."""
+    """Compare the 99th percentile of the other tenant's latency in quiet periods and under attack, which alternate."""
     calm: list[float] = []
     attacked: list[float] = []
     await _waits(victim)
@@ -174,7 +174,7 @@ def _p99(waits: list[float]) -> float:
 
 
 async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx2.AsyncClient) -> list[Line]:
-    """The hostile key sends until it is refused, and the other one is still served."""
+    """Send feedback with the hostile key until it is refused, and check that the other tenant is still served."""
     await hostile.post("/v1/feedback", json=body("hostile"))
     before, sent, message = _files(spool), 0, ""
     for _ in range(_FILL_MAX):

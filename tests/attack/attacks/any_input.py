@@ -1,8 +1,8 @@
-"""Thousands of generated inputs at every route and topic of a whole stack, on each database, during a user's work.
+"""Thousands of generated inputs for every route and topic of a whole stack, on each database, while another user works.
 
-`tests.attack.inputs` draws them: lists at and past their bounds, numbers at the edges of float64 and float32, every
-kind of text, valid and nearly valid. The reward function and the judge's endpoint answer as hostile values as callers
-send.
+`tests.attack.inputs` generates the inputs: lists at and beyond their limits, numbers at the edges of float64 and
+float32, every kind of text, valid and nearly valid documents. The reward function and the judge's endpoint also return
+hostile values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TITLE = "generated inputs at every route and topic, on SQLite and on PostgreSQL"
 OTHER_REQUESTS = 12_000
 CHAT_REQUESTS = 1_500
 RECORDS = 6_500
-"""Together 20,000 inputs for each database."""
+"""Number of records. With the HTTP requests this makes 20,000 inputs for each database."""
 _LOOP_BLOCK_S_MAX = 1.0
 _ACCEPTED_PERCENT_MIN = 10.0
 """Minimum share of accepted requests. A smaller share would mean that inputs hardly pass the gateway's checks."""
@@ -52,11 +52,13 @@ PLANTED = (
     "an acknowledged event is dead-lettered",
     "an acknowledged feedback vanishes",
 )
-"""Faults of `tests.attack.planted`, by the line that has to notice them."""
+"""Names of the result lines, each of which has to detect one fault of `tests.attack.planted`."""
 _LOOK_S = 5.0
 _AT_ONCE = 16
 _TAKEN = ("turn_taken", "trajectory_taken")
-"""Reasons for which the later of two trajectories with one id is dead-lettered: no gateway knows the ids of others."""
+"""Reasons for dead-lettering the later of two trajectories with the same id: a gateway does not know other gateways'
+ids.
+"""
 _Record = tuple[str, bytes | None, list[tuple[str, bytes]]]
 """Topic, value and headers of one record."""
 _VERDICT = {"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}}
@@ -104,7 +106,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 async def _lines_on(
     database: str, folder: Path, settings: dict[str, object], rng: random.Random, *, planted: bool = False
 ) -> dict[str, Line]:
-    """Play the inputs on a stack of its own. A tenth of them show planted faults."""
+    """Send the inputs to a new stack and return the result lines by name.
+
+    With `planted`, send a tenth of the inputs to a stack with planted faults, which the lines have to detect.
+    """
     verdict_rng = random.Random(rng.random())
     endpoint = fake_llm.answer(lambda _call: mutate(_VERDICT, verdict_rng).decode("utf-8", "surrogateescape"))
     with FakeLLM(endpoint) as judge:
@@ -179,7 +184,7 @@ def _explain(seen: Observations, lost: list[str], refused: list[DeadLetter], log
 
 
 async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observations:
-    """Send one input in `divisor` of those that a run has."""
+    """Send every `divisor`-th of the inputs of a full run."""
     seen = Observations()
     root = up.base_url.removesuffix("/v1")
     async with (
@@ -203,7 +208,8 @@ async def _send_all(up: HeadraceUp, rng: random.Random, divisor: int) -> Observa
 def _draw(turns: KnownTurns, rng: random.Random, divisor: int) -> tuple[list[HttpInput], list[_Record]]:
     """Draw all requests in random order and all records, in a thread.
 
-    A client whose loop stops for 10 s loses its idle connections.
+    Drawing takes so long that it would stop the event loop, and a client whose loop stops for 10 s loses its idle
+    connections.
     """
     inputs = [http_input(turns, rng, chat=False) for _ in range(OTHER_REQUESTS // divisor)]
     inputs += [http_input(turns, rng, chat=True) for _ in range(CHAT_REQUESTS // divisor)]
@@ -222,7 +228,7 @@ def _client(root: str, key: str) -> httpx.AsyncClient:
 
 
 async def _known_turns(alice: httpx.AsyncClient, mallory: httpx.AsyncClient) -> KnownTurns:
-    """Call the model in forty sessions of the attacker's, so that feedback has something to be about."""
+    """Call the model in forty sessions of the attacker, so that its feedback has turns to refer to."""
     responses, sessions, version = [], [], ""
     for number in range(40):
         session = f"known-{number}"
@@ -275,7 +281,7 @@ async def _send_records(bus: str, records: list[_Record], seen: Observations) ->
 
 
 async def _work(alice: httpx.AsyncClient, seen: Observations) -> None:
-    """The other tenant's agent: two calls, feedback, the end; again and again."""
+    """Act as the other tenant's agent until cancelled: two model calls, feedback, end of the session, and again."""
     number = 0
     while True:
         number += 1
@@ -306,7 +312,7 @@ async def _friendly(alice: httpx.AsyncClient, path: str, body: object, seen: Obs
 
 
 async def _watch_loops(up: HeadraceUp, seen: Observations) -> None:
-    """Note the longest block of each service's loop, again and again."""
+    """Record the longest block of each service's event loop at regular intervals until cancelled."""
     while True:
         for service, block_s in (await _block_s(up)).items():
             seen.block_s[service] = max(seen.block_s[service], block_s)
@@ -314,7 +320,7 @@ async def _watch_loops(up: HeadraceUp, seen: Observations) -> None:
 
 
 async def _loops_run_freely(up: HeadraceUp) -> None:
-    """Wait until the gauges have forgotten how the services started."""
+    """Wait until the gauges of loop blocks no longer include the start of the services."""
     for _ in range(int(_SETTLE_S)):
         if max((await _block_s(up)).values()) < _LOOP_BLOCK_S_MAX / 2:
             return
@@ -346,10 +352,12 @@ async def _settle(up: HeadraceUp, seen: Observations, timeout_s: float) -> tuple
 
 
 def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list[Reward]) -> list[str]:
-    """Acknowledged feedbacks with a value about a single turn of a closed trajectory that are no reward of it.
+    """Return each acknowledged feedback value about one turn of a closed trajectory that became no reward of the
+    trajectory.
 
-    Feedback about a turn of another tenant is acknowledged, since no gateway knows all ids, and must count nowhere. An
-    id that no gateway made names no session; feedback about it alone is dead-lettered as `unknown_target` in the end.
+    A gateway does not know all ids, so it acknowledges feedback about another tenant's turn, which must not become a
+    reward. An id that no gateway generated names no session; feedback about such an id alone is dead-lettered as
+    `unknown_target`.
     """
     hostile = [trajectory for trajectory in trajectories if trajectory.tenant == "mallory"]
     trajectory_of = {turn: trajectory.trajectory_id for trajectory in hostile for turn in trajectory.turn_ids}
@@ -379,7 +387,7 @@ def _uncounted(seen: Observations, trajectories: list[Trajectory], rewards: list
 
 
 async def _read(up: HeadraceUp, kind: type[Any]) -> list[Any]:
-    """Every readable event of the topic of `kind`."""
+    """Return all events of type `kind` that can be read from their topic."""
     async with connected(up.state.bus) as topics:
         events: list[Event] = [entry.event async for entry in topics.read(Range(kind.topic)) if entry.event is not None]
     return events

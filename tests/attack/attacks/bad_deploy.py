@@ -64,7 +64,7 @@ _ALL = "health, metric, log"
 
 
 async def _pauses(service: ServiceProcess) -> str:
-    """Return the places that report the pause, as soon as one does."""
+    """Wait until the service reports that it has paused, and return the names of the reports that mention the pause."""
     deadline = time.monotonic() + 90
     paused: list[str] = []
     while time.monotonic() < deadline and len(paused) < 3:

@@ -1,4 +1,4 @@
-"""Damaged and hostile records among good ones: each costs one dead letter with its place, the rest goes through."""
+"""Damaged and hostile records among good ones: each is dead-lettered with its offset, and all others are processed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,11 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 async def _send(stack: SmallStack, rng: random.Random) -> tuple[dict[str, tuple[int, ...]], dict[Place, str]]:
-    """Good turns with the tokens that were sampled, and the places of bad records with the reason to be given."""
+    """Send good turns mixed with bad records.
+
+    Returns:
+        The sampled tokens of each good turn, and the expected dead-letter reason for the place of each bad record.
+    """
     good: dict[str, tuple[int, ...]] = {}
     bad: dict[Place, str] = {}
     work = ["good"] * SESSIONS + ["bad"] * BAD
@@ -110,7 +114,7 @@ def _turns(experiences: list[Experience]) -> set[str]:
 
 
 def _sampled(closed: list[Trajectory]) -> dict[str, tuple[int, ...]]:
-    """Turn to the tokens that were sampled in it, as trajectories have them."""
+    """Return the sampled tokens of each turn, as the trajectories contain them."""
     return {
         span.turn_id: branch.token_ids[span.start : span.stop]
         for trajectory in closed

@@ -1,6 +1,6 @@
-"""Bodies of one caller that take long to read, while other callers must be served.
+"""Request bodies of one caller that take long to parse, while the services must go on serving other callers.
 
-After refused bodies come the largest bodies that each route accepts (`tests.attack.accepted_bodies`).
+Bodies that are refused come first, then the largest bodies that each route accepts (`tests.attack.accepted_bodies`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ TIMEOUT_S = 3600.0
 _LIMIT_S = 0.1
 _FRIENDS_PER_S = 10
 _ATTEMPTS = 4
-"""A body that blocks a loop does so every time. A busy machine now and then delays the holder of the interpreter lock.
+"""Number of attempts. A body that blocks a loop does so every time; on a busy machine the thread that holds the
+interpreter lock is delayed now and then.
 """
 
 _JSON = {"content-type": "application/json"}
@@ -68,7 +69,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def hostile(rng: random.Random) -> dict[str, bytes]:
-    """Bodies by name, each as bad as the bounds on bodies let it be."""
+    """Return hostile bodies by name. Each is as expensive to parse as the size limits allow."""
     word = "".join(rng.choice("abcdefgh ,{[") for _ in range(4000))
     user = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "f", "description": word[:3600], "parameters": {"a": [1, 2]}}}
@@ -104,7 +105,7 @@ def _deep(depth: int) -> dict[str, object]:
 
 
 def _blocks(running: Serving) -> dict[tuple[str, str], float]:
-    """By process and kind."""
+    """Return the longest loop block in seconds, by process and kind of loop."""
     kinds = ("busy", "late")
     return {(process, kind): block_s for kind in kinds for process, block_s in running.block_s(kind).items()}
 

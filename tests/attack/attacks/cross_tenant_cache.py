@@ -16,11 +16,11 @@ TITLE = "no tenant sees in a cache what another has asked"
 _PROMPTS = 40
 _SHUFFLES = 2000
 _P_MIN = 0.001
-"""How often chance alone may call two equal times different."""
+"""Lowest p-value with which the measured times still count as equal: the probability of a false alarm."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    """For each prompt of the victim, the attacker sends that prompt and an unused one, in random order."""
+    """For each of the victim's prompts, send that prompt and an unused one as the attacker, in random order."""
     leaks = own_hits = 0
     known_s: list[float] = []
     fresh_s: list[float] = []
@@ -51,7 +51,10 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def paired_p(some: list[float], baseline: list[float], rng: random.Random) -> float:
-    """Two-sided sign-flip permutation test on the median of paired differences (Fisher's randomisation test)."""
+    """Return the two-sided p-value of a sign-flip permutation test on the median of the paired differences.
+
+    The arguments are pairs by position. The test is Fisher's randomisation test.
+    """
     differences = [sample - other for sample, other in zip(some, baseline, strict=True)]
     observed = abs(statistics.median(differences))
     flipped = ([value * rng.choice((-1, 1)) for value in differences] for _ in range(_SHUFFLES))
@@ -59,7 +62,7 @@ def paired_p(some: list[float], baseline: list[float], rng: random.Random) -> fl
 
 
 async def _ask(running: Serving, http: httpx.AsyncClient, tenant: str, prompt: str) -> tuple[int, float]:
-    """Cached tokens, and seconds to the first event that holds a token."""
+    """Send a prompt. Return the number of cached tokens, and the seconds to the first event that contains a token."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": prompt}],
@@ -84,7 +87,7 @@ async def _ask(running: Serving, http: httpx.AsyncClient, tenant: str, prompt: s
 
 
 def _prompt(rng: random.Random) -> str:
-    """About a thousand tokens that no other prompt begins with."""
+    """Return a prompt of about a thousand tokens that shares no prefix with any other prompt."""
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz 0123456789") for _ in range(1000))
 
 

@@ -1,4 +1,6 @@
-"""Files that act on a prompt are covered by a digest, and a lineage copies its base when it starts."""
+"""Checks that a digest covers every file that affects a prompt, and that a lineage copies its base model when it
+starts.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _embedded(text: str) -> Callable[[Path], None]:
-    """The template stands inside the tokenizer's configuration, as transformers wrote it for years."""
+    """Return a change that moves the chat template into the tokenizer's configuration, as older transformers versions
+    wrote it.
+    """
 
     def change(folder: Path) -> None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -98,7 +102,7 @@ _TWINS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     ),
 }
 _TEMPLATES = 4
-"""The first of them: there `template_sha256` itself must differ."""
+"""Number of leading entries that change the chat template: for these `template_sha256` itself must differ."""
 
 
 def _twins(folder: Path, base: Path) -> list[Line]:
@@ -186,7 +190,9 @@ def _train(lineage: Lineage, number: int) -> None:
 
 
 async def _problems_of_newest(lineage: Lineage, blobs: BlobStore, cache: Path, base: Path) -> list[str]:
-    """Load the newest version as a replica does. Return its problems, and changes of the lineage's base."""
+    """Load the newest version as a replica does. Return the problems of the version and any changes of the lineage's
+    base.
+    """
     checkpoint = lineage.saved.checkpoint
     try:
         manifest, folder = await VersionCache(blobs, cache).fetch(checkpoint.manifest)

@@ -1,4 +1,7 @@
-"""Two hundred session ids that are easily taken for one another, by raw sockets and `http.client`, and a bound key."""
+"""Two hundred session ids that are easily confused with each other, sent over raw sockets and `http.client`.
+
+A key that is bound to some sessions must not reach the others.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def _key(name: str, **fields: str) -> dict[str, object]:
 
 
 async def _send_all(url: str, sessions: list[hostile_json.NamedSession]) -> int:
-    """Return how many requests were refused."""
+    """Send all requests of the sessions. Return how many were refused."""
     refused = 0
     async with httpx2.AsyncClient(base_url=url, headers={"authorization": "Bearer open"}, timeout=60) as client:
         for number, session in enumerate(sessions):
@@ -85,7 +88,7 @@ async def _send_all(url: str, sessions: list[hostile_json.NamedSession]) -> int:
 
 
 async def _reach_others(url: str, names: list[str]) -> int:
-    """Return how many requests of the bound key were not refused with 403."""
+    """Send requests about other sessions with the bound key. Return how many were not refused with 403."""
     reached = 0
     async with httpx2.AsyncClient(base_url=url, headers={"authorization": "Bearer bound"}, timeout=60) as client:
         for name in names:
@@ -99,7 +102,7 @@ async def _reach_others(url: str, names: list[str]) -> int:
 
 
 async def _events(view: BusView) -> tuple[list[Turn], list[Feedback], list[SessionEnd]]:
-    """Return the events on the topics once all have arrived, or after the wait."""
+    """Wait until all events have arrived or the time is over, and return the events on the topics."""
     async with asyncio.timeout(_WAIT_S * 2):
         for _ in range(int(_WAIT_S)):
             turns, feedback, ends = await view.read(Turn), await view.read(Feedback), await view.read(SessionEnd)

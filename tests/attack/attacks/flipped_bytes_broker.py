@@ -1,8 +1,8 @@
-"""Single bytes of the broker's files are flipped while it is down, in 20 rounds of 25, each on a fresh copy.
+"""Flipped bytes in the files of a stopped broker: 20 rounds with 25 bytes each, every round on a fresh copy.
 
-The files are those that a kill -9 leaves after real traffic: several topics, transactions, committed offsets, some of
-it still in SQLite's log. In each round a real broker starts on them and real consumers read everything. Some rounds
-flip the files of checksums instead.
+The files are those that a kill -9 leaves after real traffic: several topics, transactions and committed offsets, partly
+still in SQLite's log. In each round a real broker starts on the damaged files and real consumers read everything. Some
+rounds flip bytes of the checksum files instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Records = dict[tuple[str, int, int], tuple[bytes | None, bytes | None]]
 
 
 class Content(NamedTuple):
-    """Content that clients can read: records by topic, partition and offset, and committed offsets."""
+    """Content that clients can read: the records by topic, partition and offset, and the committed offsets."""
 
     records: Records
     committed: dict[TopicPartition, int | None]
@@ -68,7 +68,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 async def _traffic(folder: Path, rng: random.Random) -> tuple[Path, Content]:
-    """Folder of a broker after traffic and kill -9, and its content."""
+    """Run a broker under traffic and kill it with SIGKILL. Return the folder of its files and the content."""
     broker = BrokerProcess(folder)
     broker.start()
     try:
@@ -137,7 +137,7 @@ def _partitions() -> list[TopicPartition]:
 
 
 def _flip(folder: Path, rng: random.Random, *, checksums: bool) -> int:
-    """Flip bytes, each in a page of its own: anywhere in the data, or anywhere in its checksums."""
+    """Flip bytes, each in a different page: in the checksum files if `checksums`, otherwise anywhere in the data."""
     names = ("broker.sums", "broker.frames") if checksums else ("broker.sqlite", "broker.sqlite-wal")
     sizes = {folder / name: (folder / name).stat().st_size for name in names}
     unit = {"broker.sqlite-wal": FRAME_BYTES, "broker.sums": SUMS_BYTES, "broker.frames": ENTRY_BYTES}

@@ -1,4 +1,4 @@
-"""A thousand forged `replicas` records lead to listeners of the attacker's: which of them hears a key or a prompt?"""
+"""A thousand forged `replicas` records that name the attacker's listeners, which must receive no key and no prompt."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _forged(replica: FakeReplica, traps: list[Trap], rng: random.Random) -> Replica:
-    """Return heartbeats that a caller without the key can write, under the genuine name or another."""
+    """Return a forged heartbeat that a caller without the key can write, under the replica's own or another name."""
     host = rng.choice(("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"))
     name = rng.choice((replica.replica_id, f"replica-{rng.randrange(50)}"))
     wrong = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))

@@ -1,8 +1,7 @@
-"""A disk that is full for a while under a working stack, and a disk that the stack itself fills.
+"""A disk that another program fills for a while under a running stack, and a disk that the stack itself fills.
 
-Broker, gateway and the stream services are on it.
-
-`ATTACK_FULL_DISK_S` sets the duration (default: two minutes).
+The broker, the gateway and the stream services store their files on this disk. `ATTACK_FULL_DISK_S` in the environment
+sets for how many seconds the disk is full (default: 120).
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ _BEFORE_S, _AFTER_S = 5.0, 8.0
 _FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "120"))
 _SETTLE_S = 90.0
 _ROOM_BYTES = 8_000_000
-"""Room above the bound that the stack fills by itself."""
+"""Free bytes above the limit at which the gateway refuses requests; the traffic itself fills them."""
 _SHORT_S, _SHORT_WAIT_S = 10.0, 90.0
 _BOUND_SHARE = 0.05
-"""Part of the disk that stays free, by default."""
+"""Share of the disk that the services keep free by default."""
 _REWARDS = "def short(trajectory):\n    return 1.0\n"
 
 
 @dataclass
 class Ledger:
-    """Observations of the users. Each question is unique."""
+    """What the users of the stack observed. Each question is unique."""
 
     acknowledged: dict[str, str] = field(default_factory=dict)
-    """Question to response id."""
+    """Response id of each acknowledged question."""
     refused: dict[str, str] = field(default_factory=dict)
-    """The gateway's answer to each question."""
+    """The gateway's error answer to each refused question."""
     unknown: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
     stopping: bool = False
@@ -150,7 +149,7 @@ def _lines(
 
 
 async def _fill_by_itself(disk: SmallDisk, ledger: Ledger) -> list[Line]:
-    """Leave little room, let the users work on until they are refused, and then for a while; make room again."""
+    """Let the users' traffic fill the disk until requests are refused, go on for a while, then free space again."""
     loop = asyncio.get_running_loop()
     bound = _SIZE_MB * (1 << 20) * _BOUND_SHARE
     ledger.text_length_max = 60_000
@@ -176,7 +175,7 @@ async def _fill_by_itself(disk: SmallDisk, ledger: Ledger) -> list[Line]:
 
 
 async def _full_for(disk: SmallDisk, seconds: float, data_dir: Path) -> tuple[int, set[str]]:
-    """Count the status reports about the disk, and collect the services that they name."""
+    """Fill the disk for `seconds`. Return the number of status reports about it, and the services that they name."""
     loop = asyncio.get_running_loop()
     deadline, reports, named = loop.time() + seconds, 0, set[str]()
     while loop.time() < deadline:
@@ -196,7 +195,7 @@ async def _full_for(disk: SmallDisk, seconds: float, data_dir: Path) -> tuple[in
 
 
 async def _use(url: str, ledger: Ledger, number: int, seed: int) -> None:
-    """Play one user: short runs, one question after the other. A refused question is sent again under another name."""
+    """Act as one user: short runs, one question after the other. A refused question is sent again under a new name."""
     rng = random.Random(seed)
     async with httpx.AsyncClient(timeout=120) as http:
         count = 0
@@ -228,7 +227,7 @@ async def _beat(producer: EventProducer, replica: FakeReplica) -> None:
 
 
 async def _until_there(view: BusView, ledger: Ledger) -> list[Turn]:
-    """The turns on the bus, once all that were acknowledged are there or `_SETTLE_S` is over."""
+    """Wait until all acknowledged turns are on the bus or `_SETTLE_S` is over, and return the turns on the bus."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _SETTLE_S
     while True:
@@ -246,7 +245,7 @@ async def _end_all(url: str, ledger: Ledger) -> None:
 
 
 async def _collected(view: BusView, expected: set[str]) -> set[str]:
-    """Wait until trajectories name the expected turns, or a limited time. Return all turns that they name."""
+    """Wait, for a limited time, until trajectories contain the expected turns. Return all turns that they contain."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _SETTLE_S
     while True:

@@ -1,6 +1,6 @@
-"""One tenant with four kinds of maximal load, while another tenant makes ordinary calls.
+"""One tenant sends four kinds of maximum load in turn, while another tenant makes ordinary calls.
 
-`python -m tests.attack.attacks.greedy_tenant URL KIND SEED` sends one load in a process until it is killed.
+`python -m tests.attack.attacks.greedy_tenant URL KIND SEED` sends one kind of load until it is killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.system.line import Line, at_most, none_of
 
 TITLE = "a tenant that asks for all that it can leaves another tenant its pace"
 CALLS = 60
-"""Calls of the modest tenant under each load and as many without it, one after the other."""
+"""Number of the ordinary tenant's sequential calls under each load, and of its calls without load."""
 _ROUNDS = 4
-"""Rounds without the load and under it alternate, so that both have the same share of a disturbed machine."""
+"""Number of rounds. Rounds without and with load alternate, so that both suffer equally from a busy machine."""
 TOKENS = 16
 RATIO_MAX = 2.0
 _CONNECTIONS = 24
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    """Measure the modest tenant's calls without a load and under each of them, in turns."""
+    """Measure the ordinary tenant's calls without load and under each kind of load, in alternating rounds."""
     lines: list[Line] = []
     failed = calls = 0
     async with serving(folder, tenants=("modest", "greedy")) as running, aiohttp.ClientSession() as http:
@@ -93,7 +93,7 @@ async def _load(url: str, kind: str, rng: random.Random) -> AsyncIterator[None]:
 
 
 async def _ask_for_all(url: str, kind: str, rng: random.Random) -> None:
-    """The load: each connection sends its next request when the one before is answered."""
+    """Send one kind of load: each connection sends its next request as soon as the previous one is answered."""
     headers = {"authorization": "Bearer greedy"}
     if kind == "plays":
         headers["x-headrace-purpose"] = "eval"

@@ -1,4 +1,4 @@
-"""Many clients that send slowly, ambiguously or no request at all, among well-behaved ones."""
+"""Clients that send slowly, ambiguously or no request at all, beside well-behaved clients that must be served."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 async def _closed_after(port: int, start: bytes, drip: bytes) -> float:
-    """Seconds until the gateway had enough of a client that goes on like this; infinite when it never has."""
+    """Send `start`, then `drip` again and again. Return the seconds until the gateway closes the connection, else
+    infinity.
+    """
     began = time.monotonic()
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(3 * (HEADER_TIMEOUT_S + BODY_TIMEOUT_S)):
@@ -102,7 +104,10 @@ async def _drip(writer: asyncio.StreamWriter, drip: bytes) -> None:
 
 
 async def _ambiguous(port: int, rng: random.Random) -> tuple[int, int]:
-    """Count the ambiguous requests that received anything but one refusal and a closed connection."""
+    """Send ambiguous requests. Return the number of those that got anything but one refusal and a closed connection,
+    and of
+    all.
+    """
     names = [name for name in HEADS for _ in range(AMBIGUOUS)]
     rng.shuffle(names)
     wrong = 0
@@ -119,7 +124,7 @@ async def _ambiguous(port: int, rng: random.Random) -> tuple[int, int]:
 
 
 async def _answer(port: int, data: bytes) -> bytes | None:
-    """Return all bytes until the connection is closed; None when it stays open."""
+    """Send `data` and return all bytes until the connection is closed, or None if the gateway leaves it open."""
     answer = b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -137,7 +142,9 @@ async def _answer(port: int, data: bytes) -> bytes | None:
 
 @contextlib.asynccontextmanager
 async def _behaving(url: str) -> AsyncIterator[list[int]]:
-    """Calls, one after the other; the list is of 1 for each that was answered and 0 for each that was not."""
+    """Call the gateway in sequence during the block. Yield a list that gets 1 for each answered call and 0 for any
+    other.
+    """
     seen: list[int] = []
 
     async def call() -> None:

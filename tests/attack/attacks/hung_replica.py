@@ -1,4 +1,4 @@
-"""Two replicas, plain and streamed load, and SIGSTOP of one of them, then of the bus: calls and streams go on."""
+"""SIGSTOP of one of two replicas, then of the bus, under plain and streamed load: calls and streams must go on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ TITLE = "a replica that is stopped, not dead, and a bus that is"
 AGENTS = 8
 ROUNDS = 2
 STOPPED_S = 20.0
-"""Longer than any call may take, so that a call that waits for its end is noticed."""
+"""Duration of a SIGSTOP: longer than any call may take, so that a call that waits for the process to resume is
+detected.
+"""
 RUNNING_S = 4.0
 BEAT_S = 0.5
 SLOWEST_S = 15.0
@@ -97,7 +99,10 @@ def _lines(name: str, load: Load) -> list[Line]:
 
 
 async def _stop_one(pids: dict[str, int], silent: set[str], rng: random.Random) -> None:
-    """Its heartbeats end with it in one of two cases; in the other it is the network between us that is cut."""
+    """Stop one replica with SIGSTOP for `STOPPED_S`.
+
+    In half of the cases its heartbeats end, too; otherwise they go on, as if only the network to the replica were cut.
+    """
     name = rng.choice(sorted(pids))
     if rng.random() < 0.5:
         silent.add(name)
@@ -189,7 +194,7 @@ def answer_text(text: str, *, stream: bool) -> str:
 
 
 async def _lost(view: BusView, delivered: set[str]) -> int:
-    """Count answered calls without a turn on the bus, after the spool had time to drain."""
+    """Return the number of answered calls whose turn is not on the bus after the spool had time to drain."""
     deadline = time.monotonic() + 30
     while True:
         missing = delivered - {turn.turn_id for turn in await view.read(Turn)}

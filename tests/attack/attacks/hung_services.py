@@ -1,7 +1,8 @@
-"""SIGSTOP of every service of a real stack: each is shown as hung, killed, started again and ready, and calls go on.
+"""SIGSTOP of every service of a real stack: each must be reported as hung, killed, restarted and ready, while calls go
+on.
 
-Two supervisors, as on two machines: the first starts everything, the second a twin of gateway and replica. Services are
-stopped in waves, so that a wave is waited for once; twins are in different waves, and so is the bus.
+Two supervisors stand for two machines: the first starts all services, the second a twin of the gateway and of the
+replica. Services are stopped in groups, to wait once per group; twins and the bus are in different groups.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _REPLICA: dict[str, object] = {
 
 @dataclass
 class Stack:
-    """Both machines. A service of the second one has `-2` after its name."""
+    """Both machines with their services. The name of a service on the second machine ends with `-2`."""
 
     first: Supervisor
     second: Supervisor
 
     def state(self, name: str) -> ServiceState:
-        """State that `headrace status` reads."""
+        """Return the state of a service as `headrace status` reads it."""
         supervisor = self.second if name.endswith("-2") else self.first
         return read(supervisor.data_dir).services[name.removesuffix("-2")]
 
@@ -58,7 +59,7 @@ class Stack:
 
 @dataclass
 class Recovery:
-    """Recovery of one service, in seconds after its SIGSTOP."""
+    """How one service recovered: seconds from its SIGSTOP to each stage."""
 
     name: str
     shown_s: float = float("inf")
@@ -68,7 +69,7 @@ class Recovery:
 
 @dataclass
 class Calls:
-    """An agent behind two gateways: a call that one does not answer goes to the other."""
+    """An agent with two gateways: a call that one gateway does not answer is sent to the other."""
 
     gateways: tuple[str, str]
     calls_made: int = 0
@@ -76,7 +77,7 @@ class Calls:
     slowest_s: float = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Make calls until cancelled."""
         async with httpx.AsyncClient(timeout=_CALL_S) as http:
             while True:
                 began = time.monotonic()

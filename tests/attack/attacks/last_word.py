@@ -1,4 +1,4 @@
-"""Clocks that are wrong and jump, in two gateways, the collector and the scorer: the client's last word still wins."""
+"""Wrong and jumping clocks in two gateways, the collector and the scorer: the client's last value must count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SKEW_MAX_S = 5.0
 _SETTLES_S = 90.0
 _PLACES = ("gateway-1", "gateway-2", "collector", "scorer")
 Words = dict[str, list[tuple[str, float]]]
-"""Values that were sent about the last acknowledged turn of each session, in order."""
+"""Sent feedback by session, in order: the id of the turn that was acknowledged last, and the value."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -75,7 +75,7 @@ async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.
 
 
 async def _bus_is_there(client: httpx2.AsyncClient, url: str) -> None:
-    """Wait until the gateway is connected, so that it does not spool acknowledged events."""
+    """Wait until the gateway is connected to the bus, so that it does not spool acknowledged events."""
     async with asyncio.timeout(60):
         while True:
             await client.post(f"{url}/v1/feedback", json={"session_id": "nobody", "value": 0})
@@ -87,7 +87,13 @@ async def _bus_is_there(client: httpx2.AsyncClient, url: str) -> None:
 async def _session(
     name: str, client: httpx2.AsyncClient, urls: list[str], view: BusView, clocks: list[Path], draw: random.Random
 ) -> list[tuple[str, float]]:
-    """One or two runs under one name, each judged some times through either gateway, before and after its end."""
+    """Play one or two runs with the session id `name`. Each gets several values through both gateways, before and after
+    its
+    end.
+
+    Returns:
+        The turn id and the value of each acknowledged feedback, in order.
+    """
     values = []
     for run in range(draw.choice([1, 2])):
         created = datetime.now(UTC) + timedelta(seconds=draw.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
@@ -107,7 +113,11 @@ async def _session(
 
 
 async def _closed(view: BusView, turn: Turn) -> None:
-    """Wait for the trajectory: an end that is read late would include later turns. Raises `TimeoutError`."""
+    """Wait until the turn is in a trajectory, because an end that is read late would include later turns.
+
+    Raises:
+        TimeoutError: there is no such trajectory in time.
+    """
     async with asyncio.timeout(_SETTLES_S):
         while not any(turn.turn_id in trajectory.turn_ids for trajectory in await view.read(Trajectory)):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
@@ -119,7 +129,7 @@ async def _accepted(request: object) -> None:
 
 
 async def _judged(view: BusView, words: Words) -> list[Line]:
-    """Once every verdict is right, or time is up."""
+    """Wait until every reward has the last value or the time is over, and return the result lines."""
     deadline = asyncio.get_running_loop().time() + _SETTLES_S
     while True:
         wrong, stray, of = await _compare(view, words)
@@ -133,7 +143,7 @@ async def _judged(view: BusView, words: Words) -> list[Line]:
 
 
 async def _compare(view: BusView, words: Words) -> tuple[int, int, int]:
-    """Count trajectories with an earlier value, trajectories with another run's value, and all trajectories."""
+    """Return the number of trajectories with an outdated value, of those with another run's value, and of all."""
     home = {
         turn: trajectory.trajectory_id for trajectory in await view.read(Trajectory) for turn in trajectory.turn_ids
     }

@@ -1,4 +1,4 @@
-"""Two trainers of one lineage: in threads over a slow blob store, a thousand times, and as processes on a bus."""
+"""Two trainers of one lineage: a thousand times as threads over a slow blob store, and as processes on a bus."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SAVES = 3
 _LEASE_S = 3.0
 _TAKEOVER_S = 30.0
 _START_S = 300.0
-"""Time that a process needs to start, which is not measured."""
+"""Maximum seconds for the start of a process, which is not part of the measurement."""
 _MODEL = "m"
 
 
@@ -59,7 +59,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 class SlowBlobs(BlobStore):
-    """Every request takes a random while, so two clients' requests interleave in every way."""
+    """Blob store in which every request takes a random time, so that the requests of two clients interleave in any
+    order.
+    """
 
     def __init__(self, url: str, seed: str, *, objects: bool) -> None:
         super().__init__(url)
@@ -106,7 +108,7 @@ class SlowBlobs(BlobStore):
 
 
 class Objects(LocalFileSystem):  # type: ignore[misc]
-    """An object store's manners over a folder: whole objects, a conditional write, and no rename that we could use."""
+    """Folder that behaves like an object store: whole objects, conditional writes, and no rename."""
 
     protocol = ("s3", "s3a")
     _writing = Lock()
@@ -135,7 +137,7 @@ class Objects(LocalFileSystem):  # type: ignore[misc]
 
 @dataclass
 class Overlap:
-    """Results of one overlap, or of several added up."""
+    """Result of one overlap of two trainers, or the sum of several results."""
 
     saves: int = 0
     takeovers: int = 0
@@ -166,7 +168,9 @@ def _overlaps(folder: Path, rng: random.Random) -> list[Line]:
 
 @contextlib.contextmanager
 def _light_models() -> Iterator[None]:
-    """Learner whose weights are a list of its lessons; everything around it is the trainer's own code."""
+    """Replace the learner by one whose weights are the list of its training examples. All other code is the trainer's
+    own.
+    """
     with contextlib.ExitStack() as stack:
         for name, substitute in learner.AS_TORCH.items():
             stack.enter_context(mock.patch(name, substitute))
@@ -197,7 +201,7 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
 
 
 def _trainer(url: str, seed: int, number: int, which: int) -> Overlap:
-    """Play some lives of one process. Every start takes over at once, because no lease is set."""
+    """Start one trainer `_LIVES` times. Every start takes the lineage over at once, because no lease is set."""
     overlap = Overlap()
     draw = random.Random(f"{seed} {which}")
     for life in range(_LIVES):
@@ -258,7 +262,7 @@ def _processes(folder: Path) -> list[Line]:
 
 
 class Trainer(ServiceProcess):
-    """One process of the lineage; all share a folder."""
+    """One trainer process of the lineage. All trainers share a folder."""
 
     def __init__(self, folder: Path, base: Path, bus: str, **settings: object) -> None:
         environment = {"BASE": base, "MODEL": _MODEL, "LEASE_S": _LEASE_S, **settings}
@@ -279,7 +283,9 @@ class Trainer(ServiceProcess):
 
 
 def _rolling(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list[Line]:
-    """Start the new trainer while the old one works, as in a rolling restart. It is ready before the old one stops."""
+    """Start the new trainer while the old one works, as in a rolling restart. The new one is ready before the old one
+    stops.
+    """
     old, new = (Trainer(folder, base, bus, OWNER_WAIT_S=_START_S) for _ in range(2))
     started += [old, new]
     for trainer in (old, new):
@@ -297,7 +303,7 @@ def _rolling(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list
 
 
 def _both_alive(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list[Line]:
-    """The owner hangs for longer than its lease, and comes back when another one has the lineage."""
+    """Stop the owner with SIGSTOP for longer than its lease, and resume it when another trainer owns the lineage."""
     owner = started[-1]
     heir = Trainer(folder, base, bus, OWNER_WAIT_S=_START_S)
     third = Trainer(folder, base, bus, OWNER_WAIT_S=2 * _LEASE_S)

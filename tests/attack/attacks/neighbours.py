@@ -1,8 +1,8 @@
-"""One tenant attacks a whole stack in many ways, one after the other, while another tenant works on it.
+"""Attacks of one tenant on a whole stack, in sequence, while another tenant works on it.
 
-The other tenant calls the model, gives feedback and ends its sessions all the while. Its calls under an attack are
-compared with those before and after it. `tests.attack.neighbour_load` has the attacks; `NEIGHBOURS="bodies tokens"` in
-the environment plays these alone.
+The other tenant calls the model, gives feedback and ends its sessions all the time. Its calls during an attack are
+compared with those before and after it. `tests.attack.neighbour_load` contains the attacks;
+`NEIGHBOURS="bodies tokens"` in the environment selects these two.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ BLOCK_S_MAX = 0.1
 CALLS = 200
 """Calls of the other tenant under each attack, and in quiet periods around it."""
 _ATTEMPTS = 3
-"""An attack that slows a neighbour or blocks a loop does so every time; a busy machine does it now and then."""
+"""Number of attempts. An attack that slows another tenant or blocks a loop does so every time; a busy machine now and
+then.
+"""
 _START_S = 300.0
 _SETTLE_S = 3.0
 _QUIET_S_MAX = 60.0
@@ -50,7 +52,7 @@ _LOOK_S = 4.0
 _INNOCENT = "alice"
 _SERVICES = ("collector", "scorer", "judge")
 _SOURCES = frozenset({"feedback", "function:strange", "judge:helpfulness"})
-"""Reward source of each session of the other tenant."""
+"""Sources of the rewards that each session of the other tenant must get."""
 _VERDICT = json.dumps({"reason": "because", "criteria": {"outcome": 4, "grounding": 4, "conduct": 5, "clarity": 5}})
 _NO_VERDICTS: tuple[bytes, ...] = (
     json.dumps(fake_llm.completion(_VERDICT.replace("because", "bad \\ud83d end"))).encode(),
@@ -66,10 +68,10 @@ _NO_VERDICTS: tuple[bytes, ...] = (
 
 @dataclass
 class Innocent:
-    """The other tenant: durations of its calls, and its failures."""
+    """The other tenant, who attacks nobody: durations of its calls, and its failures."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
-    """When each began, and how many seconds it took."""
+    """Start time and duration in seconds of each call."""
     requests: int = 0
     failures: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
@@ -79,7 +81,7 @@ class Innocent:
         return [took_s for began_s, took_s in self.calls if any(start <= began_s < end for start, end in spans)]
 
     async def work(self, url: str) -> None:
-        """Two calls, feedback and the end of the session, again and again, until cancelled."""
+        """Make two calls, give feedback and end the session, again and again until cancelled."""
         headers = {"authorization": f"Bearer {_INNOCENT}"}
         async with aiohttp.ClientSession(url, headers=headers) as http:
             for number in range(10**9):
@@ -121,19 +123,21 @@ class Stack:
     innocent: Innocent
 
     def blocks(self) -> dict[str, float]:
-        """The longest block of each process's loop in the last seconds."""
+        """Return the longest block of each process's event loop in the last few seconds."""
         urls = {service.name: service.url for service in self.services}
         served = {"gateway": self.running.gateway.url, "replica": self.running.replica.url}
         return block_s(served | urls | {"broker": self.running.broker_url}, "busy")
 
     def ended(self) -> list[str]:
-        """Return the services that do not run or report that they are unhealthy."""
+        """Return the services that have ended or report that they are unhealthy."""
         return [service.name for service in self.services if not service.running() or not service.healthy()]
 
 
 @dataclass
 class Measured:
-    """Result of one attack: the other tenant's seconds during it and in quiet, and the longest blocks."""
+    """Result of one attack: durations of the other tenant's calls during the attack and without it, and the longest
+    blocks.
+    """
 
     beside_s: list[float]
     quiet_s: list[float]
@@ -194,7 +198,7 @@ def _lines(kind: str, tries: list[Measured]) -> list[Line]:
 
 
 async def _measure(stack: Stack, kind: str, rng: random.Random) -> Measured:
-    """Play one attack between two quiet times, in each of which the other tenant calls as often."""
+    """Play one attack between two quiet periods. The other tenant makes the same number of calls in each."""
     innocent = stack.innocent
     before = await _calls(stack, CALLS // 2)
     failures, requests = len(innocent.failures), innocent.requests
@@ -218,7 +222,7 @@ async def _measure(stack: Stack, kind: str, rng: random.Random) -> Measured:
 
 
 async def _calls(stack: Stack, count: int, blocks: dict[str, float] | None = None) -> tuple[float, float]:
-    """Wait for so many calls of the other tenant, note the blocks meanwhile, and return when that was."""
+    """Wait for `count` calls of the other tenant and collect loop blocks in `blocks`. Return the start and end time."""
     start_s, target = time.monotonic(), len(stack.innocent.calls) + count
     looked_s = start_s
     while len(stack.innocent.calls) < target:
@@ -235,7 +239,7 @@ async def _note(stack: Stack, blocks: dict[str, float]) -> None:
 
 
 async def _quiet(stack: Stack, blocks: dict[str, float] | None = None) -> None:
-    """Wait until the gauges have dropped earlier values, and record them meanwhile."""
+    """Wait until the gauges no longer include earlier blocks. Meanwhile collect loop blocks in `blocks`."""
     deadline_s = time.monotonic() + _QUIET_S_MAX
     while time.monotonic() < deadline_s:
         longest: dict[str, float] = defaultdict(float)
@@ -300,7 +304,7 @@ def _with_tokens_without_row(folder: Path) -> Path:
 
 
 def _judge_answer(call: Call) -> Reply:
-    """Return a judge's answer; for a conversation of the attacker, an invalid one."""
+    """Return the judge's answer to `call`: an invalid one if the conversation is the attacker's."""
     if GARBLE not in call.prompt:
         return Reply(fake_llm.completion(_VERDICT))
     return Reply(raw=_NO_VERDICTS[hash(call.prompt) % len(_NO_VERDICTS)])
@@ -308,7 +312,9 @@ def _judge_answer(call: Call) -> Reply:
 
 @contextlib.asynccontextmanager
 async def _load(running: Serving, kind: str, rng: random.Random) -> AsyncIterator[dict[str, int]]:
-    """Yield the answers to the attacker. The list is filled at the end."""
+    """Run an attack of this kind during the block. Yield the counts of the answers to it, which are filled in at the
+    end.
+    """
     arguments = (running.gateway.url, running.bus, running.version, kind)
     command = (sys.executable, "-m", "tests.attack.neighbour_load", *arguments, str(rng.randrange(2**32)))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -327,8 +333,11 @@ async def _load(running: Serving, kind: str, rng: random.Random) -> AsyncIterato
 
 
 async def _unrewarded(stack: Stack) -> tuple[set[str], float]:
-    """Wait until each session of the other tenant has all of its rewards, and return those that have not, and the
-    seconds that were waited."""
+    """Wait until each session of the other tenant has all of its rewards, or the time is over.
+
+    Returns:
+        The sessions that lack a reward, and the seconds of the wait.
+    """
     began_s = time.monotonic()
     while True:
         rewarded: set[str] = set()

@@ -1,4 +1,4 @@
-"""Another user of the machine, and a client without the token, try the broker, the files and the pages of a stack."""
+"""Attacks of another user of the machine, and of a client without the token, on a stack's broker, files and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A trainer that continues from withdrawn weights, and a registry that dies during the rollback."""
+"""A rollback that must be final although a trainer continues from the withdrawn weights and the registry dies
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.system.line import Line, none_of
 TITLE = "descendants of a withdrawn version never serve"
 ROUNDS = 12
 LATER_S = 5.0
-"""How long the children are waited for: five seconds were enough for one to be promoted."""
+"""Seconds to wait for a promotion of a descendant, which must not happen; five were enough for the bug to show."""
 MODEL = "rolled"
 
 
@@ -88,7 +90,7 @@ def _descends(version: str, ancestor: str, parents: dict[str, str | None]) -> bo
 
 
 def _barred_then(routing: Routing, parents: dict[str, str | None]) -> set[str]:
-    """Return the descendants of versions that this routing withdraws."""
+    """Return the versions that `routing` withdraws, and their descendants."""
     return {name for name in parents if any(_descends(name, version, parents) for version in routing.withdrawn)}
 
 
@@ -97,7 +99,7 @@ def _taken_back(rig: RegistryRig, version: str) -> bool:
 
 
 def _after(rig: RegistryRig, version: str) -> bool:
-    """Whether the version was promoted after it had been taken back."""
+    """Return whether the version was promoted after its rollback or withdrawal."""
     answer = rig.decisions_about(version)
     return "promoted" in answer[min(answer.index(word) for word in ("rolled_back", "withdrawn") if word in answer) :]
 

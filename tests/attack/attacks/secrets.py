@@ -1,4 +1,4 @@
-"""Planted secrets, errors that quote them, and access rights: every output is searched."""
+"""A search of every output for planted secrets, including error messages that could quote them, and access rights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spy(trajectory):
 
 @dataclass
 class Planted:
-    """Source of a new secret for each use. `outputs` holds every output by its origin."""
+    """Generator of secrets, a new one for each use. `outputs` holds every output by its origin, to be searched."""
 
     rng: random.Random
     secrets: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ def _doors(name: str, answers: Mapping[str, int], caller: str, expected: int) ->
 
 
 def _refused_starts(folder: Path, planted: Planted) -> None:
-    """Starts that end at once, each with a message about something that holds a secret."""
+    """Start services that must fail at once, each with an error about a setting that contains a secret."""
     file = folder / "wrong.toml"
     texts = {
         "a number": f"[security]\ninternal_key = {planted.digits()}\n",
@@ -134,7 +134,7 @@ def _output(command: list[str], environ: Mapping[str, str]) -> str:
 
 
 async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[str, int]) -> int:
-    """A stack with keys, which a reward function spies on; how often it did."""
+    """Run a stack with keys and a reward function that looks for them. Return how often the function found a secret."""
     (folder / "spy.py").write_text(_SPY)
     key = planted.digits()
     environ = {

@@ -1,4 +1,4 @@
-"""Flipped bytes in everything that the gateway's spool keeps on the disk."""
+"""Flipped bits in all files of the gateway's spool."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _event(number: int, rng: random.Random) -> Spooled:
 
 
 def _flip(folder: Path, rng: random.Random) -> None:
-    """One bit, half of the time where records lie, otherwise anywhere in any file."""
+    """Flip one bit: with probability one half in the bytes of records, otherwise anywhere in any file."""
     files = sorted(path for path in folder.iterdir() if path.stat().st_size)
     segments = [path for path in files if path.suffix == ".spool" and any(path.read_bytes()[:64])]
     path = rng.choice(segments if rng.random() < 0.5 else files)

@@ -1,4 +1,4 @@
-"""Trajectories from outside, over HTTP and Kafka: one turn in several of them, and every field that may be wrong."""
+"""Ingested trajectories over HTTP and Kafka: the same turn in several trajectories, and wrong values of every field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "a captured turn": ("captured_turn", {"turn_id": ANOTHERS}),
     "unknown field": ("unknown_field", {"priority": 1}),
 }
-"""Reason that the ingest check reports for each hostile change, and the changed fields."""
+"""Hostile changes by name: the reason for which the ingest check must refuse the trajectory, and the changed fields."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -158,7 +158,7 @@ async def _hostile_kafka(stack: SmallStack, version: str) -> dict[str, tuple[Pla
 
 
 async def _captured(stack: SmallStack, version: str) -> None:
-    """A real turn, which then is sent in a trajectory of another tenant, too."""
+    """Send a captured turn and its session's end, then a trajectory of another tenant that contains the same turn."""
     turn = ask([user("q")], session="real", version=version)
     await stack.send(turn)
     await stack.send(end("real"))
@@ -170,7 +170,7 @@ async def _captured(stack: SmallStack, version: str) -> None:
 
 
 async def _repeat(stack: SmallStack, gateway: ServiceProcess, version: str, rng: random.Random) -> None:
-    """Each turn in four trajectories, in any order, through either door."""
+    """Send each turn in four trajectories, in random order, over HTTP or Kafka."""
     work = [(turn, copy) for turn in range(TURNS) for copy in range(4)]
     rng.shuffle(work)
     async with httpx.AsyncClient(base_url=gateway.url) as client:

@@ -1,7 +1,8 @@
-"""A hostile page in a real browser tries every route of every service of a default stack, in all modes.
+"""A hostile web page in a real browser that tries every route of every service of a default stack, in all fetch modes.
 
-The page is on another port of this machine, on another site, and on a name that DNS rebinding leads to the service.
-Every process notes which requests of the browser arrived and which reached its code; none may.
+The page is served from another port of this machine, from another site, and from a name that DNS rebinding points at
+the
+service. Every process records which requests of the browser arrived and which reached its handlers: none may.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Faults for a stack whose PYTHONPATH has this folder; Python imports the module at the start of each process.
+"""Planted faults: Python imports this module at the start of each process whose PYTHONPATH contains this folder.
 
-Each fault breaks one promise that `tests.attack.attacks.any_input` measures, so its lines have to notice.
+Each fault breaks one promise that `tests.attack.attacks.any_input` checks, so that its result lines have to detect it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""In a service's process: write down its routes, and every request of a browser that arrives or reaches its code.
+"""Recorder in each service process: its routes, and every request of a browser that arrives or reaches a handler.
 
-Python imports this at its start where the folder is on the path. `SEEN_REQUESTS` names the folder for the notes; each
-process writes one file, a line of JSON for each note.
+Python imports this module at its start when the folder is on the path. `SEEN_REQUESTS` names the folder for the
+records; each process writes one file of JSON lines.
 """
 
 from __future__ import annotations
