@@ -1,1 +1,1 @@
-"""The console of a running stack: in a real browser, and with planted causes of missing training."""
+"""Tests of the console of a running stack: in a real browser, and with planted reasons for missing training."""

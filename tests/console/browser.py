@@ -43,7 +43,7 @@ _PLANTED = """<script>window.planted = 1</script><img src="http://other.example/
 
 
 class Observer:
-    """Notes requests to other origins and errors of the pages of one context."""
+    """Recorder of requests to other origins and of JavaScript errors on the pages of one browser context."""
 
     def __init__(self, context: BrowserContext, url: str) -> None:
         self.errors: list[str] = []
@@ -76,7 +76,7 @@ def log_in(page: Page, token: str) -> None:
 
 
 def examine(page: Page, path: str) -> dict[str, Any]:
-    """Return what axe, the width of a phone and the tabulator key show about a page."""
+    """Check a page with axe, at the width of a phone and with the Tab key, and return the observations."""
     reply = page.goto(path)
     assert reply is not None
     page.wait_for_load_state("networkidle")
@@ -103,7 +103,9 @@ def examine(page: Page, path: str) -> dict[str, Any]:
 
 
 def walk(page: Page) -> tuple[list[str], list[str]]:
-    """Press the tabulator key from the start of the page. Return what it did not reach and what showed no focus."""
+    """Press the Tab key from the start of the page. Return the elements that it did not reach, and those without
+    visible focus.
+    """
     names = page.evaluate(_LIST_OPERABLE, _OPERABLE)
     page.evaluate("document.activeElement.blur()")
     reached, without_ring = set[int](), []
@@ -117,7 +119,11 @@ def walk(page: Page) -> tuple[list[str], list[str]]:
 
 
 def search(page: Page, texts: list[str]) -> tuple[list[str], list[str]]:
-    """Enter each text in the search box. Return those that led nowhere in ten seconds, and where the others led."""
+    """Enter each text in the search box.
+
+    Returns:
+        The texts that opened no page within ten seconds, and the paths that the others opened.
+    """
     lost, targets = [], []
     for text in texts:
         for _ in range(20):  # the console reads the topics with a delay
@@ -139,13 +145,13 @@ def search(page: Page, texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def path_of(page: Page) -> str:
-    """Return the path of the present address."""
+    """Return the path of the page's current address."""
     path: str = urlsplit(page.url).path
     return path
 
 
 def make_queue(page: Page) -> str:
-    """Make a queue in which sessions are scored, by the form of a reviewer, and return its path."""
+    """Create a review queue of sessions with the reviewer's form, and return its path."""
     page.goto("/review/new")
     page.fill("#name", "help")
     page.fill("#rubric", "Did the answer help?")
@@ -154,7 +160,7 @@ def make_queue(page: Page) -> str:
 
 
 def rate(page: Page, queue: str) -> str:
-    """Answer the next item, by the key 1 if the page has JavaScript, and return the path of the one after it."""
+    """Rate an item with the key 1, or with the form if JavaScript is off, and return the path of the next page."""
     first = next_item(page, queue)
     if page.locator("#keys").is_visible():
         with page.expect_navigation():
@@ -166,7 +172,7 @@ def rate(page: Page, queue: str) -> str:
 
 
 def next_item(page: Page, queue: str) -> str:
-    """Open the next item of the queue, and return its path; that of the queue if there is none in ten seconds."""
+    """Open the next item of the queue and return its path, or the queue's path if none appears in ten seconds."""
     for _ in range(20):  # the console reads the topics with a delay
         page.goto(queue)
         page.get_by_role("button", name="Rate the next item").click()
@@ -177,7 +183,7 @@ def next_item(page: Page, queue: str) -> str:
 
 
 def crawl(page: Page, routes: list[str], targets: list[str]) -> dict[str, str]:
-    """Follow links from `/` and `targets`. Return one path for each route that they lead to."""
+    """Follow links from `/` and `targets`. Return one reached path for each of `routes`."""
     paths: dict[str, str] = {}
     queue = ["/", *targets]
     while queue:
@@ -193,7 +199,7 @@ def crawl(page: Page, routes: list[str], targets: list[str]) -> dict[str, str]:
 
 
 def observe_refresh(page: Page) -> dict[str, Any]:
-    """Focus an element of the live part, wait until the part was fetched again, and return what became of the focus."""
+    """Focus an element of the live part and wait for the part's refresh. Return where the focus is afterwards."""
     page.goto("/")
     page.locator("#live a").first.wait_for()
     page.evaluate("for (const part of document.querySelectorAll('#live details')) part.open = true")
@@ -215,7 +221,7 @@ def observe_refresh(page: Page) -> dict[str, Any]:
 
 
 def observe_planted(page: Page) -> dict[str, Any]:
-    """Return what `examine` shows about a page with an inline script, a foreign image and other faults."""
+    """Return the observations of `examine` on a page with planted faults, such as an inline script."""
 
     def plant(route: Route) -> None:
         if route.request.resource_type != "document":
@@ -301,7 +307,7 @@ def decide(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def press_until(page: Page, condition: str, text: str) -> None:
-    """Press the tabulator key until `condition` holds of the focused `item`."""
+    """Press the Tab key until the JavaScript expression `condition` holds for `item`, the focused element."""
     for _ in range(200):
         page.keyboard.press("Tab")
         if page.evaluate(f"(text) => {{ const item = document.activeElement; return {condition}; }}", text):
@@ -310,7 +316,7 @@ def press_until(page: Page, condition: str, text: str) -> None:
 
 
 def pictures(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
-    """Write a picture of each page without its navigation, in the light theme."""
+    """Write a screenshot of each page without its navigation, in the light theme."""
     written = []
     with opened(browser, task["url"], color_scheme="light", device_scale_factor=task["scale"]) as (page, _):
         page.goto(task["login"])

@@ -1,4 +1,4 @@
-"""Planted causes of missing training on live stacks: the page Why has to name each one within ten seconds."""
+"""Planted reasons for missing training on running stacks: the page Why has to name each reason within ten seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ for line in sys.stdin:
         time.sleep(0.05)
     print(json.dumps(play | {"score": float(play["version"] == first.read_text())}), flush=True)
 """
-"""A gate at which the first version always succeeds and every other one fails, and which waits for a file to go."""
+"""Program of the gate: the first version always succeeds, every other version fails. The program waits for a file to be
+removed.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Why:
     http: httpx2.Client
 
     def page(self) -> tuple[str, str]:
-        """Return the answer of the page and its numbers, without tags."""
+        """Return the answer on the page and its figures, without HTML tags."""
         reply = self.http.get("/flow", headers={"hx-request": "true"})
         assert reply.status_code == 200, reply.text
         answer, _, numbers = " ".join(re.sub(r"<[^>]*>", " ", reply.text).split()).partition("The numbers behind it")
@@ -64,29 +66,30 @@ class Why:
 
 
 Act = Callable[["Why", contextlib.ExitStack], None]
-"""Plants a cause. What it adds to the exit stack is undone after the page was read."""
+"""Function that plants a reason. The page is read afterwards, then the callbacks on the exit stack undo the change."""
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A planted cause, and the sentence that must name it."""
+    """A planted reason for missing training, and the sentence with which the page must name it."""
 
     cause: str
     fault: str
     sentence: str
     act: Act
     stalls: bool = False
-    """Whether the cause is named once training counts as stalled, so that the time counts from then on."""
+    """Whether the page names the reason only once training counts as stalled; the ten seconds then start at that time.
+    """
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Settings of a stack, and the plants on it one after the other."""
+    """Settings of one stack, and the reasons that are planted on it in sequence."""
 
     settings: dict[str, object]
     plants: tuple[Plant, ...]
     serves: bool = True
-    """Whether the first version is served before the first plant."""
+    """Whether the first version must be in service before the first reason is planted."""
     is_small_disk: bool = False
     without: tuple[str, ...] = field(default=())
 
@@ -100,7 +103,7 @@ def _calls(count: int, task: str, **options: object) -> Act:
 
 
 def _nothing(_why: Why, _undo: contextlib.ExitStack) -> None:
-    """Plant a cause that the settings have planted already."""
+    """Plant no reason, because the settings of the stack already contain it."""
 
 
 def _stopped(service: str) -> Act:
@@ -113,14 +116,14 @@ def _stopped(service: str) -> Act:
 
 
 def _training(why: Why, _undo: contextlib.ExitStack) -> None:
-    """Let the trainer take a step that leaves no experience waiting, after which no earlier cause may be named."""
+    """Let the trainer use all waiting experiences in a step, after which the page may name no earlier reason."""
     for number in range(why.runs_to_batch()):
         why.stack.call(f"task {number % 2}")
     wait_until(lambda: re.search(_TRAINS, why.text()), _EFFECT_S_MAX, "the stack trains again")
 
 
 def _singles(why: Why, _undo: contextlib.ExitStack) -> None:
-    """Play tasks of which each run is the only one."""
+    """Play tasks with a single run each."""
     for number in range(why.runs_to_batch()):
         why.stack.call(f"single {number}")
 
@@ -134,7 +137,7 @@ def _after_training(act: Act) -> Act:
 
 
 def _garbage(why: Why, _undo: contextlib.ExitStack) -> None:
-    """Send more records in a row to the scorer that are no events than it refuses of the stack's only tenant."""
+    """Send more invalid records in a row to the scorer than it refuses for the stack's only tenant before it pauses."""
     why.stack.send_garbage(20)
 
 
@@ -149,7 +152,7 @@ def _unrewarded(why: Why, undo: contextlib.ExitStack) -> None:
 
 
 def _stale(why: Why, _undo: contextlib.ExitStack) -> None:
-    """Train a version that does not take over, then call the first one."""
+    """Train a version that does not become champion, then make calls that the first version answers."""
     with why.stack.registry() as registry:
         registry.pause(MODEL, reason="so that the first version goes on")
     wait_until(lambda: why.runs_to_batch() == 2, _EFFECT_S_MAX, "the two runs that got feedback wait for a batch")
@@ -325,7 +328,7 @@ def _equal(why: Why, _undo: contextlib.ExitStack) -> None:
 
 
 def lines(folder: Path, base: Path) -> Iterator[Line]:
-    """Yield a line for each planted cause."""
+    """Yield a result line for each planted reason."""
     named = total = 0
     with FakeLLM(status(401)) as judge:
         for number, scene in enumerate(scenes(base, judge)):

@@ -1,6 +1,6 @@
-"""Sixty hostile texts: HTML, SVG, attributes of htmx, templates, bidi and control characters, long lines, base64.
+"""Sixty hostile texts: HTML, SVG, htmx attributes, templates, bidirectional and control characters, long lines, base64.
 
-Each text that is executed sets `window.executed` or requests `http://other.example`.
+A text that a browser executes sets `window.executed` or requests `http://other.example`.
 """
 
 from __future__ import annotations

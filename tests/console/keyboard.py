@@ -1,4 +1,6 @@
-"""Tasks for the keyboard alone, and pages with hostile texts, in a real Chromium: see `browser.py` for its protocol."""
+"""Tasks that use the keyboard alone, and pages with hostile texts, in a real Chromium: see `browser.py` for the
+protocol.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ _FOREIGN_ELEMENTS = (
     " [hx-get]:not(#live), [hx-on], meta[http-equiv]:not(noscript *), svg:not(figure svg), math, video, audio,"
     " a[href^='java']"
 )
-"""Elements that no page has by itself."""
+"""CSS selector of elements that no page of the console contains."""
 _INJECTED = f"() => [...document.querySelectorAll({_FOREIGN_ELEMENTS!r})].map((item) => item.outerHTML.slice(0, 80))"
 
 
 def pairs(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
-    """Rate the pairs of a queue until none is left. Return the texts of A and B and the pressed key of each."""
+    """Rate the pairs of a queue until none is left. Return the texts of A and B and the key that was pressed for each
+    pair.
+    """
     rated: list[list[str]] = []
     with opened(browser, task["url"]) as (page, observer):
         page.goto("/login")
@@ -41,14 +45,16 @@ def pairs(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(page: Page, name: str) -> None:
-    """Press the tabulator key until the link or button with this text has the focus, and then Enter."""
+    """Press the Tab key until the link or button with the text `name` has the focus, then press Enter."""
     press_until(page, "['A', 'BUTTON'].includes(item.tagName) && item.textContent.trim() === text", name)
     with page.expect_navigation():
         page.keyboard.press("Enter")
 
 
 def questions(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
-    """Answer each question from the first page by keyboard alone. Return the problem of each that has one."""
+    """Find the answer to each question from the first page with the keyboard alone. Return a problem per failed
+    question.
+    """
     problems = []
     with opened(browser, task["url"], java_script_enabled=task["script"]) as (page, observer):
         log_in(page, task["user"])
@@ -83,7 +89,10 @@ def _take(page: Page, kind: str, target: str, text: str = "") -> None:
 
 
 def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
-    """Open pages with hostile texts. Return what a text did, and the seconds of the slowest page."""
+    """Open pages with hostile texts.
+
+    Return the effects of the texts, and the load time of the slowest page in seconds.
+    """
     injected, slow, unready, executed = list[str](), list[tuple[float, str]](), list[str](), list[str]()
 
     def refuse(dialog: Dialog) -> None:
@@ -117,7 +126,7 @@ def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planted(page: Page, path: str, text: str) -> bool:
-    """Return whether a page that shows a text without escapes is noticed."""
+    """Show a text without escaping it, and return whether the checks notice it."""
 
     def plant(route: Route) -> None:
         if route.request.resource_type != "document":

@@ -1,6 +1,6 @@
-"""A reader of the console's topics that is killed in the middle of its batches, until it has read everything.
+"""A reader of the console's topics that is killed within its batches again and again until it has read everything.
 
-`python -m tests.console.killed_reader < task.json` prints how often it was killed, and the counts after each complete
+`python -m tests.console.killed_reader < task.json` prints the number of kills, and the counts after each complete
 reading. The task has `bus`, `data_dir`, `kills` and `seed`. Each reader is a fork, so that its start takes no time.
 """
 
@@ -28,9 +28,9 @@ from tests.integration.console.test_follower import follow
 
 _BATCH = 10
 _BATCHES_MAX = 4
-"""Batches that a reader applies at most before it is killed in the next one."""
+"""Maximum number of batches that a reader applies before it is killed within the next batch."""
 _WITHIN_S = 0.05
-"""Longest time between the end of a batch and the kill."""
+"""Maximum time between the end of a batch and the kill, in seconds."""
 _QUIET_S = 60.0
 
 
@@ -41,7 +41,7 @@ async def _make_tables(common: Common) -> None:
 
 
 async def _read(common: Common, applied: int) -> None:
-    """Read to the end of all topics, and write a byte after each batch."""
+    """Read to the end of all topics, and write one byte to the descriptor `applied` after each batch."""
     database = Database.open("console", common)
     await follow(common, database, lambda: os.write(applied, b"."))
     await database.close()
@@ -56,7 +56,7 @@ async def _counts(common: Common) -> dict[str, Any]:
 
 
 def _kill_one(common: Common, draw: random.Random) -> bool:
-    """Start a reader and kill it after some batches. Return False if it has read everything before."""
+    """Start a reader and kill it after some batches. Return False if the reader had read everything before the kill."""
     applied, writes = os.pipe()
     pid = os.fork()
     if not pid:

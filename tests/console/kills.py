@@ -1,4 +1,4 @@
-"""Kills of the console: no call fails, and its counts stay those of `headrace status`."""
+"""Kills of the console: no call of an agent fails, and the console's counts still equal those of `headrace status`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _SETTLED_S = 60.0
 _REASONS = r"([0-9,]+)(?: \(([^)]*)\))?"
 _SENTENCE = re.compile(rf"([0-9,]+) turns? captured = ([0-9,]+) trained \+ {_REASONS} waiting \+ {_REASONS} dropped")
 AccountCounts = tuple[int, int, dict[str, int], dict[str, int]]
-"""Turns that are captured, trained, waiting by reason and dropped by reason."""
+"""Counts of turns: captured, trained, waiting by reason, and dropped by reason."""
 
 
 def lines(folder: Path, base: Path) -> Iterator[Line]:
-    """Yield the lines of a killed reader of the topics and of a killed console in a stack."""
+    """Yield the result lines of two tests: a killed reader of the topics, and a killed console in a stack."""
     yield from _reader_lines(folder / "reader", random.Random(folder.as_posix()).randrange(2**31))
     yield from _console_lines(folder / "stack", base)
 
@@ -69,7 +69,7 @@ def _reader_lines(folder: Path, seed: int) -> Iterator[Line]:
 
 
 async def _play(bus: str, folder: Path, seed: int) -> AccountCounts:
-    """Publish sessions that end in random states, and return their account."""
+    """Publish sessions that end in random states, and return the account of their turns."""
     settings = BusSettings(address=bus)
     await topics.ensure(settings)
     producer = EventProducer(settings, "headrace/test", BlobStore((folder / "blobs").as_uri()))
@@ -83,7 +83,7 @@ async def _play(bus: str, folder: Path, seed: int) -> AccountCounts:
 
 @dataclass
 class Calls:
-    """Sessions of one call that are played, one after the other, while the block runs."""
+    """Agent that plays sessions of one call each, in sequence, during the block."""
 
     stack: ConsoleStack
     answered: int = 0
@@ -130,7 +130,7 @@ def _console_lines(folder: Path, base: Path) -> Iterator[Line]:
 
 
 def _kill_console(stack: ConsoleStack) -> None:
-    """Kill the console, and wait until its next process has begun."""
+    """Kill the console with SIGKILL, and wait until its next process has started."""
     wait_until(lambda: "console" in stack.supervisor.pids, _RESTARTED_S, "the console runs")
     pid = stack.supervisor.pids["console"]
     os.kill(pid, signal.SIGKILL)
@@ -143,7 +143,7 @@ def _call_lines(when: str, calls: Calls) -> Iterator[Line]:
 
 
 def _same_counts(when: str, stack: ConsoleStack) -> Line:
-    """Compare the sentence of the Loop with `headrace status --json` once both have read everything."""
+    """Compare the counts on the page Loop with `headrace status --json` once both have read everything."""
     stack.supervisor.wait_ready(_RESTARTED_S)
     deadline_s = time.monotonic() + _SETTLED_S
     with httpx2.Client(base_url=stack.url, timeout=30.0, trust_env=False) as http:

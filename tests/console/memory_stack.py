@@ -1,4 +1,4 @@
-"""A console over events in memory, on a free port: pairs that a browser rates by keyboard, and hostile texts."""
+"""A console over events in memory, on a free port: pairs that a browser rates with the keyboard, and hostile texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAGE_S_MAX = 1.0
 
 @contextlib.asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[Stand, Bus, str]]:
-    """Serve a console whose topics and gateway are in memory. Yield it with its address."""
+    """Serve a console whose topics and gateway are in memory. Yield the console's parts, the bus and the address."""
     bus = Bus()
     with (
         patch.object(gateway, "call", bus.call),
@@ -52,7 +52,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Stand, Bus, str]]:
 
 
 def pair_lines(folder: Path, _base: Path) -> Iterator[Line]:
-    """Yield the lines of pairs that are rated by keyboard alone."""
+    """Yield the result lines of the test that rates pairs with the keyboard alone."""
     yield from asyncio.run(_rate_pairs(folder))
 
 
@@ -83,7 +83,7 @@ async def _rate_pairs(folder: Path) -> list[Line]:
 
 
 def hostile_lines(folder: Path, _base: Path) -> Iterator[Line]:
-    """Yield the lines of pages with hostile texts."""
+    """Yield the result lines of the test that opens pages with hostile texts."""
     yield from asyncio.run(_show_hostile_texts(folder))
 
 
@@ -122,7 +122,7 @@ def names_of(number: int) -> str:
 
 
 def hostile_session(number: int, text: str) -> Sequence[Event]:
-    """Return a session in which every text of a caller, a model or a source is hostile."""
+    """Return the events of a session in which every text of the caller, the model and the reward source is hostile."""
     key, name = session_key("default", f"h{number}"), names_of(number)
     label = "".join(character for character in text[:300] if is_name(character)) or "x"
     more: dict[str, Any] = {"session_key": key, "session_id": label, "task_id": label}

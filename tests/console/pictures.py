@@ -1,4 +1,4 @@
-"""Pictures of the console for the documentation, from a stack that runs, such as `headrace demo --keep-running`."""
+"""Screenshots of the console for the documentation, from a running stack such as `headrace demo --keep-running`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from tests.support import presence
 
 PROGRAM = Path(__file__).with_name("browser.py")
 PICTURES = (("console", "/", 664),)
-"""Name of the file, path of the page, and height of the picture in pixels of the page."""
+"""Name of the file, path of the page, and height of the screenshot in CSS pixels."""
 _WIDTH, _SCALE, _COLOURS = 1000, 1.5, 48
 
 
 def take(folder: Path, data_dir: Path) -> list[Path]:
-    """Write the pictures of the stack on `data_dir` to `folder`, in the light theme and with few colours."""
+    """Write screenshots of the stack with the data directory `data_dir` to `folder`, in the light theme and with few
+    colours.
+    """
     task = {
         "task": "pictures",
         "url": read(data_dir).services["console"].url,

@@ -1,4 +1,4 @@
-"""The console of running stacks: every page in a real browser, decisions, planted causes of missing training, kills."""
+"""Tests of the console on running stacks: pages in a real browser, decisions, reasons for missing training, kills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
     "causes": causes.lines,
     "kills": kills.lines,
 }
-"""Parts by name. Each gets a folder of its own and the folder of a base model."""
+"""Parts by name. Each part gets its own folder and the folder of a base model."""
 _WITHOUT_BROWSER = ("causes", "kills")
 _PICTURE_BYTES_MAX = 100_000
 

@@ -1,4 +1,6 @@
-"""The ten questions of users, each answered from the first page by keyboard alone, with and without JavaScript."""
+"""The ten most frequent questions of users, each answered from the first page with the keyboard, with and without
+JavaScript.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Step = tuple[str, ...]
 
 
 def lines(stack: ConsoleStack, version: str) -> Iterator[Line]:
-    """Yield the lines of both ways to answer the questions. `version`: one that was rolled back."""
+    """Yield the result lines with and without JavaScript. `version` is a version that was rolled back."""
     _, response = stack.call("asked", value=0.0)
     task = {"task": "questions", "url": stack.url, "user": "ann"}
     for script, name in ((True, "by keyboard alone"), (False, "by keyboard alone, without JavaScript")):
@@ -25,11 +27,11 @@ def lines(stack: ConsoleStack, version: str) -> Iterator[Line]:
 
 
 def questions(response: str, version: str, queue: str) -> list[tuple[str, list[Step], str]]:
-    """Return each question with the steps from the first page, and a pattern of the answer.
+    """Return each question with the links to follow from the first page, and a pattern of the answer.
 
     Args:
         response: response id of a call.
-        version: a version that was refused.
+        version: a version that was rolled back.
         queue: name of a review queue that does not exist yet.
     """
     search = ("enter", "q", response)

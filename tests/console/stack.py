@@ -21,7 +21,7 @@ from headrace_schemas.http.stack_access import make_login_token
 
 MODEL = "m"
 USERS = {"ann": "operator", "eve": "viewer"}
-"""Users with their roles. The SHA-256 of the user's name is that of the token."""
+"""Role of each user. The user's token is the user's name; the setting holds its SHA-256."""
 REWARDS = '''
 """Rewards that the id of the task chooses: `fail ...`, `none ...`, `equal ...`, or by the length of the answer."""
 
@@ -48,7 +48,7 @@ BATCHES = {
 
 @dataclass(frozen=True)
 class ConsoleStack:
-    """A stack that runs, and its agent."""
+    """A running stack, and the agent that calls its gateway."""
 
     supervisor: Supervisor
     folder: Path
@@ -63,7 +63,7 @@ class ConsoleStack:
         return ModelRegistry(self.supervisor.url("registry"))
 
     def login_path(self) -> str:
-        """Return the path that logs the owner of the stack in once."""
+        """Return a one-time path that logs the owner of the stack in."""
         return f"/login?token={make_login_token(self.folder)}"
 
     def call(
@@ -109,7 +109,7 @@ class ConsoleStack:
             client.session(session_id).end()
 
     def send_garbage(self, records: int) -> None:
-        """Send records of the tenant `default` to the scorer that are no events."""
+        """Send invalid records of the tenant `default` to the scorer's topic."""
 
         async def send() -> None:
             async with AIOKafkaProducer(**client_options(self.supervisor.plan.bus)) as producer:
@@ -121,7 +121,7 @@ class ConsoleStack:
 
 @contextlib.contextmanager
 def console_stack(folder: Path, settings: Mapping[str, object], **options: object) -> Iterator[ConsoleStack]:
-    """Start the services with `settings` until all answer, and stop them after the block."""
+    """Start the services with `settings`, wait until all are healthy, and stop them after the block."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "chosen_rewards.py").write_text(REWARDS, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}

@@ -1,4 +1,4 @@
-"""Every page of the console in a real browser, and decisions that the registry carries out."""
+"""Every page of the console in a real browser, and decisions in the browser that the registry executes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REASON = "seen in the browser"
 
 
 def settings(base: Path) -> dict[str, object]:
-    """Return the settings of a stack with two users, whose rollouts begin at once and do not end by themselves."""
+    """Return the settings of a stack with two users, whose rollouts begin at once and never end by themselves."""
     users = [
         {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "role": role}
         for name, role in USERS.items()
@@ -41,7 +41,7 @@ def settings(base: Path) -> dict[str, object]:
 
 
 def lines(folder: Path, base: Path) -> Iterator[Line]:
-    """Yield the lines of the pages and of the decisions."""
+    """Yield the result lines of the pages and of the decisions."""
     with console_stack(folder, settings(base)) as stack:
         stack.supervisor.wait_ready(180)
         make_versions(stack)
@@ -60,8 +60,8 @@ def lines(folder: Path, base: Path) -> Iterator[Line]:
 def make_versions(stack: ConsoleStack) -> None:
     """Let the trainer make versions, which wait because the model is paused.
 
-    Every task is played twice in a batch: a run without another run of its task has no advantage, and steps without
-    any change of the weights make no version.
+    Every task is played twice in a batch: the only run of a task has no advantage, and steps that leave the weights
+    unchanged make no version.
     """
     stack.call("task of the first version")
     with stack.registry() as registry:
@@ -93,7 +93,7 @@ def begin_rollout(stack: ConsoleStack, version: str) -> str:
 
 
 class LiveTraffic:
-    """Calls while the block runs, so that live pages change."""
+    """Agent that makes calls during the block, so that live pages change."""
 
     def __init__(self, stack: ConsoleStack) -> None:
         self._stack = stack
@@ -173,7 +173,7 @@ def _listed(pages: list[dict[str, Any]], field: str) -> list[str]:
 
 
 def _decision_lines(stack: ConsoleStack, candidates: list[VersionState], rollout: str) -> Iterator[Line]:
-    """Decide in the browser, and read from the registry what it did, for whom and why."""
+    """Decide in the browser, then check in the registry the decisions, their authors and reasons."""
     held, chosen, rolled, promoted = (version.id for version in (*candidates[:2], candidates[-1], candidates[2]))
     button = "Hold: no more traffic"
     yield _decide(stack, "hold a rollout, by keyboard", f"/rollouts/{rollout}", button, held, "hold")
@@ -204,9 +204,9 @@ def _decide(
 
 
 def _decisions(stack: ConsoleStack, version: str) -> list[tuple[str, str, bool]]:
-    """Return kind, author and whether the reason is that of the browser, of all decisions about a version.
+    """Return all decisions about a version: kind, author, and whether the reason is the one entered in the browser.
 
-    The registry promotes a version that a user requested itself, so the user is in its audit log alone.
+    The registry itself promotes a version on a user's request, so that the audit log alone names the user.
     """
     events = next((state.decisions for state in versions(stack) if state.id == version), ())
     with stack.registry() as registry:

@@ -1,22 +1,21 @@
-"""The remainder of a correction: how much of a contribution it leaves, or overdoes, with the real optimizer.
+"""Measurement of corrections: how much of a contribution remains after its correction, with the real optimizer.
 
-Three lineages train the same batches from the same weights:
+Three arms train the same batches from the same weights:
 
-- `never`: one experience of a batch has no advantage, so it never had an effect;
-- `left`: it is trained with an advantage of 1;
-- `corrected`: it is trained like that, and `LAG` batches later a correction takes it back.
+- `never`: one experience of a batch has advantage 0, so it never had an effect;
+- `left`: the experience is trained with an advantage of 1 and never corrected;
+- `corrected`: as `left`, and `LAG` batches later a correction withdraws the advantage.
 
-After `AFTER` more batches, when momentum has paid both out, the mark of the experience is d = left - never, and the
-part
-that the correction did not undo is c = corrected - never. The *rest* is
+All arms train `AFTER` more batches, so that momentum no longer matters. Then d = left - never is the effect of the
+experience on the weights, and c = corrected - never is the part that the correction did not undo. The *remainder* is
 
 <c, d> / <d, d>
 
 over all weights: 0 for a complete correction, 1 for one without effect, negative for one that went too far. `logprobs`
-is the same for the mean logprob of the experience's own tokens. `beside` is the length of the part of c that is
-orthogonal to d, in lengths of d: weights that the experience had not moved.
+is the same ratio for the mean logprob of the experience's own tokens. `beside` is the norm of the part of c that is
+orthogonal to d, relative to the norm of d: changes of weights that the experience had not moved.
 
-The exact way to withdraw a reward: a replay that knows the withdrawal from the start equals a stream without it.
+`differing_bytes` measures the exact way to withdraw a reward: a replay of the stream with the withdrawal.
 """
 
 from __future__ import annotations
@@ -43,17 +42,24 @@ from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.world import Bus, World, experience, policy_of
 
 AFTER = 20
-"""Batches after the correction."""
+"""Number of batches after the correction."""
 LAG = 3
-"""Batches from the training to its correction; `max_staleness` allows for four versions."""
+"""Number of batches between the training and its correction. `max_staleness` is 4 versions, so this is allowed."""
 _V = "m@000000000000"
 _ARMS = ("never", "left", "corrected")
 
 
 @dataclass(frozen=True)
 class Case:
-    """`whole` is `batch_experiences`; `first` and `second` are the sizes of the batches in which the experience is
-    trained and taken back; `before` counts the whole batches in front: with 0 the optimizer is fresh."""
+    """Sizes of the batches of one measurement.
+
+    Attributes:
+        batch_size: `batch_experiences`, the size of a whole batch.
+        first: size of the batch in which the experience is trained.
+        second: size of the batch in which it is corrected.
+        before: number of whole batches before the first one; with 0 the optimizer is fresh.
+        seed: seed of the experiences.
+    """
 
     batch_size: int
     first: int
@@ -64,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rest:
-    """Shares of the mark that the experience had left."""
+    """Remainder of a correction as a share of the effect: see the module's description."""
 
     weights: float
     logprobs: float
@@ -88,7 +94,7 @@ class CorrectionRun:
         self._number = 1000 * seed
 
     def rows(self, count: int, advantage: float | None = None) -> Sequence[Row]:
-        """New ones; their advantages are drawn unless one is given."""
+        """Return `count` new rows with the given advantage, by default with random advantages."""
         rows = []
         for _ in range(count):
             self._number += 1
@@ -98,7 +104,7 @@ class CorrectionRun:
         return rows
 
     def step(self, *rows: Row) -> float:
-        """The weight of each token in it."""
+        """Train one step on `rows`, if there are any. Return the factor of the gradient of each token."""
         batch, stop = Batch(rows, self._batch_size), threading.Event()
         return (
             train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop).measured[GRADIENT_FACTOR]
@@ -129,7 +135,7 @@ def rest(base: Path, case: Case, settings: OptimizerSettings | None = None) -> R
 
 
 def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | None) -> tuple[Tensor, float]:
-    """All weights at the end, and the mean logprob of the experience's tokens."""
+    """Train one arm. Return all weights at the end, and the mean logprob of the experience's tokens."""
     run = CorrectionRun(base, case.batch_size, case.seed, settings)
     (mine,) = run.rows(1, advantage=0.0 if arm == "never" else 1.0)
     run.full(case.before)
@@ -143,7 +149,7 @@ def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | Non
 
 
 def weight_change(run: CorrectionRun, *rows: Row) -> float:
-    """Return the length of the weight change in one step on `rows`."""
+    """Return the Euclidean norm of the weight change in one step on `rows`."""
     before = run.weights()
     run.step(*rows)
     return float((run.weights() - before).norm())
@@ -153,9 +159,11 @@ _TAKEN_BACK = 5
 
 
 async def differing_bytes(folder: Path, base: Path) -> tuple[int, int]:
-    """Count the bytes of the weights that differ between a lineage without an experience and (a) a replay of the stream
-    with
-    its withdrawal, (b) the lineage that trained it and was corrected, for comparison.
+    """Compare the weights with those of a lineage that never had the experience.
+
+    Returns:
+        The number of bytes that differ in (a) a replay of the stream with the experience's withdrawal, and in (b) the
+        lineage that trained the experience and corrected it.
     """
     world = World(folder)
     live = await world.run(_settings(base))

@@ -1,6 +1,7 @@
-"""Promises of training about its steps: corrections, partial batches, exact replays, planted faults.
+"""Checks of the trainer's steps: corrections, partial batches, exact replays, and planted faults.
 
-Faults that have cost others weeks, planted one at a time: a check that holds without a fault has to fail with it.
+The planted faults are frequent in other implementations of reinforcement learning. They are planted one at a time: a
+check that passes without the fault must fail with it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tests.unit.trainer.test_advantages import plus_plus
 from tests.unit.trainer.test_appraisers import check_learns
 
 Check = Callable[[Path, Path], None]
-"""Takes an empty folder and a base model; raises `AssertionError`."""
+"""Function that takes an empty folder and the folder of a base model, and raises `AssertionError` if the check fails.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Fault:
 
 
 def is_caught(fault: Fault, folder: Path, base: Path) -> bool:
-    """Whether the check holds without the fault and does not hold with it."""
+    """Return whether the check passes without the fault and fails with it."""
     fault.check(folder / "sound", base)
     with fault.plant():
         try:
@@ -70,7 +72,7 @@ def _undoes(_folder: Path, base: Path) -> None:
 
 
 def _is_not_its_own_measure(_folder: Path, _base: Path) -> None:
-    """A run's reward must not enter its own baseline, in one batch and over two."""
+    """Check that a run's reward is no part of the run's own baseline, in one batch and over two batches."""
     for rewards in ([0.0, 1.0], [100.0, 1.0]):
         estimates, past = plus_plus(rewards, ["a", "a"], runs=["mine", "x"])
         assert estimates.baselines_B[0] == pytest.approx(1.0)
@@ -107,7 +109,7 @@ def _weighted(change: Callable[[Batch, Any, Any], float]) -> Callable[[], contex
 
 @contextlib.contextmanager
 def _own_run_in_batch() -> Iterator[None]:
-    """Leave no token out of the rows that should be masked."""
+    """Plant the fault that a run's own reward stays in its baseline within a batch."""
     with mock.patch.object(Mean, "minus", lambda self, _other: self):
         yield
 
@@ -137,18 +139,21 @@ _SIZES = ((64, 1, 64), (64, 8, 8), (64, 64, 1), (64, 64, 64), (8, 8, 8), (1, 1, 
 _BEFORE = (0, 20)
 _SEEDS = 3
 LINES = 2 * len(_SIZES) * len(_BEFORE) + 3 + 2 + len(FAULTS)
-"""Number of lines of the four parts below."""
+"""Number of result lines of the four parts below."""
 
 
 def line(name: str, value: float, low: float, high: float, worst: float | None = None) -> Line:
-    """Return a line for a figure between `low` and `high`. `worst` is the worst single value where it is a mean."""
+    """Return a line that holds when `value` is between `low` and `high`. If `value` is a mean, `worst` is the extreme
+    value.
+    """
     bounds = between(name, value, low, high)
     return bounds if worst is None else replace(bounds, details={**bounds.details, "worst": worst})
 
 
 def corrections(base: Path) -> Iterator[Line]:
-    """Yield lines for the effect that corrections leave (`Rest`): its mean and maximum over experiences, for several
-    batch sizes."""
+    """Yield lines for the effect that remains after corrections (`Rest`): mean and maximum over experiences, by batch
+    size.
+    """
     for batch_size, first, second in _SIZES:
         for before in _BEFORE:
             remainders = [rest(base, Case(batch_size, first, second, before, seed)) for seed in range(_SEEDS)]
@@ -160,7 +165,7 @@ def corrections(base: Path) -> Iterator[Line]:
 
 
 def steps(base: Path) -> Iterator[Line]:
-    """Yield the other cases that must not be a full step."""
+    """Yield lines for the other cases in which the weight change must be smaller than that of a full step."""
 
     small = _eight_corrections(base, 0.002) / _eight_corrections(base, 1.0)
     yield line("eight corrections of 0.002 first of all, in moves of eight of 1", small, 0, 0.01)
@@ -180,7 +185,7 @@ def steps(base: Path) -> Iterator[Line]:
 
 
 def _eight_corrections(base: Path, advantage: float) -> float:
-    """Return the weight change by eight corrections with a fresh optimizer and the token weight of a whole batch."""
+    """Return the weight change of eight corrections with a fresh optimizer and the token weight of a whole batch."""
     other, run = CorrectionRun(base, 64, 5), CorrectionRun(base, 64, 4)
     weight = other.step(*other.rows(64))
     rows = run.rows(8, advantage=advantage)

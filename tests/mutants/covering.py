@@ -1,12 +1,11 @@
-"""Lines of one file that each test runs, which decide the tests that a mutant of a line is tried with first.
+"""Selection of tests for mutants by coverage, and overlays that replace one file of the checkout.
 
-A plan is one run of pytest: `record FILE` writes the lines of each test, `only TEST...` runs these tests, `others
-TEST...` all but these.
+`LineRecorder` records the lines of one file that each test runs. A mutant of a line is tried first with the tests that
+run the line. A plan is one run of pytest: `record FILE` writes the lines of each test, `only TEST...` runs these tests,
+`others TEST...` all tests but these.
 
-One changed file in front of an installed package, without a change of the checkout, for the imports of tests.
-
-A folder that stands first on PYTHONPATH holds the package as links, and the changed file in the place of its link.
-Subprocesses of tests inherit it.
+`overlaid` puts a changed file in front of an installed package without a change of the checkout: a folder that stands
+first on PYTHONPATH holds links to the package's files, and the changed file. Subprocesses of tests inherit it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import pytest
 
 
 def planned(plan: Sequence[str], files: Sequence[str], changed: Path) -> tuple[Sequence[str], object]:
-    """Return the files of tests that a plan needs, and its plugin of pytest. `changed` is the tested file."""
+    """Return the test files that a plan needs, and its pytest plugin. `changed` is the mutated file."""
     kind, *names = plan
     if kind == "record":
         return files, LineRecorder(changed, Path(names[0]))
@@ -38,10 +37,11 @@ def planned(plan: Sequence[str], files: Sequence[str], changed: Path) -> tuple[S
 
 
 class LineRecorder:
-    """Plugin of pytest that writes the seconds of each test, and its lines in one file.
+    """Pytest plugin that writes the duration of each test in seconds, and the lines of one file that the test runs.
 
-    Processes that tests start are not seen, and lines that a fixture of several tests runs count for the first of
-    them.
+    Processes that tests start are not recorded, and the lines of a fixture that several tests share are recorded for
+    the
+    first of these tests.
     """
 
     def __init__(self, file: Path, output: Path) -> None:
@@ -67,7 +67,7 @@ class LineRecorder:
         self._output.write_text(json.dumps(self._tests), encoding="utf-8")
 
     def _trace(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        """Follow the frames of the file alone; all others run untraced."""
+        """Trace the frames of the recorded file; code of all other files runs untraced."""
         if frame.f_code.co_filename != self._file:
             return None
         self._lines.add(frame.f_lineno)
@@ -75,22 +75,24 @@ class LineRecorder:
 
 
 class CoveringTests:
-    """The tests of a file by the lines that they run, the shortest test first."""
+    """Tests of a file by the lines that they run, the fastest test first."""
 
     def __init__(self, text: str, recorded: str) -> None:
-        """`recorded` is the output of a `LineRecorder`, empty when the recording did not end."""
+        """Parse the recording. `text` is the file's content; `recorded` is a `LineRecorder`'s output, or empty if it
+        failed.
+        """
         self._text = text
         tests: dict[str, tuple[float, list[int]]] = json.loads(recorded or "{}")
         self._lines_of = {test: set(tests[test][1]) for test in sorted(tests, key=lambda test: tests[test][0])}
 
     def covering(self, text: str) -> list[str]:
-        """Return the tests that run a statement that `text` changes."""
+        """Return the tests that run a statement in which the mutated content `text` differs."""
         lines = {line for start, end in _changed_statements(self._text, text) for line in range(start, end)}
         return [test for test, run in self._lines_of.items() if run & lines]
 
 
 class Selection:
-    """Plugin of pytest that keeps `tests` alone, in their order, or all tests but these."""
+    """Pytest plugin that runs only `tests`, in their order, or all tests but these."""
 
     def __init__(self, tests: Sequence[str], *, others: bool) -> None:
         self._order = {test: position for position, test in enumerate(tests)}
@@ -105,7 +107,7 @@ class Selection:
 
 
 def _changed_statements(old: str, new: str) -> Iterator[tuple[int, int]]:
-    """Yield the lines of each statement that differs: its number, and that of the line behind it."""
+    """Yield the first line and the line after the end of each statement that differs."""
     before, after = old.splitlines(), new.splitlines()
     first = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), None)
     if first is None:
@@ -122,7 +124,7 @@ def _changed_statements(old: str, new: str) -> Iterator[tuple[int, int]]:
 
 
 def _own_lines(node: ast.stmt | ast.ExceptHandler) -> tuple[int, int]:
-    """Return the lines of a statement without the statements inside of it."""
+    """Return the first line and the line after the end of a statement without its nested statements."""
     inner = [child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
     return node.lineno, max(min(inner), node.lineno + 1) if inner else (node.end_lineno or node.lineno) + 1
 
@@ -132,7 +134,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def overlaid(file: str, text: str) -> Iterator[str]:
-    """The folder in which `file` (a path in the repository) reads `text`, for PYTHONPATH."""
+    """Yield a folder for PYTHONPATH in which `file`, a path in the repository, has the content `text`."""
     package, inside = split(file)
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         target = Path(folder) / package.name
@@ -144,7 +146,7 @@ def overlaid(file: str, text: str) -> Iterator[str]:
 
 
 def split(file: str) -> tuple[Path, Path]:
-    """Return the import package that `file` belongs to, and its path inside of it."""
+    """Return the folder of the import package that contains `file`, and the path of `file` within this folder."""
     path = ROOT / file
     package = next(parent for parent in reversed(path.parents) if (parent / "__init__.py").exists())
     return package, path.relative_to(package)

@@ -1,7 +1,9 @@
-"""Generator of every mutant of the files on standard input, one JSON object a line, for cosmic-ray's environment.
+"""Generator of all mutants of the files named on standard input, one JSON object a line; runs in cosmic-ray's
+environment.
 
-The operators are cosmic-ray's. Those on `|` are left out, as nearly all of them change annotations, which no code
-evaluates here; of the hundreds that replace one arithmetic operator by another, only likely typing errors are taken.
+The operators are cosmic-ray's, with two exceptions. Operators on `|` are left out: nearly all of them change
+annotations, which are never evaluated here. Of the hundreds of operators that replace one arithmetic operator by
+another, only likely typing errors are used.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ OPERATORS = (
 )  # fmt: skip
 
 _NOT_CODE = ("@", "*,", "/,", "def ", "async def ", "class ", "import ", "from ", ")", '"""')
-"""Decorators and signatures: mypy checks their types and frozen fields."""
+"""Beginnings of lines that are not mutated: decorators and signatures, whose types mypy checks."""
 
 _GUARDS = ((" *, ", " /, "), ("strict=True", "strict=False"))
-"""Argument names and equal lengths of sequences: correct callers see no difference."""
+"""Texts that are not mutated: they only detect wrong callers, so that correct callers see no difference."""
 
 
 def mutants(file: str) -> Iterator[dict[str, object]]:

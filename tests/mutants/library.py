@@ -1,6 +1,7 @@
-"""The mutants of the core modules: which there are, which tests each is tried with, and those that may live.
+"""Lists of mutants: the core modules with their tests, the mutants that may survive, and the planted faults.
 
-Faults planted by hand: `planted.toml` lists them, with the tests that have to notice.
+`modules.toml` lists the modules, `survivors.toml` the permitted survivors, and `planted.toml` faults that were written
+by hand, with the tests that have to detect them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Strict(BaseModel):
 
 
 class Group(_Strict):
-    """Modules of a package that are tried with the same tests."""
+    """Modules of a package whose mutants are tried with the same tests."""
 
     package: str
     modules: tuple[str, ...]
@@ -38,7 +39,7 @@ class Group(_Strict):
 
 
 class Survivor(_Strict):
-    """A mutant that may live, and why."""
+    """A mutant that may survive, and the reason."""
 
     file: str
     original: str
@@ -56,7 +57,7 @@ class _Survivors(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line that a mutant changes. Without `text`, which is the whole file."""
+    """One line that a mutant changes, without the content of the whole file."""
 
     file: str
     line: int
@@ -66,7 +67,10 @@ class Change:
 
     @property
     def lines(self) -> tuple[str, str, str]:
-        """Key of a mutant in the list of survivors, without its line number, which moves."""
+        """Key of a mutant in the list of survivors.
+
+        The line number is left out, because it changes with other edits.
+        """
         return self.file, self.original, self.mutated
 
 
@@ -79,7 +83,7 @@ def survivors() -> tuple[Survivor, ...]:
 
 
 def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
-    """Every mutant of their modules, as cosmic-ray writes them."""
+    """Return every mutant of the modules of `chosen`, as cosmic-ray generates them."""
     if not GENERATOR.exists():
         raise SystemExit(f"{GENERATOR} is not there; `make check NAME=mutants` makes it")
     tests = {file: group.tests for group in chosen for file in group.files}
@@ -102,7 +106,7 @@ TABLE = Path(__file__).with_name("planted.toml")
 
 
 class Planted(BaseModel):
-    """One fault."""
+    """One fault that was written by hand."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -114,7 +118,7 @@ class Planted(BaseModel):
 
     @property
     def stale(self) -> str | None:
-        """Why it can no longer be planted, None when it can."""
+        """Reason why the fault can no longer be planted, or None."""
         path = ROOT / self.file
         if not path.exists():
             return f"{self.name}: {self.file} is not there; name the file where it is now"

@@ -1,7 +1,8 @@
-"""Mutants of the core modules, one changed line at a time, that the unit tests have to notice.
+"""Mutation tests: mutants of the core modules, with one changed line each, that the unit tests have to detect.
 
-Planted faults come first, then cosmic-ray's mutants, two at a time; results of former runs are remembered. A line does
-not hold when less than 95 % were killed, a planted fault lives, a listed survivor is stale or mutants stay untried.
+Planted faults come first, then cosmic-ray's mutants, two at a time; verdicts of earlier runs are cached. A line fails
+when less than 95 % of the mutants were killed, a planted fault or an unlisted mutant survives, a listed survivor is
+stale, or mutants remain untried.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def try_all(mutants: Sequence[Mutant], cache: VerdictCache, arguments: argparse.
     results: Queue[tuple[Mutant, Verdict]] = Queue()
 
     def work() -> None:
-        """Mutants of one file after the other, as long as there is time."""
+        """Try the waiting mutants one file after the other until the time is over."""
         while time.monotonic() < ends and (first := left.take()):
             with served(first, arguments.timeout_s) as server:
                 mutant: Mutant | None = first
@@ -102,7 +103,7 @@ def try_all(mutants: Sequence[Mutant], cache: VerdictCache, arguments: argparse.
 
 
 class Waiting:
-    """Queue of mutants for several workers."""
+    """Queue of untried mutants, shared by several workers."""
 
     def __init__(self, mutants: Iterable[Mutant]) -> None:
         self._left = deque(mutants)
@@ -112,7 +113,7 @@ class Waiting:
         return len(self._left)
 
     def take(self, target: Target | None = None) -> Mutant | None:
-        """The next one, None when there is none or it is not of `place`."""
+        """Remove and return the next mutant, or return None if there is none or, with `target`, its target differs."""
         with self._lock:
             if not self._left or target not in (None, self._left[0].target):
                 return None
@@ -120,7 +121,7 @@ class Waiting:
 
 
 def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
-    """Report a surviving mutant at once."""
+    """Update the progress display, and print a surviving mutant at once."""
     progress.advance(doing=f"{lived} live")
     if not verdict.killed:
         progress.print_line(f"{verdict.outcome}: {mutant.name}")
@@ -131,7 +132,7 @@ def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: in
 def _report(
     run: Run, trials: Trials, changes: dict[Mutant, Change], listed: set[tuple[str, str, str]], stale: list[str]
 ) -> None:
-    """Add the lines: the killed share, planted faults that live, stale entries, mutants without a result."""
+    """Add the result lines: killed share, surviving planted faults, stale entries, mutants without a result."""
     lived = trials.lived()
     excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
     unexcused = [mutant for mutant in lived if mutant not in excused]

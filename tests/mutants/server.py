@@ -1,9 +1,9 @@
-"""`python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant of one file.
+"""Test server of one file: `python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant.
 
 Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, a time limit, and a plan
-(`tests.mutants.covering`). The answer is a line with pytest's exit status, null after the time limit. A trial is a
-fork of this process, which has imported all modules that are independent of the file, so a short trial costs little
-more than its tests.
+(`tests.mutants.covering`). The server prints a line with pytest's exit status, or null after the time limit. A trial is
+a fork of this process, which has imported all modules that do not depend on the file, so that a short trial costs
+little more than its tests.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.mutants.covering import ROOT, planned, split
 
 _OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "smollm2", "werewolf")
 _OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not postgres", "-o", "timeout=30")
-"""No test of these takes long; one that a mutant hangs is not waited for."""
+"""Options of pytest. None of the tests takes long, so a test that a mutant blocks runs into the short timeout."""
 
 
 class Changed(importlib.abc.MetaPathFinder):
-    """Finds one module in the overlay: its package is known already, and would be searched where it lies."""
+    """Import finder of one module in the overlay, needed because its package is already imported from the checkout."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._name = name
@@ -65,7 +65,7 @@ def main(file: str, tests: Sequence[str]) -> None:
 
 
 def _forget(changed: set[str]) -> None:
-    """Forget our modules that import the changed file, so that each trial imports them again."""
+    """Remove our modules that import the changed file from `sys.modules`, so that each trial imports them again."""
     imports_of = {name: _imports(name, module) for name, module in sys.modules.items() if name.startswith(_OWN)}
     affected = set(changed)
     while more := {name for name, imported in imports_of.items() if imported & affected} - affected:
@@ -78,7 +78,7 @@ def _forget(changed: set[str]) -> None:
 
 
 def _imports(name: str, module: ModuleType) -> set[str]:
-    """Return all names that a module imports anywhere in its text. Names in a package may be modules."""
+    """Return all names that a module imports anywhere in its source. Some may be modules of a package."""
     path = getattr(module, "__file__", None)
     if path is None or not path.endswith(".py"):
         return set()
@@ -109,7 +109,7 @@ def _fork(
 
 
 def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str], plan: Sequence[str]) -> NoReturn:
-    """Run pytest in the fork, as with `PYTHONPATH=OVERLAY`, in a process group of its own."""
+    """Run pytest in the forked process, as with `PYTHONPATH=OVERLAY`, in a new process group."""
     os.setsid()
     with Path(log).open("w", encoding="utf-8") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

@@ -1,7 +1,4 @@
-"""One mutant against the tests that should notice it.
-
-Verdicts of earlier runs, so that a run that was stopped goes on where it was, and one that follows is short.
-"""
+"""Trials of mutants against their tests, and a cache of the verdicts, so that a stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ from typing import Literal
 from tests.mutants.covering import ROOT, CoveringTests, overlaid
 
 Outcome = Literal["killed", "survived", "timeout", "not run"]
-"""A mutant that never ends is noticed, too; `not run` is a fault of the trial: the tests could not be started."""
+"""Result of a trial. `timeout` counts as detected; `not run` means that the tests could not be started."""
 
 _LIMIT_S_MIN = 30.0
 _SLOWER_MAX = 10.0
-"""A mutant is endless when it takes so many times the seconds of the unchanged file."""
+"""Time limit of a trial, as a multiple of the duration with the unchanged file."""
 Target = tuple[str, tuple[str, ...]]
 """A file and its tests: mutants with equal targets share a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A file of the repository, the text that it gets, and the tests that it is tried with."""
+    """A mutant: a file of the repository, its changed content, and the tests to try it with."""
 
     name: str
     file: str
@@ -47,13 +44,13 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on a mutant, with the last lines of pytest."""
+    """Result of a mutant's trial, with the last lines of pytest's output."""
 
     outcome: Outcome
     seconds: float
     output: str
     by: str = ""
-    """File of the killing test, where pytest names it."""
+    """File of the test that killed the mutant, if pytest names it."""
 
     @property
     def killed(self) -> bool:
@@ -69,11 +66,11 @@ has shown that unchanged code can. Status 5 means that no test was left to run.
 
 
 class Server:
-    """Process that has imported the unchanging modules of one file. It plays one trial at a time; the caller must
-    `close` it.
+    """Process that has imported the unchanged modules of one file and runs one trial at a time.
 
-    The first trial is that of the unchanged file, whose verdict is `control`. Mutants are tried with the tests that run
-    the changed statement, and those that survive these with all others.
+    The caller must `close` it. The first trial is that of the unchanged file, whose verdict is `control`. A mutant is
+    tried
+    with the tests that run the changed statement, and if it survives these, with all other tests.
     """
 
     def __init__(self, file: str, tests: tuple[str, ...], timeout_s: float) -> None:
@@ -87,7 +84,7 @@ class Server:
         self._limit_s = max(_LIMIT_S_MIN, _SLOWER_MAX * self.control.seconds)
 
     def try_mutant(self, mutant: Mutant) -> Verdict:
-        """Run the tests until the first one fails."""
+        """Run the tests on a mutant until the first one fails."""
         assert mutant.target == self.target
         if self.control.outcome != "survived":
             return Verdict("not run", 0.0, f"the tests fail without any mutant: {self.control.output}")
@@ -141,10 +138,10 @@ def try_mutant(mutant: Mutant, timeout_s: float) -> Verdict:
 
 
 class VerdictCache:
-    """Verdicts of earlier trials, in a file with a line for each.
+    """Cache of earlier verdicts in a file with one line each.
 
     The verdict of a killed mutant is valid while the mutant and the file of the killing test are unchanged. Any other
-    verdict is valid while none of its tests has changed.
+    verdict is valid while all of its tests are unchanged.
     """
 
     def __init__(self, path: Path) -> None:
