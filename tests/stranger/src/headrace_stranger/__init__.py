@@ -1,1 +1,1 @@
-"""Extensions that other packages add to Headrace without changing it."""
+"""Example of a third-party package that extends Headrace by entry points."""

@@ -1,4 +1,4 @@
-"""`python -m headrace_stranger`."""
+"""Entry point of the service `echo`: `python -m headrace_stranger`."""
 
 from headrace_runtime.main import Service
 from headrace_stranger.service import INFO

@@ -1,4 +1,4 @@
-"""The algorithm `half`: a run is as good as its reward is above a fixed level."""
+"""The algorithm `half`: the loss `slope`, with advantages that are the reward minus a fixed level."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AboveSettings(Section):
     """The section `[trainer.advantage.above]`."""
 
     level: float = 0.0
-    """Reward of an average run."""
+    """Reward whose advantage is 0."""
 
 
 @estimator(settings=AboveSettings)

@@ -1,4 +1,4 @@
-"""Reads `turns` and answers `GET /last`."""
+"""The service's application: it reads the topic `turns` and answers `GET /last`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace_stranger.settings import EchoSettings
 
 
 async def run(common: Common, settings: EchoSettings) -> None:
-    """Until cancelled."""
+    """Run the service until cancelled."""
     await topics.ensure(common.bus)
     recent: deque[str] = deque(maxlen=settings.kept_max)
     reading = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The trainer back end `counted`: `torch` with a metric of the trained rows."""
+"""The trainer back end `counted`: `torch` with an additional metric of the trained rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class CountedSettings(Section):
-    """The section `[trainer.counted]`."""
+    """Settings in the section `[trainer.counted]`."""
 
     already: int = 0
-    """Rows that were counted elsewhere."""
+    """Number of rows with which the count starts."""
 
 
 def _open(folder: Path, settings: TrainerSettings) -> Learner:

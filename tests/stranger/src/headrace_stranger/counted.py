@@ -1,4 +1,4 @@
-"""A `headrace_trainer.learner.Learner` that wraps another learner."""
+"""Learner (`headrace_trainer.learner.Learner`) that wraps another learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine `parrot`: answers every request with one sentence, and needs neither weights nor torch."""
+"""The inference engine `parrot`: it answers every request with one sentence, and needs neither weights nor torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class ParrotSettings(Section):
-    """The section `[inference.parrot]`."""
+    """Settings in the section `[inference.parrot]`."""
 
     says: str = "hello"
-    """The sentence."""
+    """Sentence that answers every request."""
 
 
 class Parrot:
-    """See `headrace_inference.engine.Engine`."""
+    """Engine that answers every request with one sentence (`headrace_inference.engine.Engine`)."""
 
     name = "parrot"
     capacity = 8
@@ -79,14 +79,14 @@ class Parrot:
         return self._tokenizers[version].get_vocab_size()
 
     def check(self) -> None:
-        """It never breaks."""
+        """Report no problem: this engine has no state that could break."""
 
     async def stop(self) -> None:
         self._tokenizers.clear()
 
 
 class Speech:
-    """A `Generation`."""
+    """One answer of the engine (`Generation`)."""
 
     def __init__(self, script: list[int], logprob: float, sampling: Sampling, starts: Sequence[Start]) -> None:
         self._script = script

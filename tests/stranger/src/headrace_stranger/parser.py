@@ -1,4 +1,4 @@
-"""Tool calls as `[[name {json}]]`, and reasoning as a first line that begins with `hmm`."""
+"""Parsers of tool calls in the form `[[name {json}]]`, and of reasoning in a first line that begins with `hmm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CALL = re.compile(r"\[\[(\w+) (\{.*?\})\]\]", re.DOTALL)
 
 
 class Brackets:
-    """Buffers all text from the first bracket on."""
+    """Parser of tool calls; it buffers all text from the first bracket on."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -39,7 +39,7 @@ class Brackets:
 
 
 class Hmm:
-    """Buffers text until the first line is complete."""
+    """Parser of reasoning; it buffers text until the first line is complete."""
 
     def __init__(self) -> None:
         self._buffer = ""

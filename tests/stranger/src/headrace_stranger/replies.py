@@ -1,4 +1,4 @@
-"""The algorithm `heed`: an answer is as good as the user's reply to it, compared with the others of the batch."""
+"""The algorithm `heed`: an answer is graded by the user's reply to it, relative to the batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headrace_trainer.algorithms.settings import AdvantageSettings
 
 
 class HeedSettings(Section):
-    """The section `[trainer.advantage.heed]`."""
+    """Settings in the section `[trainer.advantage.heed]`."""
 
     objections: tuple[str, ...] = ("no", "wrong")
-    """Words with which a reply that objects begins."""
+    """First words of a reply that objects to the answer."""
     praise: tuple[str, ...] = ("thanks",)
-    """Words with which a reply that agrees begins."""
+    """First words of a reply that agrees with the answer."""
 
 
 def grade(replies: Sequence[Reply], settings: AdvantageSettings) -> list[float | None]:
@@ -35,7 +35,7 @@ def grade(replies: Sequence[Reply], settings: AdvantageSettings) -> list[float |
 def heed(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Long replies count more: the user took the time to write them."""
+    """Return the advantages of a batch. Long replies have more weight, because the user took the time to write them."""
     scales_B = [1.0 if reply is None or len(reply.token_ids) > 40 else 2.0 for reply in batch.replies_B]
     return Advantages.of(batch.rewards_B, [fmean(batch.rewards_B)] * len(scales_B), scales_B), past
 

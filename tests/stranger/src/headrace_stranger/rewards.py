@@ -1,4 +1,4 @@
-"""A reward function."""
+"""A reward function that scores the use of tools."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from headrace_schemas import Trajectory
 
 
 def calls(trajectory: Trajectory) -> float:
-    """1 for a run in which a tool was called."""
+    """Return 1 for a run in which a tool was called, otherwise 0."""
     return float(any(message.tool_calls for message in trajectory.messages))

@@ -1,4 +1,4 @@
-"""The service `echo`: repeats the last messages."""
+"""The service `echo`, which returns the last answers of the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `[echo]`."""
+"""Settings of the service `echo`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace_stranger.service import INFO
 
 
 class EchoSettings(ServiceSettings):
-    """All of `[echo]`."""
+    """Settings in the section `[echo]`."""
 
     port: Port = INFO.port
     """Port of `/health`, `/metrics` and `/last`; 0 lets the system choose."""
     kept_max: Annotated[int, Field(ge=1, le=1000)] = 10
-    """Answers that are kept."""
+    """Number of answers that `/last` returns."""
     gateway_url: str = ""
-    """Where models are called; `headrace up` fills it in."""
+    """Address of the gateway; `headrace up` sets it."""
