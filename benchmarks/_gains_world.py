@@ -25,9 +25,9 @@ from benchmarks._thumbs_world import JUDGE, judge_criteria, without_width_limit
 from email_agent.tasks import Task
 from email_agent.tools import play
 from email_agent.users import AnsweredQuestion
-from headrace_gateway.access import Caller
-from headrace_gateway.feedback import events_of
-from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.access.keys import Caller
+from headrace_gateway.requests.feedback import events_of
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience, Feedback, Reward, Trajectory

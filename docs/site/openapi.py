@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 
 from docs.site.pages import ROOT
 from headrace import __version__
-from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
+from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_schemas import Trajectory
 from headrace_schemas.http import catalog, registry_api, rollout_api
 

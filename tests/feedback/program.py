@@ -18,7 +18,7 @@ from unittest import mock
 
 import structlog
 
-from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_operations import unused_feedback
 from headrace_schemas import Branch, Experience, Feedback, PreferenceSide
 from headrace_schemas.events.opinion import Opinion, values_of

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.feedback import events_of
-from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.access.keys import ALL_SCOPES, Caller
+from headrace_gateway.requests.feedback import events_of
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.stream.processor import Step, Unfinished

@@ -22,7 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from headrace.client import Client
 from headrace.registry import ModelRegistry
-from headrace_gateway.access import read_keys
+from headrace_gateway.access.keys import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service as Program

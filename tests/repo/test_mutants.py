@@ -15,7 +15,7 @@ from tests.mutants.library import Planted, planted
 from tests.mutants.program import Waiting
 from tests.mutants.trial import Mutant, try_mutant
 
-LIMITS = "gateway/src/headrace_gateway/limits.py"
+LIMITS = "gateway/src/headrace_gateway/access/limits.py"
 TESTS = ("tests/unit/gateway/test_access.py",)
 
 

@@ -14,10 +14,10 @@ import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
 from headrace_collector.settings import CollectorSettings
-from headrace_gateway.feedback import LogEnds
-from headrace_gateway.publisher import Publisher
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.capture.spool import Spool
+from headrace_gateway.requests.feedback import LogEnds
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka import topics

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_gateway.publisher import Publisher
+from headrace_gateway.capture.publisher import Publisher
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.stream.faust_host import FaustHost, _record
@@ -143,7 +143,7 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_runtime.stream.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
     ),
     "past the spool": Planted(
-        _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
+        _bug("headrace_gateway.capture.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
     ),
     "abstaining is zero": Planted(
         _bug("headrace_scorer.reward_policy.RewardPolicy._values", _zero_for_nothing),

@@ -9,7 +9,7 @@ SERVICE = Service(
     INFO.summary,
     GatewaySettings,
     "headrace_gateway.app:run",
-    "headrace_gateway.access:check",
+    "headrace_gateway.access.keys:check",
 )
 
 if __name__ == "__main__":

@@ -12,22 +12,22 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from headrace_gateway import metrics
-from headrace_gateway.access import KeyRing, read_keys
-from headrace_gateway.admission import Admission
-from headrace_gateway.captured_log import recall_turns
-from headrace_gateway.captured_turns import CapturedTurns
-from headrace_gateway.engine import Engines
-from headrace_gateway.feedback import LogEnds
+from headrace_gateway.access.keys import KeyRing, read_keys
+from headrace_gateway.access.limits import RequestLimits, within_descriptors
+from headrace_gateway.apis.admission import Admission
+from headrace_gateway.apis.responses_api.captured_log import recall_turns
+from headrace_gateway.capture.captured_turns import CapturedTurns
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.capture.spool import Spool
 from headrace_gateway.http import Parts, application
-from headrace_gateway.limits import RequestLimits, within_descriptors
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_gateway.publisher import Publisher
-from headrace_gateway.replica_set import ReplicaSet
-from headrace_gateway.replica_watch import ReplicaWatch
-from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.requests.feedback import LogEnds
+from headrace_gateway.requests.response_store import ResponseStore
+from headrace_gateway.routing.engine import Engines
+from headrace_gateway.routing.model_catalog import ModelCatalog
+from headrace_gateway.routing.replica_set import ReplicaSet
+from headrace_gateway.routing.replica_watch import ReplicaWatch
+from headrace_gateway.routing.table_cache import TableCache
 from headrace_gateway.settings import GatewaySettings
-from headrace_gateway.spool import Spool
-from headrace_gateway.table_cache import TableCache
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.http import web

@@ -11,29 +11,30 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_gateway.admission import Admission
-from headrace_gateway.captured_turns import CapturedTurns
-from headrace_gateway.chat import Chat, TokenCounting, read_chat, reader
-from headrace_gateway.chat_messages import MessageMemory
-from headrace_gateway.dispatch import Dispatchers
-from headrace_gateway.engine import Engines
-from headrace_gateway.messages_api.answers import read_messages
-from headrace_gateway.messages_api.request import parse_count
+from headrace_gateway.access.refusals import crashed, refused
+from headrace_gateway.apis.admission import Admission
+from headrace_gateway.apis.chat import Chat, TokenCounting, read_chat, reader
+from headrace_gateway.apis.messages_api.answers import read_messages
+from headrace_gateway.apis.messages_api.request import parse_count
+from headrace_gateway.apis.models_api import ModelsApi
+from headrace_gateway.apis.responses_api.answers import read_responses
+from headrace_gateway.apis.responses_api.conversations import Conversations, StoredResponses
+from headrace_gateway.apis.responses_api.request import parse_input_tokens
+from headrace_gateway.apis.sessions_api import Lookup, SessionsApi, nothing_known
+from headrace_gateway.apis.text_completions import read_completion
+from headrace_gateway.capture.captured_turns import CapturedTurns
+from headrace_gateway.capture.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
 from headrace_gateway.metrics import REQUESTS
-from headrace_gateway.model_catalog import ModelCatalog, ModelsApi
-from headrace_gateway.placement import Placement, StickyVersions
-from headrace_gateway.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
-from headrace_gateway.refusals import crashed, refused
-from headrace_gateway.relay import Relay
-from headrace_gateway.replica_set import ReplicaSet
-from headrace_gateway.requests import Prefixes
-from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.responses_api.answers import read_responses
-from headrace_gateway.responses_api.conversations import Conversations, StoredResponses
-from headrace_gateway.responses_api.request import parse_input_tokens
-from headrace_gateway.sessions_api import Lookup, SessionsApi, nothing_known
+from headrace_gateway.requests.chat_messages import MessageMemory
+from headrace_gateway.requests.http_request import Prefixes
+from headrace_gateway.requests.response_store import ResponseStore
+from headrace_gateway.routing.dispatch import Dispatchers
+from headrace_gateway.routing.engine import Engines
+from headrace_gateway.routing.model_catalog import ModelCatalog
+from headrace_gateway.routing.placement import Placement, StickyVersions
+from headrace_gateway.routing.relay import Relay
+from headrace_gateway.routing.replica_set import ReplicaSet
 from headrace_gateway.settings import GatewaySettings
-from headrace_gateway.text_completions import read_completion
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web

@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from headrace_gateway.spool import Spool, Spooled
+from headrace_gateway.capture.spool import Spool, Spooled
 from tests.system.line import Line, at_most, none_of
 
 TITLE = "flipped bytes in the spool of a gateway that was killed"

@@ -16,8 +16,8 @@ _RARE = 0.02
 
 
 def _plant_in_gateway() -> None:
-    from headrace_gateway.chat import Chat
-    from headrace_gateway.refusals import ApiError
+    from headrace_gateway.access.refusals import ApiError
+    from headrace_gateway.apis.chat import Chat
 
     call = Chat._call
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from headrace_console.settings import ConsoleSettings
-from headrace_gateway.access import read_keys
+from headrace_gateway.access.keys import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_inference.vllm_engine.settings import VllmSettings

@@ -27,7 +27,7 @@ import typer.main
 from headrace.hello_agents import AgenticRLPipeline
 from headrace_cli.app import app
 from headrace_cli.demo import recipe as demo_recipe
-from headrace_gateway.access import _read_file as read_keys
+from headrace_gateway.access.keys import _read_file as read_keys
 from headrace_inference.vllm_engine import orphans
 from headrace_integrations.practice.data_sets import rows_of
 from headrace_judge import agreement, rubric

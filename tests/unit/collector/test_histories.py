@@ -19,8 +19,8 @@ from headrace_collector.branches import build_branches
 from headrace_collector.digests import TurnContent
 from headrace_collector.facts import turn_facts
 from headrace_collector.runs import SessionRun, partition_runs, superseded_turns
-from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.identity import RequestMetadata, identify
+from headrace_gateway.access.keys import ALL_SCOPES, Caller
+from headrace_gateway.requests.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Turn
 from headrace_schemas.rules.turn_history import token_bytes

@@ -16,9 +16,9 @@ from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources import gateway
 from headrace_console.sources.gateway import GatewayClient
 from headrace_console.users import Scope, User
-from headrace_gateway.access import Caller
-from headrace_gateway.feedback import events_of
-from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.access.keys import Caller
+from headrace_gateway.requests.feedback import events_of
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
 from headrace_schemas import Event, Feedback, Message

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace_gateway.access import ALL_SCOPES, Caller, KeyRing, read_keys
-from headrace_gateway.limits import Meter, RequestLimits
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.keys import ALL_SCOPES, Caller, KeyRing, read_keys
+from headrace_gateway.access.limits import Meter, RequestLimits
+from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings
 from headrace_runtime.errors import SettingError
 from headrace_schemas.values.base import utcnow

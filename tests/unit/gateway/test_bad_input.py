@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from headrace_gateway import chat_request
-from headrace_gateway.access import KeyRing
-from headrace_gateway.capture import capture
-from headrace_gateway.chat_request import ChatRequest, parse_chat
-from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
-from headrace_gateway.messages_api.request import MessagesRequest
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.responses_api import request as responses_request
-from headrace_gateway.responses_api.request import ResponsesRequest
+from headrace_gateway.access.keys import KeyRing
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.messages_api.request import MessagesRequest
+from headrace_gateway.apis.responses_api import request as responses_request
+from headrace_gateway.apis.responses_api.request import ResponsesRequest
+from headrace_gateway.capture.turn_events import capture
+from headrace_gateway.requests import chat_request
+from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
+from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Feedback, Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
@@ -83,7 +83,7 @@ async def test_a_large_body_is_refused_by_its_announcement_and_by_its_bytes(tmp_
 async def test_a_body_that_does_not_come_does_not_hold_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_gateway.admission.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("headrace_gateway.apis.admission.BODY_TIMEOUT_S", 0.1)
     async with gateway(tmp_path) as served:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -255,8 +255,8 @@ async def test_a_large_request_is_read_beside_the_loop_and_a_small_one_at_once(
         threads.append(threading.current_thread().name)
         return capture(*given, **more)
 
-    monkeypatch.setattr("headrace_gateway.chat.parse_chat", parse)
-    monkeypatch.setattr("headrace_gateway.chat.capture", capture_in_thread)
+    monkeypatch.setattr("headrace_gateway.apis.chat.parse_chat", parse)
+    monkeypatch.setattr("headrace_gateway.apis.chat.capture", capture_in_thread)
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as running:
         for words in (1, 5_000, 100_000):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks._sessions_replica import answer_of, prompt_of
-from headrace_gateway.captured_turns import CapturedTurn, CapturedTurns, read_turn
-from headrace_gateway.identity import CallIdentity
+from headrace_gateway.capture.captured_turns import CapturedTurn, CapturedTurns, read_turn
+from headrace_gateway.requests.identity import CallIdentity
 from headrace_gateway.settings import CaptureSettings
 from headrace_schemas import Turn
 from headrace_schemas.http.replica_api import History

@@ -346,7 +346,7 @@ async def test_a_client_that_goes_away_leaves_an_undelivered_turn(tmp_path: Path
 async def test_a_client_that_went_away_does_not_hold_the_engine_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_gateway.chat.UNDELIVERED_WAIT_S", 0.1)
+    monkeypatch.setattr("headrace_gateway.apis.chat.UNDELIVERED_WAIT_S", 0.1)
     replica = FakeReplica(faults=[Fault(stall_after=0)])
     async with replica.running(), gateway(tmp_path, replica) as served:
         calling = asyncio.create_task(served.chat())

@@ -18,10 +18,10 @@ import cramjam
 import openai
 import pytest
 
-from headrace_gateway.chat_messages import MessageMemory
-from headrace_gateway.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.requests import decoded
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests.chat_messages import MessageMemory
+from headrace_gateway.requests.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
+from headrace_gateway.requests.http_request import decoded
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Sampling
 from tests.support.fake_replica import Called, FakeReplica

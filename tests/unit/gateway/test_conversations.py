@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.responses_api.items import messages_of
-from headrace_gateway.responses_api.recalled import items_of, recall_response
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.responses_api.items import messages_of
+from headrace_gateway.apis.responses_api.recalled import items_of, recall_response
+from headrace_gateway.requests.response_store import ResponseStore
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import FunctionCall, Message, ToolCall
 from headrace_schemas.events.turn import ResponseRecord

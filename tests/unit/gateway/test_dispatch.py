@@ -18,8 +18,8 @@ from typing import Any, cast
 import httpx2
 import pytest
 
-from headrace_gateway.chat_call import ChatCall
-from headrace_gateway.dispatch import WINDOW, Dispatcher
+from headrace_gateway.requests.chat_call import ChatCall
+from headrace_gateway.routing.dispatch import WINDOW, Dispatcher
 from headrace_gateway.settings import LimitSettings, UpstreamSettings
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, routing, until
@@ -214,7 +214,7 @@ UPSTREAM = UpstreamSettings(hold_s=20, probe_timeout_s=0.1, stall_timeout_s=60)
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_gateway.replica_watch.PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr("headrace_gateway.routing.replica_watch.PROBE_AFTER_S", 0.2)
 
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])

@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 
-from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.feedback import events_of, turns_by_session
-from headrace_gateway.feedback_request import FeedbackRequest
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.keys import ALL_SCOPES, Caller
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests.feedback import events_of, turns_by_session
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
@@ -54,7 +54,7 @@ def feedback_of_size(growth_max: float, body_bytes: int, sessions: int = 4, **fi
     turns = tuple(ids.response_id(ids.session_key("t", str(number))) for number in range(sessions))
     request = FeedbackRequest(msg_ids=turns, value=1, feedback_id="f", **fields)
     caller = Caller("k", "k", "t", ALL_SCOPES, None, LimitSettings())
-    with mock.patch("headrace_gateway.feedback.GROWTH_MAX", growth_max):
+    with mock.patch("headrace_gateway.requests.feedback.GROWTH_MAX", growth_max):
         return events_of(request, caller, ManualClock(), body_bytes)
 
 

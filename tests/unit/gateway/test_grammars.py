@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from headrace_gateway.chat_request import parse_chat
-from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.request_context import RequestContext
-from headrace_gateway.responses_api.grammars import NotRegularError, pattern_of
-from headrace_gateway.responses_api.request import parse_responses
-from headrace_gateway.transcript import Transcript
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.responses_api.grammars import NotRegularError, pattern_of
+from headrace_gateway.apis.responses_api.request import parse_responses
+from headrace_gateway.capture.transcript import Transcript
+from headrace_gateway.requests.chat_request import parse_chat
+from headrace_gateway.requests.engine_wire import EngineAnswer
+from headrace_gateway.requests.request_context import RequestContext
 from headrace_schemas import Grammar, Sampling, TokenGrammar, Tool
 from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
 from headrace_schemas.http.answer_form import repeated_request

@@ -16,17 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from headrace_gateway import answers
-from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
-from headrace_gateway.chat_request import ChatRequest, parse_chat
-from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.identity import CallIdentity
-from headrace_gateway.limits import within_descriptors
-from headrace_gateway.model_catalog import Target
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.request_context import RequestContext, header_value, metric_label
+from headrace_gateway.access.limits import within_descriptors
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis import answers
+from headrace_gateway.capture.transcript import Transcript
+from headrace_gateway.requests.chat_call import ChatCall, Target, canonical_request, core_of
+from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
+from headrace_gateway.requests.engine_wire import EngineAnswer
+from headrace_gateway.requests.identity import CallIdentity
+from headrace_gateway.requests.request_context import RequestContext, header_value, metric_label
 from headrace_gateway.settings import GatewaySettings, LimitSettings
-from headrace_gateway.transcript import Transcript
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, FakeReplica, Fault, Generation, entry

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from headrace_gateway import requests
-from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.identity import CallIdentity, RequestMetadata, identify, opening
-from headrace_gateway.recent_turns import RepeatedRequests
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.keys import ALL_SCOPES, Caller
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.capture.recent_turns import RepeatedRequests
+from headrace_gateway.requests import http_request
+from headrace_gateway.requests.identity import CallIdentity, RequestMetadata, identify, opening
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, SubAgent
 from headrace_schemas.events.trajectory import NO_TOOLS
@@ -44,7 +44,7 @@ def identity(
     by: Caller | None = None,
     model: str = "tiny",
 ) -> CallIdentity:
-    scope = {requests.SESSION: path} if path else {}
+    scope = {http_request.SESSION: path} if path else {}
     return identify(
         by or caller(), scope, RequestMetadata(headers or {}, metadata or {}), model, messages or (SYSTEM, HELLO)
     )

@@ -14,10 +14,10 @@ import anthropic
 import pytest
 from anthropic.types import Message, ToolUseBlock
 
-from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.messages_api.events import MessageWriter
-from headrace_gateway.messages_api.request import parse_messages
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.messages_api.events import MessageWriter
+from headrace_gateway.apis.messages_api.request import parse_messages
+from headrace_gateway.requests.engine_wire import EngineAnswer
 from tests.support.fake_replica import VERSION, Called, FakeReplica, text_of
 from tests.support.gateway import Gateway, gateway, lenient, strict
 
@@ -358,7 +358,7 @@ async def test_arguments_that_are_no_object_come_as_one_in_a_stream_and_in_a_pla
 
 
 async def test_a_silent_stream_is_kept_open_by_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_gateway.chat.PING_S", 0.05)
+    monkeypatch.setattr("headrace_gateway.apis.chat.PING_S", 0.05)
     replica = FakeReplica(script=["One two three."], token_delay_s=0.2)
     async with served(tmp_path, replica) as (running, client):
         body = {**ASKED, "stream": True}

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace_gateway.model_catalog import ModelCatalog, Target
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests.chat_call import Target
+from headrace_gateway.routing.model_catalog import ModelCatalog
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import load

@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import pytest
 
-from headrace_gateway.chat_call import ChatCall, canonical_request, core_of
-from headrace_gateway.chat_request import ChatRequest
-from headrace_gateway.identity import CallIdentity
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_gateway.placement import Pin, Placement, StickyVersions
-from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.requests.chat_call import ChatCall, canonical_request, core_of
+from headrace_gateway.requests.chat_request import ChatRequest
+from headrace_gateway.requests.identity import CallIdentity
+from headrace_gateway.routing.model_catalog import ModelCatalog
+from headrace_gateway.routing.placement import Pin, Placement, StickyVersions
+from headrace_gateway.routing.replica_set import ReplicaSet
 from headrace_gateway.settings import StickySettings
 from headrace_schemas import LoadedVersion, Replica, Sampling
 from headrace_schemas.events.routing import LoadState
@@ -137,7 +137,7 @@ def test_an_ended_session_starts_anew() -> None:
 
 
 def test_the_number_of_pins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_gateway.placement._SESSIONS_MAX", 100)
+    monkeypatch.setattr("headrace_gateway.routing.placement._SESSIONS_MAX", 100)
     rig = Rig(a=(V1,))
     rig.route(V1, 1)
     for number in range(150):
@@ -146,7 +146,7 @@ def test_the_number_of_pins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sessions_of_a_tenant_unpin_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_gateway.placement._SESSIONS_MAX", 100)
+    monkeypatch.setattr("headrace_gateway.routing.placement._SESSIONS_MAX", 100)
     rig = Rig(a=(V1,))
     rig.route(V1, 1)
     rig.place("modest")

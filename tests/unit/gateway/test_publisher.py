@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 
-from headrace_gateway.publisher import Publisher
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.capture.spool import Spool, Spooled
+from headrace_gateway.capture.spool_file import scan
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.spool import Spool, Spooled
-from headrace_gateway.spool_file import scan
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.process import logs
@@ -37,7 +37,7 @@ def end(number: int) -> SessionEnd:
 async def publishing(folder: Path, bus: ListBus, **settings: float) -> AsyncIterator[Publisher]:
     capture = CaptureSettings.model_validate({"bus_wait_s": 0.05, **settings})
     blobs = BlobStore((folder / "blobs").as_uri())
-    with mock.patch("headrace_gateway.publisher.DRAIN_BATCH", 7):
+    with mock.patch("headrace_gateway.capture.publisher.DRAIN_BATCH", 7):
         async with Spool(folder / "spool", capture.spool_bytes_max) as spool:
             publisher = Publisher(lambda: ListProducer(bus, blobs), spool, capture, send_timeout_s=0.3)
             async with running(publisher):

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_gateway.feedback import LogEnds
-from headrace_gateway.publisher import Publisher
-from headrace_gateway.refusals import ApiError
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.capture.spool import Spool, Spooled
+from headrace_gateway.requests.feedback import LogEnds
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore

@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.responses_api.request import NEUTRAL, parse_responses
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.responses_api.request import NEUTRAL, parse_responses
 from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault
 from tests.support.gateway import Gateway, gateway, strict
 

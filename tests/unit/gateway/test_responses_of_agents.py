@@ -16,10 +16,10 @@ import anthropic
 import pytest
 from openai.types.responses import Response
 
-from headrace_gateway.chat_request import ChatRequest
-from headrace_gateway.request_context import RequestContext
-from headrace_gateway.responses_api.items import encode_reasoning
-from headrace_gateway.responses_api.request import parse_responses
+from headrace_gateway.apis.responses_api.items import encode_reasoning
+from headrace_gateway.apis.responses_api.request import parse_responses
+from headrace_gateway.requests.chat_request import ChatRequest
+from headrace_gateway.requests.request_context import RequestContext
 from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Turn
 from tests.support.fake_replica import Called, FakeReplica, Fault

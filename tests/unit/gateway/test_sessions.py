@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import pytest
 
-from headrace_gateway.chat_call import ChatCall
-from headrace_gateway.placement import Upstream
+from headrace_gateway.requests.chat_call import ChatCall
+from headrace_gateway.routing.placement import Upstream
 from headrace_gateway.settings import KeySettings
 from headrace_runtime.kafka.wire import Received, Record
 from headrace_schemas import Feedback, SessionEnd

@@ -21,8 +21,8 @@ from unittest import mock
 
 import pytest
 
+from headrace_gateway.capture.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.full_disk import MeasuredDisk, full_error
@@ -31,7 +31,7 @@ from tests.support.gateway import until
 _WRITER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from headrace_gateway.spool import Spool, Spooled
+from headrace_gateway.capture.spool import Spool, Spooled
 
 async def main():
     async with Spool(Path(sys.argv[1]), 1_000_000) as spool:

@@ -16,12 +16,12 @@ from typing import Any
 import openai
 import pytest
 
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.request_context import RequestContext
-from headrace_gateway.response_store import EarlierItems, ResponseStore, StoredConversation, StoredResponse
-from headrace_gateway.responses_api.request import ParsedResponses, parse_responses
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.responses_api.request import ParsedResponses, parse_responses
+from headrace_gateway.apis.text_completions import read_completion
+from headrace_gateway.requests.request_context import RequestContext
+from headrace_gateway.requests.response_store import EarlierItems, ResponseStore, StoredConversation, StoredResponse
 from headrace_gateway.settings import KeySettings, LimitSettings
-from headrace_gateway.text_completions import read_completion
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault, text_of
@@ -174,7 +174,7 @@ async def test_a_short_body_that_may_refer_to_a_long_conversation_is_read_beside
         threads.append(threading.current_thread().name.partition("_")[0])
         return parse_responses(body, context)
 
-    monkeypatch.setattr("headrace_gateway.responses_api.answers.parse_responses", parse)
+    monkeypatch.setattr("headrace_gateway.apis.responses_api.answers.parse_responses", parse)
     async with served(tmp_path, FakeReplica()) as (_, client):
         response = await client.responses.create(model="tiny", input="hi", store=False)
         response = await client.responses.create(model="tiny", input="x" * 100_000)

@@ -17,12 +17,12 @@ from typing import Any, cast
 import pytest
 from aiokafka.partitioner import murmur2
 
-from headrace_gateway import recent_turns
-from headrace_gateway.feedback import LogEnds, after
-from headrace_gateway.publisher import Publisher
+from headrace_gateway.capture import recent_turns
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.capture.spool import Spool
+from headrace_gateway.requests.feedback import LogEnds, after
+from headrace_gateway.routing.table_cache import TableCache
 from headrace_gateway.settings import CaptureSettings
-from headrace_gateway.spool import Spool
-from headrace_gateway.table_cache import TableCache
 from headrace_runtime.kafka.consumer import Offsets
 from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore
@@ -202,7 +202,7 @@ async def test_what_waited_in_the_spool_says_how_far_the_logs_reach_when_it_is_s
 
 
 async def test_one_tenant_cannot_take_the_whole_spool_and_a_refusal_says_why(tmp_path: Path) -> None:
-    from headrace_gateway.refusals import ApiError
+    from headrace_gateway.access.refusals import ApiError
 
     def refusal_text(tenant: str) -> str:
         try:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace_gateway.client_connection import EventTooLarge, Splitter, encode
-from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.requests import KEY, SESSION, Prefixes
-from headrace_gateway.spool import in_stages
-from headrace_gateway.transcript import Transcript
+from headrace_gateway.capture.spool import in_stages
+from headrace_gateway.capture.transcript import Transcript
+from headrace_gateway.requests.client_connection import EventTooLarge, Splitter, encode
+from headrace_gateway.requests.engine_wire import EngineAnswer
+from headrace_gateway.requests.http_request import KEY, SESSION, Prefixes
 from headrace_schemas import Event, Feedback, SessionEnd
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow

@@ -25,16 +25,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from headrace_gateway.answers import AnswerShape
-from headrace_gateway.chat import Read, read_chat
-from headrace_gateway.chat_call import ChatCall, canonical_request, core_of, digest_of
-from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.identity import CallIdentity
-from headrace_gateway.messages_api.answers import read_messages
-from headrace_gateway.model_catalog import Target
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.responses_api.answers import read_responses
-from headrace_gateway.text_completions import read_completion
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.answers import AnswerShape
+from headrace_gateway.apis.chat import Read, read_chat
+from headrace_gateway.apis.messages_api.answers import read_messages
+from headrace_gateway.apis.responses_api.answers import read_responses
+from headrace_gateway.apis.text_completions import read_completion
+from headrace_gateway.requests.chat_call import ChatCall, Target, canonical_request, core_of, digest_of
+from headrace_gateway.requests.engine_wire import EngineAnswer
+from headrace_gateway.requests.identity import CallIdentity
 from headrace_schemas.values import ids
 from tests.support.drawn_conversations import PARAMETERS, STOP, DrawnConversation
 from tests.support.fake_replica import VERSION

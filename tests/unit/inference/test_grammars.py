@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_gateway.responses_api.grammars import pattern_of
+from headrace_gateway.apis.responses_api.grammars import pattern_of
 from headrace_inference.chat.parsers import NO_TOOLS, Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer

@@ -22,8 +22,8 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import AnyUrl, Base64Bytes, BaseModel, Field, FilePath, Json, SecretStr, create_model
 
-from headrace_gateway.refusals import ApiError
-from headrace_gateway.request_context import RequestContext
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests.request_context import RequestContext
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer

@@ -25,8 +25,8 @@ import headrace_schemas
 import headrace_schemas.events
 from headrace_collector.closing import _TOOLS_MAX
 from headrace_collector.settings import CollectorSettings
-from headrace_gateway.chat_request import ChatRequest
-from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_gateway.requests.chat_request import ChatRequest
+from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_inference.announce import _VERSIONS_MAX
 from headrace_registry.catalog.aliases import ALIASES_MAX
 from headrace_registry.rollouts.plan import RolloutPlan

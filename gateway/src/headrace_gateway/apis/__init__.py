@@ -1,0 +1,1 @@
+"""The endpoints, by API: chat and text completions, Responses, Messages, sessions, models."""

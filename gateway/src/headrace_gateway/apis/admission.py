@@ -1,0 +1,101 @@
+"""The first steps of every endpoint: identify the caller, check scope and limits, read the body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import Receive, Scope
+
+from headrace_gateway.access.keys import Caller, KeyRing
+from headrace_gateway.access.limits import RequestLimits
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.capture.publisher import Publisher
+from headrace_gateway.requests import http_request
+from headrace_gateway.requests.http_request import headers_of, read_body
+from headrace_gateway.settings import Scope as KeyScope
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.protocol import BODY_TIMEOUT_S
+from headrace_runtime.process import logs
+from headrace_schemas import Event
+from headrace_schemas.values.ids import decode_name
+
+_TURNS = 8
+_ENVELOPE_BYTES = 500
+"""Estimated bytes of an event on the log beyond those of its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that was admitted."""
+
+    caller: Caller
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Shared by all endpoints that take a body."""
+
+    keys: KeyRing
+    limits: RequestLimits
+    publisher: Publisher
+    _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
+
+    def caller(self, scope: Scope, headers: Mapping[bytes, bytes], required_scope: KeyScope) -> Caller:
+        """Return the caller of the request. Raises `ApiError` 401 or 403."""
+        caller = self.keys.identify(scope.get(http_request.KEY), headers)
+        caller.require_scope(required_scope)
+        if caller.session_id is not None:
+            header = headers.get(b"x-session-id")
+            caller.check_session(None if header is None else decode_name(header), "X-Session-Id")
+            caller.check_session(scope.get(http_request.SESSION), "the session in the path")
+        return caller
+
+    @contextlib.asynccontextmanager
+    async def enter(self, scope: Scope, receive: Receive, required_scope: KeyScope) -> AsyncIterator[AdmittedRequest]:
+        """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
+        headers = headers_of(scope)
+        caller = self.caller(scope, headers, required_scope)
+        with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
+            self.publisher.admit(caller.tenant)
+            body = await self._body(headers, receive, self.limits.body_bytes_max(caller))
+            async with contextlib.nullcontext() if required_scope == "chat" else self._turn(caller.tenant):
+                yield AdmittedRequest(caller, headers, body)
+
+    def _turn(self, tenant: str) -> asyncio.Semaphore:
+        """Return the semaphore that bounds how many feedback and trajectory requests of a tenant are read and
+        published at one time: the event loop serves the calls of others between them. There is one semaphore for
+        each configured tenant."""
+        return self._turns.setdefault(tenant, asyncio.Semaphore(_TURNS))
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await read_body(headers, receive, bytes_max)
+        except TimeoutError:
+            message = f"the request body took longer than {BODY_TIMEOUT_S:g} s"
+            raise ApiError(408, "body_timeout", message) from None
+
+    async def publish_many(
+        self, caller: Caller, events: Sequence[Event], *, size_bytes: int = 0, copies: int = 1
+    ) -> None:
+        """Publish the events of one request of `size_bytes`, each `copies` times. Each is charged as a request of its
+        own, and as stored bytes.
+
+        Raises `ApiError` 429 or 503.
+        """
+        self.limits.charge(caller, len(events) * copies)
+        await self.publish(*events)
+        self.limits.store(caller.tenant, (size_bytes + len(events) * _ENVELOPE_BYTES) * copies)
+
+    async def publish(self, *events: Event) -> None:
+        """Returns once durable. Raises `ApiError` 503."""
+        try:
+            await self.publisher.publish(*events)
+        except Unavailable as error:
+            message = f"neither the bus nor the spool took this ({error}); it was withdrawn, send it again"
+            raise ApiError(503, "not_recorded", message, retry_after_s=5) from error

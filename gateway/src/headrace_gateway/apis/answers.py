@@ -1,0 +1,188 @@
+"""Answers in OpenAI's shapes, with our id and the version that served, and without fields that the client did not
+request.
+
+Chat completions are here; `responses_api` and `messages_api` have the shapes of the other APIs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests import client_connection
+from headrace_gateway.requests.chat_call import ChatCall
+from headrace_gateway.requests.chat_request import FUNCTION_CALL, ChatRequest, old_fields
+from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineMessage
+from headrace_gateway.requests.request_context import IGNORED_HEADER, header_value
+
+_DONE = client_connection.encode(client_connection.DONE)
+
+
+class StreamedAnswer(Protocol):
+    """One streamed answer in the making."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The response headers in addition to those of a stream."""
+
+    def events(self, chunk: EngineAnswer, version: str) -> bytes:
+        """Return the bytes of zero, one or several events. The first chunk sets the `version` of the stream."""
+
+    @property
+    def ping(self) -> bytes:
+        """The bytes that keep a silent stream open; none where the API has no such event."""
+
+    def end(self) -> bytes:
+        """Return the bytes that end the stream. The turn is durable by then."""
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the bytes that report `error` inside of the stream."""
+
+
+class AnswerShape(Protocol):
+    """How the answers of one API are written."""
+
+    def headers(self, call: ChatCall) -> Mapping[str, str]:
+        """Return the response headers of a plain answer in addition to type and length."""
+
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+        """Return the body of a plain answer."""
+
+    def streamed(self, call: ChatCall) -> StreamedAnswer: ...
+
+
+class ChatCompletions:
+    """The answers of `POST /v1/chat/completions`."""
+
+    def headers(self, call: ChatCall) -> Mapping[str, str]:
+        return answer_headers(call)
+
+    def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+        return completion_body(call, answer)
+
+    def streamed(self, call: ChatCall) -> StreamedAnswer:
+        return Chunks(call)
+
+
+def answer_headers(call: ChatCall) -> dict[str, str]:
+    """Return the headers that every API sends with an answer: its id, and the fields that had no effect."""
+    headers = {"x-request-id": call.response_id}
+    if call.ignored:
+        headers[IGNORED_HEADER] = header_value(call.ignored)
+    return headers
+
+
+def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
+    """The body of a plain answer."""
+    request = call.request
+    body: dict[str, object] = {
+        **_head(call, "chat.completion", answer.model),
+        "choices": [
+            _choice(request, choice, "message", _message(request, choice.message)) for choice in answer.choices
+        ],
+        "usage": answer.usage and answer.usage.model_dump(exclude_none=True),
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = answer.prompt_token_ids
+    return to_json(body)
+
+
+class Chunks:
+    """Turns the chunks of replicas into the events of one stream."""
+
+    def __init__(self, call: ChatCall) -> None:
+        self._call = call
+        options = call.request.stream_options
+        self._usage = options is not None and options.include_usage
+        self._head: bytes | None = None
+        self.headers = answer_headers(call)
+        self.ping = client_connection.COMMENT
+
+    def events(self, chunk: EngineAnswer, version: str) -> bytes:
+        """Return the bytes of zero, one or two events. The first chunk sets the `version` of the stream."""
+        if self._head is None:
+            self._head = to_json(_head(self._call, "chat.completion.chunk", version))[:-1]
+        request = self._call.request
+        choices = [
+            _choice(request, choice, "delta", _delta(request, choice.delta))
+            for choice in chunk.choices
+            if _has_content(request, choice)
+        ]
+        events = b""
+        first_ids = chunk.prompt_token_ids if request.return_token_ids else None
+        if choices or first_ids:
+            more: dict[str, object] = {"choices": choices}
+            if self._usage:
+                more["usage"] = None
+            if first_ids:
+                more["prompt_token_ids"] = first_ids
+            events = self._event(self._head, more)
+        if self._usage and chunk.usage is not None:
+            usage = chunk.usage.model_dump(exclude_none=True)
+            events += self._event(self._head, {"choices": [], "usage": usage})
+        return events
+
+    def end(self) -> bytes:
+        return _DONE
+
+    def broken(self, error: ApiError) -> bytes:
+        return client_connection.encode(error.body)
+
+    @staticmethod
+    def _event(head: bytes, more: dict[str, object]) -> bytes:
+        return client_connection.encode(head + b"," + to_json(more)[1:])
+
+
+def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:
+    return {
+        "id": call.response_id,
+        "object": kind,
+        "created": int(call.started_at.timestamp()),
+        "model": version,
+    }
+
+
+def _choice(request: ChatRequest, choice: EngineChoice, key: str, message: JsonValue) -> dict[str, object]:
+    finish = choice.finish_reason
+    fields: dict[str, object] = {
+        "index": choice.index,
+        key: message,
+        "logprobs": choice.logprobs.model_dump() if request.logprobs and choice.logprobs else None,
+        "finish_reason": FUNCTION_CALL if request.functions and finish == "tool_calls" else finish,
+    }
+    if request.return_token_ids:
+        fields["token_ids"] = choice.token_ids
+    return fields
+
+
+def _delta(request: ChatRequest, delta: EngineMessage) -> dict[str, JsonValue]:
+    fields: dict[str, JsonValue] = delta.model_dump(exclude_unset=True, exclude_none=True)
+    if request.functions and delta.tool_calls:
+        del fields["tool_calls"]
+        fields |= old_fields(delta)
+    return fields
+
+
+def _message(request: ChatRequest, message: EngineMessage) -> dict[str, JsonValue]:
+    fields: dict[str, JsonValue] = message.model_dump(exclude_none=True, exclude={"tool_calls"})
+    fields = {"role": "assistant", "content": message.content, "refusal": None, **fields}
+    if message.tool_calls and request.functions:
+        fields |= old_fields(message)
+    elif message.tool_calls:
+        calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in message.tool_calls]
+        fields["tool_calls"] = [{"type": "function", **call} for call in calls]
+    return fields
+
+
+def _has_content(request: ChatRequest, choice: EngineChoice) -> bool:
+    """Return whether the client must see the choice. Some chunks only carry tokens whose text is held back, and a
+    client that did not request tokens need not see them."""
+    delta = choice.delta
+    parts = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)
+    if any(part for part in parts):
+        return True
+    return bool((request.return_token_ids and choice.token_ids) or (request.logprobs and choice.logprobs))

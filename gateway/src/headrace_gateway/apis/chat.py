@@ -1,0 +1,304 @@
+"""A call of a model: from a request to a durable turn and a finished response, plain or streamed.
+
+The APIs of `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages` differ in how a request
+is read and how an answer is written (`Read`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from headrace_gateway import metrics
+from headrace_gateway.access.limits import Work
+from headrace_gateway.access.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded
+from headrace_gateway.apis.admission import Admission, AdmittedRequest
+from headrace_gateway.apis.answers import AnswerShape, ChatCompletions, StreamedAnswer, answer_headers
+from headrace_gateway.capture.captured_turns import CapturedTurns, message_digests
+from headrace_gateway.capture.recent_turns import RecentTurns, RepeatedRequests
+from headrace_gateway.capture.transcript import Transcript
+from headrace_gateway.capture.turn_events import capture
+from headrace_gateway.requests.chat_call import ChatCall, Target, canonical_request, core_of, digest_of
+from headrace_gateway.requests.chat_messages import MessageMemory
+from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
+from headrace_gateway.requests.client_connection import ClientConnection
+from headrace_gateway.requests.identity import PURPOSE_HEADER, RequestMetadata, identify, side_call, sub_agent
+from headrace_gateway.requests.request_context import RequestContext, metric_label
+from headrace_gateway.requests.response_store import ResponseStore
+from headrace_gateway.routing.model_catalog import ModelCatalog
+from headrace_gateway.routing.relay import Relay
+from headrace_gateway.settings import GatewaySettings
+from headrace_runtime.clock import Clock
+from headrace_runtime.process.event_loop import WorkerThreads
+from headrace_schemas.values import ids
+
+UNDELIVERED_WAIT_S = 10.0
+"""How long a response is still generated, to be captured as undelivered, after its client has gone."""
+
+_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_SHADOW_LOAD_MAX = 0.5
+"""Part of a replica's places in use from which on calls with purpose `shadow` are refused: users go first."""
+_ROUTING_POLL_S = 0.05
+PING_S = 10.0
+"""Silence of a stream after which something is sent, so that no proxy closes the connection."""
+_ANSWERED_BYTES = 100
+"""Estimated bytes of one sampled token in an answer or an event."""
+
+
+_STORED_PROMPT_BYTES = 6
+"""Estimated bytes of a prompt token in the dead letter of a call."""
+_PROMPT_TOKEN_BYTES = 4
+_ANSWER_TOKENS = 1024
+"""Expected tokens of a choice of a request without a limit."""
+
+
+Read = Callable[[bytes, RequestContext], tuple[ChatRequest, AnswerShape]]
+"""Reads a body of one API, in any thread. Returns the request and the shape of its answers, or raises `ApiError`."""
+
+
+def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
+    """Read a body of `POST /v1/chat/completions`."""
+    return parse_chat(body, context), ChatCompletions()
+
+
+def estimate_tokens(call: ChatCall) -> int:
+    """Estimate the tokens that a call may take: those of its prompt, and the limit on the answer for each choice."""
+    return len(call.core) // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The ASGI endpoint of one API. The endpoint has no state between requests."""
+
+    read: Read
+    settings: GatewaySettings
+    admission: Admission
+    catalog: ModelCatalog
+    relay: Relay
+    clock: Clock
+    workers: WorkerThreads
+    recent: RecentTurns
+    repeated: RepeatedRequests
+    captured: CapturedTurns
+    messages: MessageMemory
+    responses: ResponseStore | None = None
+    """The stored responses, for an API whose requests may refer to them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
+        async with self.admission.enter(scope, receive, "chat") as admitted:
+            call, shape = await self.understand(scope, admitted)
+            if call.identity.shadow_of is not None:
+                self.relay.beside_users(call, _SHADOW_LOAD_MAX)
+            call = replace(call, repeats=self.repeated.begin(call))
+            mode = "stream" if call.request.stream else "plain"
+            choices, tokens = call.request.choices, estimate_tokens(call)
+            with (
+                self.admission.limits.work(admitted.caller, choices, tokens) as work,
+                metrics.CALL_SECONDS.labels(mode).time(),
+            ):
+                await self._serve(call, shape, work, ClientConnection(receive, send))
+
+    async def understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
+        """Return the call that an admitted request describes, and the shape of its answers. Raises `ApiError`."""
+        started_at = self.clock.now()
+        bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
+        view = None if self.responses is None else self.responses.view(admitted.caller)
+        context = RequestContext(
+            self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant)
+        )
+        referred_bytes = 0 if view is None else view.bytes_referred_by(admitted.body, bytes_max)
+        size_bytes = len(admitted.body) + referred_bytes
+        request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
+        await self._routing_is_known()
+        by_agent = PURPOSE_HEADER not in admitted.headers
+        target = self.catalog.resolve(request.model, admitted.caller.may_use, by_agent=by_agent)
+        if target.is_substitute and not self.catalog.names_any_model:
+            context.report("model")
+        for name in context.ignored:
+            metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
+        size_bytes = max(len(admitted.body), context.referred_bytes)
+        call = await self.workers.run(
+            size_bytes, lambda: self._call(scope, admitted, request, target, started_at, context)
+        )
+        return call, shape
+
+    def _call(
+        self,
+        scope: Scope,
+        admitted: AdmittedRequest,
+        request: ChatRequest,
+        target: Target,
+        started_at: datetime,
+        context: RequestContext,
+    ) -> ChatCall:
+        """Build the call. The method may run in any thread."""
+        messages = tuple(message.event for message in request.messages)
+        sampling = request.sampling
+        metadata = RequestMetadata(admitted.headers, request.metadata or {})
+        cache_key = (request.model_extra or {}).get("prompt_cache_key")
+        identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user, cache_key)
+        encoded = [message.event_json for message in request.messages]
+        asked_json = canonical_request(request, messages, sampling, encoded)
+        retry = admitted.headers.get(b"x-stainless-retry-count", b"")
+        return ChatCall(
+            request=request,
+            messages=messages,
+            sampling=sampling,
+            identity=identity,
+            target=target,
+            response_id=ids.response_id(identity.session_key),
+            digest=digest_of(request.model, asked_json),
+            retry=int(retry) if retry.isdigit() and len(retry) < 10 else 0,
+            started_at=started_at,
+            core=core_of(asked_json, request),
+            cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
+            side_call=side_call(admitted.headers, self.settings.side_calls, messages, has_tools=bool(request.tools)),
+            sub_agent=sub_agent(admitted.headers),
+            message_digests=message_digests(encoded),
+            ignored=context.ignored,
+            response=context.record,
+        )
+
+    async def _routing_is_known(self) -> None:
+        """Wait until the models have been read from the bus. Only requests soon after the start have to wait."""
+        deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
+        while not self.catalog.is_ready:
+            if self.clock.monotonic_s() > deadline_s:
+                raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
+            await self.clock.sleep(_ROUTING_POLL_S)
+
+    async def _serve(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
+        """Answer the call. If its prompt fits into the context and its `max_tokens` do not, the answer may be as long
+        as the context allows."""
+        try:
+            await self._answer(call, shape, work, client)
+        except ApiError as error:
+            unfit = error.code == CONTEXT_LENGTH_EXCEEDED and call.sampling.max_tokens is not None
+            if not unfit or client.started or self.settings.strict:
+                raise
+            metrics.IGNORED_FIELDS.labels("max_tokens").inc()
+            await self._answer(call.without_max_tokens(), shape, work, client)
+
+    async def _answer(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
+        streamed = shape.streamed(call) if call.request.stream else None
+        try:
+            async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
+                async with client.watched(lambda: self._abandon(call, deadline)):
+                    if streamed is None:
+                        await self._plain(call, shape, work, client)
+                    else:
+                        await self._stream(call, streamed, work, client)
+        except TimeoutError:
+            if client.disconnected:
+                metrics.ABANDONED.inc()
+                return
+            limit_s = self.settings.upstream.request_timeout_s
+            error = ApiError(504, "timeout", f"the request took longer than {limit_s:g} s")
+            await self._fail(client, streamed, error)
+        except ApiError as error:
+            await self._fail(client, streamed, error)
+        except asyncio.CancelledError:  # the server stops, and its time for open requests is over
+            if client.disconnected:
+                raise
+            refusal = overloaded("the gateway stops before the answer is complete; send the request again", 1)
+            await self._fail(client, streamed, refusal)
+
+    def _abandon(self, call: ChatCall, deadline: asyncio.Timeout) -> None:
+        """Shorten the deadline of a call after its client disconnected: an answer that ends soon is captured, others
+        are dropped."""
+        self.repeated.disconnected(call)
+        soon = asyncio.get_running_loop().time() + UNDELIVERED_WAIT_S
+        with contextlib.suppress(RuntimeError):  # the deadline has just passed
+            deadline.reschedule(min(soon, deadline.when() or soon))
+
+    @staticmethod
+    async def _fail(client: ClientConnection, streamed: StreamedAnswer | None, error: ApiError) -> None:
+        if not client.started or streamed is None:
+            raise error
+        await client.body(streamed.broken(error))
+
+    async def _plain(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
+        answer, transcript = await self.relay.complete(call)
+        await self._capture(call, transcript, work, delivered=not client.disconnected)
+        size_bytes = transcript.sampled * _ANSWERED_BYTES
+        body = await self.workers.run(size_bytes, lambda: shape.plain_body(call, answer))
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await client.start(200, {**length, **shape.headers(call)})
+        await client.body(body)
+
+    async def _stream(self, call: ChatCall, streamed: StreamedAnswer, work: Work, client: ClientConnection) -> None:
+        transcript = Transcript()
+        async with (
+            contextlib.aclosing(self.relay.stream(call, transcript)) as stream,
+            client.pinged(streamed.ping, PING_S),
+        ):
+            async for chunk in stream:
+                events = streamed.events(chunk, transcript.version)
+                if events and not client.started:
+                    waited = self.clock.now() - call.started_at
+                    metrics.FIRST_CHUNK_SECONDS.observe(waited.total_seconds())
+                    await client.start(200, {**_STREAM, **streamed.headers})
+                if events:
+                    await client.body(events, more=True)
+        await self._capture(call, transcript, work, delivered=not client.disconnected)
+        if not client.started:
+            await client.start(200, {**_STREAM, **streamed.headers})
+        await client.body(streamed.end())
+
+    async def _capture(self, call: ChatCall, transcript: Transcript, work: Work, *, delivered: bool) -> None:
+        size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
+        prompt = len(transcript.prompt_token_ids)
+        work.used_tokens = prompt + transcript.sampled
+        untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
+        with metrics.CAPTURE_SECONDS.time():
+            earlier = self.captured.of_session(call.identity)
+            event, turn = await self.workers.run(
+                size_bytes, lambda: capture(call, transcript, earlier, delivered=delivered, untrained=untrained)
+            )
+            await self.admission.publish(event)
+        if turn is not None:
+            self.captured.add(call.identity, turn)
+        stored = turn.event_bytes if turn is not None else len(call.core) + prompt * _STORED_PROMPT_BYTES
+        self.admission.limits.store(call.identity.tenant, stored)
+        self.recent.note(call.identity.tenant, call.response_id, event)
+        self.repeated.end(call)
+
+
+ReadCount = Callable[[bytes, RequestContext], ChatRequest]
+"""Reads a body of one API. Returns a plain request for one token, or raises `ApiError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounting:
+    """The endpoint of one API that counts the tokens of a prompt. `fields` are the constant fields of its answer.
+
+    A replica renders and tokenizes the prompt and samples one token, which is neither captured nor returned. The count
+    is therefore exact on every engine, and the call that follows finds its prompt in the replica's cache.
+    """
+
+    chat: Chat
+    fields: dict[str, str]
+
+    async def count(self, request: Request) -> Response:
+        """Return the number of tokens that a call with this body would begin from. Raises `ApiError`."""
+        chat = self.chat
+        async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
+            call, _ = await chat.understand(request.scope, admitted)
+            with chat.admission.limits.work(admitted.caller, 1, estimate_tokens(call)) as work:
+                _, transcript = await chat.relay.complete(call)
+                work.used_tokens = len(transcript.prompt_token_ids) + transcript.sampled
+        count = len(transcript.prompt_token_ids)
+        return JSONResponse({**self.fields, "input_tokens": count}, headers=answer_headers(call))
+
+
+def reader(read: ReadCount) -> Callable[[bytes, RequestContext], tuple[ChatRequest, ChatCompletions]]:
+    """Return `read` in the form that `Chat` takes."""
+    return lambda body, context: (read(body, context), ChatCompletions())

@@ -1,0 +1,249 @@
+"""The body of `POST /v1/messages` and of `/v1/messages/count_tokens`, and its translation into a `ChatRequest`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue
+from pydantic_core import to_json
+
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.messages_api.blocks import Json, MessageParam, SystemContent, chat_messages
+from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
+from headrace_gateway.requests.hints import HINTS, is_honoured
+from headrace_gateway.requests.http_request import check_values, parse, unknown_field
+from headrace_gateway.requests.identity import CLIENT_SESSION
+from headrace_gateway.requests.request_context import RequestContext
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX, JsonObject
+from headrace_schemas.values.text import closest
+
+REFUSED: dict[str, str] = {
+    "mcp_servers": "the gateway calls no tools; connect them in the client",
+    "container": "there is no code execution; offer a tool",
+    "fallbacks": "another model would answer; call it by its name",
+}
+"""Fields that would change the meaning of the call, with the reason for their refusal."""
+_CHAT_NAMES = {
+    "max_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "n": "model",
+}
+"""Names of this API for fields of a chat request."""
+_THINKING = "thinking"
+_CLAUDE_CODE_USER = re.compile(r"user_([0-9a-f]{16,64})_account_([0-9a-f-]*)_session_([0-9a-f-]{36})")
+_TOOL_FIELDS = ("strict", "cache_control")
+
+
+class ToolParam(Model):
+    """A tool on offer. Only those with a schema of their own (`custom`) can be offered to a model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Text | None = None
+    name: Text | None = None
+    description: LongText | None = None
+    input_schema: JsonObject | None = None
+    strict: bool | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the request itself describes the tool."""
+        return self.type in (None, "custom")
+
+
+class ToolChoiceParam(Model):
+    """`tool_choice`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Model):
+    """`output_config.format`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Model):
+    """`output_config`. An effort is a hint."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(Model):
+    """A request of `POST /v1/messages/count_tokens`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: Text
+    messages: tuple[MessageParam, ...] = Field(min_length=1, max_length=PROMPT_MESSAGES_MAX)
+    system: SystemContent | None = None
+    tools: tuple[ToolParam, ...] | None = Field(default=None, max_length=1024)
+    tool_choice: ToolChoiceParam | None = None
+    output_config: OutputConfig | None = None
+    metadata: JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
+    """vLLM's extension, as in chat."""
+
+
+class MessagesRequest(CountRequest):
+    """A request of `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: tuple[Text, ...] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesRequest, ChatRequest]:
+    """Return a body of `POST /v1/messages` as it is and as a chat request.
+
+    Raises:
+        ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
+    """
+    check_values(body, context.rules.json_values_max, "send a smaller request")
+    request = parse(MessagesRequest, body, context=context)
+    sampling: Json = {
+        "max_tokens": request.max_tokens,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop": list(request.stop_sequences or ()) or None,
+    }
+    return request, _chat_request(request, sampling, context)
+
+
+def parse_count(body: bytes, context: RequestContext) -> ChatRequest:
+    """Return the chat request of a body of `POST /v1/messages/count_tokens`; its prompt is to be counted. Raises
+    `ApiError`."""
+    check_values(body, context.rules.json_values_max, "send a smaller request")
+    request = parse(CountRequest, body, context=context)
+    without_form = request.model_copy(update={"output_config": None})
+    if request.tool_choice is not None and request.tool_choice.type != "none":
+        without_form = without_form.model_copy(update={"tool_choice": None})
+    return _chat_request(without_form, {"max_tokens": 1}, context)
+
+
+def _chat_request(request: CountRequest, sampling: Json, context: RequestContext) -> ChatRequest:
+    extra = request.model_extra or {}
+    for name, value in extra.items():
+        _check_extra(name, value, context)
+    config = request.output_config
+    for name, value in ((config.model_extra if config else None) or {}).items():
+        if says_something(value) and not (name == "effort" and value in ("none", "minimal")):
+            context.ignore(f"output_config.{name}", HINTS["output_config"])
+    try:
+        messages = chat_messages(request.system or (), request.messages, context)
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error), "messages") from None
+    if not messages or messages[-1]["role"] == "assistant":
+        message = "messages: the conversation must end with a user message; an answer cannot be prefilled"
+        raise ApiError(400, "unsupported_field", message, "messages")
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "tools": _tools(request.tools or (), context) or None,
+        "tool_choice": _choice(request.tool_choice),
+        "parallel_tool_calls": False if _is_single_call(request.tool_choice) else None,
+        "response_format": _response_format(config),
+        "metadata": _metadata(request.metadata),
+        "chat_template_kwargs": request.chat_template_kwargs,
+        _THINKING: extra.get(_THINKING) if is_honoured(_THINKING, extra.get(_THINKING)) else None,
+        **sampling,
+    }
+    document = to_json({name: value for name, value in body.items() if value is not None})
+    try:
+        return parse_chat(document, context.for_translation())
+    except ApiError as error:
+        raise error.renamed(_CHAT_NAMES) from None
+
+
+def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
+    """Accept the fields of betas that are not known here, since they are hints in most cases; refuse misspelt ones."""
+    if not says_something(value) or is_honoured(name, value):
+        return
+    if name in REFUSED:
+        message = f"{name}: not supported here, leave it out; {REFUSED[name]}"
+        raise ApiError(400, "unsupported_field", message, name)
+    known_fields = [*MessagesRequest.model_fields, _THINKING]
+    if name not in HINTS and (context.rules.strict or closest(name, known_fields, cutoff=0.8)):
+        raise unknown_field(name, known_fields)
+    context.ignore(name, HINTS.get(name, "the field is not known here"))
+
+
+def _tools(tools: tuple[ToolParam, ...], context: RequestContext) -> list[Json]:
+    """Return the tools that the request describes. Tools that Anthropic's servers define are left out and reported."""
+    functions: list[Json] = []
+    for number, tool in enumerate(tools):
+        if not tool.is_custom:
+            context.ignore(f"tools.{tool.type}", "only tools with an input_schema can be offered to a model")
+            continue
+        if tool.name is None or tool.input_schema is None:
+            field = f"tools.{number}.{'name' if tool.name is None else 'input_schema'}"
+            raise ApiError(400, "missing_field", f"{field}: Field required", field)
+        for name, value in (tool.model_extra or {}).items():
+            if says_something(value) and value is not False and name not in _TOOL_FIELDS:
+                context.ignore(f"tools.{name}")
+        function: Json = {"name": tool.name, "parameters": tool.input_schema}
+        for name in ("description", "strict"):
+            if getattr(tool, name) is not None:
+                function[name] = getattr(tool, name)
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _choice(choice: ToolChoiceParam | None) -> JsonValue:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _is_single_call(choice: ToolChoiceParam | None) -> bool:
+    return choice is not None and choice.disable_parallel_tool_use is True
+
+
+def _response_format(config: OutputConfig | None) -> Json | None:
+    if config is None or config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": config.format.schema_}}
+
+
+def _metadata(metadata: JsonObject | None) -> Json | None:
+    """Return the labels of the call. Claude Code writes its session into `user_id`: as JSON, earlier as one word."""
+    labels: Json = dict(metadata or {})
+    user = labels.get("user_id")
+    if not isinstance(user, str):
+        return labels or None
+    word = _CLAUDE_CODE_USER.fullmatch(user)
+    if word is not None:
+        labels |= {"user_id": word[2] or word[1], CLIENT_SESSION: word[3]}
+    elif user.startswith("{"):
+        try:
+            parts = json.loads(user)
+        except (ValueError, RecursionError):
+            return labels
+        session = parts.get("session_id")
+        person = parts.get("account_uuid") or parts.get("device_id")
+        if isinstance(session, str) and session:
+            labels[CLIENT_SESSION] = session
+        if isinstance(person, str) and person:
+            labels["user_id"] = person
+    return labels

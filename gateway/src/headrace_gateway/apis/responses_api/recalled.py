@@ -1,0 +1,165 @@
+"""Responses and conversations read from captured turns, as a gateway does after a restart.
+
+A turn has the messages, tools and sampling parameters of its request and the model's answer. Labels of the request
+(`metadata`), the format of its text and the own names of custom tools are not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from headrace_gateway.apis.responses_api import output
+from headrace_gateway.apis.responses_api.items import (
+    CallItem,
+    CallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ReasoningText,
+    size_of,
+)
+from headrace_gateway.apis.responses_api.output import Json
+from headrace_gateway.requests.engine_wire import EngineUsage
+from headrace_gateway.requests.response_store import (
+    ResponseStore,
+    StoredConversation,
+    StoredResponse,
+    is_conversation_id,
+    item_id_of,
+    named_items,
+)
+from headrace_schemas import Message, Turn
+from headrace_schemas.events.turn import ResponseRecord
+from headrace_schemas.values import ids
+
+_OUTPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
+
+
+def recall_response(turn: Turn, store: ResponseStore) -> None:
+    """Store the response that a whole turn is the record of, and the conversation that it left.
+
+    Records with ids that no gateway creates, or with an answer that is no output, are left out.
+    """
+    record = turn.response
+    if record is None or ids.key_of_response(turn.turn_id) is None or not _is_own(record.conversation):
+        return
+    messages = turn.messages[1:] if record.instructions else turn.messages
+    body = body_of(turn, record)
+    try:
+        answer = _OUTPUT.validate_python(body["output"])
+    except ValidationError:
+        return
+    answer_ids = tuple(item["id"] for item in body["output"])
+    response = conversation = None
+    if record.stored:
+        previous_id = record.previous_response_id
+        continues = previous_id is not None and record.added_messages and store.has(turn.tenant, previous_id)
+        is_part = continues or record.conversation is not None
+        added = tuple(items_of(messages[-record.added_messages :] if is_part else messages))
+        response = StoredResponse(
+            response_id=turn.turn_id,
+            body=to_json(body),
+            previous_id=previous_id if continues else None,
+            input=added,
+            output=answer,
+            output_ids=answer_ids,
+            item_bytes=size_of((*added, *answer)),
+            conversation_id=record.conversation,
+        )
+    if record.conversation is not None:
+        earlier = tuple(items_of(messages))
+        conversation = StoredConversation(
+            conversation_id=record.conversation,
+            items=(*named_items(earlier), *zip(answer_ids, answer, strict=True)),
+            item_bytes=size_of((*earlier, *answer)),
+            session_key=turn.session_key,
+            last_response=turn.turn_id,
+            is_recalled=True,
+        )
+    store.recall(turn.tenant, response, conversation)
+
+
+def _is_own(conversation_id: str | None) -> bool:
+    return conversation_id is None or is_conversation_id(conversation_id)
+
+
+def items_of(messages: Iterable[Message]) -> Iterator[Item]:
+    """Yield the items that `messages_of` makes these messages of."""
+    for message in messages:
+        texts = (message.content,) if isinstance(message.content, str) else _texts(message)
+        if message.role == "tool":
+            call_id = message.tool_call_id or ""
+            yield CallOutputItem.model_construct(type="function_call_output", call_id=call_id, output=texts)
+            continue
+        if message.reasoning_content:
+            reasoning = ReasoningText(text=message.reasoning_content)
+            yield ReasoningItem.model_construct(type="reasoning", content=(reasoning,))
+        if any(texts) or message.role != "assistant":
+            yield MessageItem.model_construct(role=message.role, content=texts)
+        for call in message.tool_calls or ():
+            name, arguments = call.function.name, call.function.arguments
+            yield CallItem.model_construct(type="function_call", call_id=call.id, name=name, arguments=arguments)
+
+
+def body_of(turn: Turn, record: ResponseRecord) -> Json:
+    """Return the response as far as the turn records it."""
+    choice, sampling = turn.choices[0], turn.sampling
+    status = output.status_of(choice.finish_reason)
+    usage = EngineUsage(
+        prompt_tokens=turn.usage.prompt_tokens,
+        completion_tokens=turn.usage.completion_tokens,
+        total_tokens=turn.usage.prompt_tokens + turn.usage.completion_tokens,
+    )
+    tools = [
+        {"type": "function", "strict": None, **tool.function.model_dump(mode="json", exclude_none=True)}
+        for tool in turn.tools
+    ]
+    return {
+        "id": turn.turn_id,
+        "object": "response",
+        "created_at": int(turn.started_at.timestamp()),
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": turn.messages[0].text if record.instructions else None,
+        "max_output_tokens": sampling.max_tokens,
+        "metadata": {},
+        "model": turn.version,
+        "output": list(_output_of(turn.turn_id, choice.message, status)),
+        "parallel_tool_calls": True,
+        **({"conversation": {"id": record.conversation}} if record.conversation else {}),
+        "previous_response_id": record.previous_response_id,
+        "store": True,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": tools,
+        "top_logprobs": 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": output.usage_of(usage),
+    }
+
+
+def _texts(message: Message) -> tuple[str, ...]:
+    return tuple(part.text for part in message.content or () if not isinstance(part, str))
+
+
+def _output_of(response_id: str, message: Message, status: str) -> Iterator[Json]:
+    items: list[tuple[str, dict[str, Any]]] = []
+    if message.reasoning_content:
+        text = message.reasoning_content
+        items.append(("rs", output.reasoning("", text, "completed", encrypts=False)))
+    if message.text or not (items or message.tool_calls):
+        items.append(("msg", output.message("", message.text, "completed", None)))
+    for call in message.tool_calls or ():
+        name, arguments = call.function.name, call.function.arguments
+        items.append(("fc", output.function_call("", call.id, name, None, arguments, "completed")))
+    for position, (kind, item) in enumerate(items):
+        is_last = position == len(items) - 1
+        yield {**item, "id": item_id_of(kind, response_id, position), "status": status if is_last else "completed"}

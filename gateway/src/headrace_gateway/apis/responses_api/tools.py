@@ -1,0 +1,201 @@
+"""Tools of a Responses request, and their translation into functions of a chat request.
+
+A custom tool becomes a function with one text argument, `input`. The functions of a namespace get its name as a prefix.
+An answer's calls get their own names back. Tools that OpenAI's servers run are left out and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, JsonValue, Tag
+from pydantic_core import from_json
+
+from headrace_gateway.apis.responses_api.grammars import NotRegularError, pattern_of
+from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.request_context import RequestContext
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.bounds import JsonObject
+from headrace_schemas.values.text import printable
+
+Json = dict[str, JsonValue]
+_CUSTOM_PARAMETERS: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class FunctionTool(Model):
+    """A function with a JSON Schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: Text
+    description: LongText | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class CustomTool(Model):
+    """A tool that takes a text. A grammar of the text is described to the model, and its pattern is a part of the
+    argument's schema, which replicas hold a forced call to."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"]
+    name: Text
+    description: LongText | None = None
+    format: JsonObject | None = None
+
+
+def _inner_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) and kind in ("function", "custom") else None
+
+
+InnerTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")], Discriminator(_inner_kind)
+]
+
+
+class NamespaceTool(Model):
+    """A group of tools."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["namespace"]
+    name: Text
+    description: LongText | None = None
+    tools: tuple[InnerTool, ...]
+
+
+class ServerTool(Model):
+    """A tool that OpenAI's servers run, or with a schema that only OpenAI's models know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Text
+
+
+def _kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "custom", "namespace") else "server"
+
+
+RequestTool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[ServerTool, Tag("server")],
+    Discriminator(_kind),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A function or custom tool that the model may call, with its namespace."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None = None
+
+    @property
+    def chat_name(self) -> str:
+        """The name of the function in the chat request."""
+        return chat_name(self.tool.name, self.namespace)
+
+    def function(self) -> Json:
+        """Return the definition of the tool for the chat request."""
+        function: Json = {"name": self.chat_name}
+        if isinstance(self.tool, CustomTool):
+            function |= {"description": _described(self.tool), "parameters": _parameters(self.tool)}
+        else:
+            fields = {"description", "parameters", "strict"}
+            function |= self.tool.model_dump(mode="json", exclude_none=True, include=fields)
+        return {"type": "function", "function": function}
+
+
+class ToolSet:
+    """The tools that one request offers, by their names in the chat request."""
+
+    def __init__(self, tools: Iterable[RequestTool], context: RequestContext, *, is_forced: bool = False) -> None:
+        """`is_forced`: the answer must be a call, so that replicas hold its arguments to their schema."""
+        self._is_forced = is_forced
+        self.echoed: list[Json] = []
+        """The tools as the response names them."""
+        self._offered: dict[str, OfferedTool] = {}
+        for tool in tools:
+            self._add(tool, context)
+
+    def functions(self, allowed: frozenset[str] | None = None) -> list[Json]:
+        """Return the tools of the chat request. `allowed`: only those with these names."""
+        tools = self._offered.values()
+        return [tool.function() for tool in tools if allowed is None or {tool.tool.name, tool.chat_name} & allowed]
+
+    def find(self, name: str | None) -> OfferedTool | None:
+        """Return the tool that a call of the model names, or None."""
+        return self._offered.get(name or "")
+
+    def _add(self, tool: RequestTool, context: RequestContext) -> None:
+        if isinstance(tool, ServerTool):
+            context.ignore(f"tools.{tool.type}", "only functions and custom tools can be offered to a model")
+            return
+        self.echoed.append(tool.model_dump(mode="json", include=set(type(tool).model_fields)))
+        inner = tool.tools if isinstance(tool, NamespaceTool) else (tool,)
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for offered in (OfferedTool(single, namespace) for single in inner):
+            for name, value in (offered.tool.model_extra or {}).items():
+                if says_something(value) and value is not False:
+                    context.ignore(f"tools.{name}")
+            if isinstance(offered.tool, CustomTool):
+                self._check_grammar(offered.tool, context)
+            self._offered[offered.chat_name] = offered
+
+    def _check_grammar(self, tool: CustomTool, context: RequestContext) -> None:
+        """Report a grammar that replicas do not hold a call to. Raises `ApiError` where hints are refused."""
+        try:
+            pattern = pattern_of(tool.format)
+        except NotRegularError as error:
+            context.ignore("tools.format", f"the grammar of {printable(tool.name)} is only described ({error})")
+            return
+        if pattern is not None and not self._is_forced:
+            context.ignore("tools.format", "a call is held to its grammar if tool_choice requires it")
+
+
+def chat_name(name: str, namespace: str | None) -> str:
+    """Return the name of a function of the chat request."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text that a call of a custom tool holds; the arguments themselves if they are in another form."""
+    try:
+        value = from_json(arguments)
+    except ValueError:
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _parameters(tool: CustomTool) -> Json:
+    try:
+        pattern = pattern_of(tool.format)
+    except NotRegularError:
+        pattern = None
+    if pattern is None:
+        return _CUSTOM_PARAMETERS
+    return {**_CUSTOM_PARAMETERS, "properties": {"input": {"type": "string", "pattern": pattern}}}
+
+
+def _described(tool: CustomTool) -> str:
+    grammar = tool.format or {}
+    parts = [tool.description or ""]
+    if grammar.get("type") == "grammar" and isinstance(grammar.get("definition"), str):
+        parts.append(f"The input must match this {grammar.get('syntax')} grammar:\n{grammar['definition']}")
+    return "\n\n".join(filter(None, parts))

@@ -1,0 +1,1 @@
+"""What is recorded of a call: transcript, turn, and the spool of events that the bus has not taken."""

@@ -1,0 +1,226 @@
+"""Events that the bus could not take yet: durable, in order, bounded in total and for each tenant, one process at a
+time, each with a digest.
+
+The room for work that is under way is allocated before that work begins (`has_reserve`), so that a disk that fills up
+meanwhile refuses new requests only, and none that are in progress.
+
+An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
+turns that it ends, nor feedback the turns that it is about. Sessions are independent. A batch takes as many round trips
+as the session with the most changes of topic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic_core import from_json
+
+from headrace_gateway import metrics
+from headrace_gateway.capture.spool_file import Spooled
+from headrace_gateway.capture.spool_log import SpoolBroken, SpoolLog
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage import disk
+from headrace_schemas import EVENTS, Event, SessionEnd
+
+T = TypeVar("T")
+log = get_logger(__name__)
+RESERVE_BYTES = 16 * 1024 * 1024
+_ALLOCATE_INTERVAL_S = 0.5
+
+
+class Shares:
+    """Bytes by tenant."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def load(self, sizes: Mapping[str, int]) -> None:
+        """Set the bytes that the spool held at the start."""
+        self._bytes.update(sizes)
+
+    def add(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            self._bytes[tenant_of(event)] += len(event.value)
+
+    def remove(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            tenant = tenant_of(event)
+            self._bytes[tenant] -= len(event.value)
+            if self._bytes[tenant] <= 0:
+                del self._bytes[tenant]
+
+    def of(self, tenant: str) -> int:
+        return self._bytes[tenant]
+
+
+def tenant_of(item: Spooled) -> str:
+    """The tenant of an event; empty for events without one, such as dead letters."""
+    try:
+        event = from_json(item.value)
+    except ValueError:
+        return ""
+    if not isinstance(event, dict):
+        return ""
+    model = EVENTS.get(item.topic)
+    field = model.model_fields.get("tenant") if model is not None else None
+    return str(event.get("tenant", field.default if field is not None else ""))  # feedback leaves its defaults out
+
+
+class Spool:
+    """Use as an async context manager.
+
+    `append` returns after fsync; appends that come together share one. `oldest` and `remove` are the drain's.
+    """
+
+    def __init__(
+        self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES, guard: disk.DiskGuard | None = None
+    ) -> None:
+        """`guard` is that of the disk: while it is short and the bus away, new requests are refused."""
+        self._folder = folder
+        self._bytes_max = bytes_max
+        self._log = SpoolLog(folder, reserve_bytes, guard)
+        self._thread = ThreadPoolExecutor(1, "spool")
+        self._waiting: list[tuple[Sequence[Spooled], asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._allocator: asyncio.Task[None] | None = None
+        self._coming_events = 0
+        self._coming_bytes = 0
+
+    async def __aenter__(self) -> Spool:
+        """Raises `SettingError` when another process has this spool, `SpoolBroken`. Waits for a disk without room."""
+        await disk.retry_while_full(lambda: self._run(self._log.open))
+        self._measure()
+        self._want_room()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._allocator is not None:
+            self._allocator.cancel()
+        while self._writer is not None:
+            await asyncio.wait([self._writer])
+        await self._run(self._log.close)
+        self._thread.shutdown()
+
+    @property
+    def events(self) -> int:
+        """The number of waiting events, including those that are being written."""
+        return self._log.events + self._coming_events
+
+    @property
+    def bytes(self) -> int:
+        return self._log.bytes + self._coming_bytes
+
+    @property
+    def full(self) -> bool:
+        """No room for new requests. Events of requests in progress are still taken; concurrency bounds them."""
+        return self.bytes >= self._bytes_max
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the disk has no room for new requests, or None."""
+        return self._log.trouble
+
+    async def append(self, events: Sequence[Spooled]) -> None:
+        """Returns once they are on the disk. Raises `Unavailable` when the disk refuses: then none of them is there."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((events, written))
+        self._coming_events += len(events)
+        self._coming_bytes += sum(len(event.value) for event in events)
+        self._measure()
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_all())
+        try:
+            await asyncio.shield(written)
+        except OSError as error:
+            if disk.is_full(error):
+                raise disk.full_error(self._folder) from error
+            raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
+
+    async def tenants(self) -> Mapping[str, int]:
+        """Bytes that wait, by the tenant that the events name."""
+        return await self._run(self._tenants)
+
+    async def oldest(self, limit: int) -> list[Spooled]:
+        return await self._run(lambda: self._log.oldest(limit))
+
+    async def remove(self, events: Sequence[Spooled]) -> None:
+        """Forget events that `oldest` returned: the bus has them."""
+        await self._run(lambda: self._log.remove(events))
+        self._measure()
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            events = [event for group, _ in batch for event in group]
+            try:
+                await self._run(lambda events=events: self._log.append(events))  # type: ignore[misc]
+            except OSError as error:
+                for _, written in batch:
+                    written.set_exception(error)
+                    written.exception()  # seen, also when its caller has gone
+            else:
+                for _, written in batch:
+                    written.set_result(None)
+            self._coming_events -= len(events)
+            self._coming_bytes -= sum(len(event.value) for event in events)
+            self._measure()
+        self._writer = None
+        self._want_room()
+
+    def _tenants(self) -> Mapping[str, int]:
+        sizes: Counter[str] = Counter()
+        for event in self._log.waiting():
+            sizes[tenant_of(event)] += len(event.value)
+        return sizes
+
+    def _want_room(self) -> None:
+        if self.trouble is not None and self._allocator is None:
+            self._allocator = asyncio.create_task(self._allocate_ahead())
+
+    async def _allocate_ahead(self) -> None:
+        log.error("spool_refuses_new_work", error=self.trouble)
+        while self.trouble is not None:
+            await asyncio.sleep(_ALLOCATE_INTERVAL_S)
+            await self._run(self._log.allocate_ahead)
+        self._allocator = None
+        log.info("spool_takes_new_work")
+
+    def _measure(self) -> None:
+        metrics.SPOOL_EVENTS.set(self.events)
+        metrics.SPOOL_BYTES.set(self.bytes)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+__all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]
+
+
+def in_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
+    """`items` in the order in which they may be sent, each stage after all of the one before is acknowledged.
+
+    Within a stage they stand as they came. The end of everything that a tenant has waits for all before it, and all
+    after it wait for it.
+    """
+    stages: list[list[T]] = []
+    last: dict[str, tuple[int, str]] = {}
+    """By key: the stage and the topic of its newest event."""
+    barrier = 0
+    for item in items:
+        event = event_of(item)
+        if isinstance(event, SessionEnd) and event.scope == "tenant":
+            stage, barrier = len(stages), len(stages) + 1
+        else:
+            before, topic = last.get(event.key, (barrier, event.topic))
+            stage = max(barrier, before + (topic != event.topic))
+            last[event.key] = stage, event.topic
+        if stage == len(stages):
+            stages.append([])
+        stages[stage].append(item)
+    return stages

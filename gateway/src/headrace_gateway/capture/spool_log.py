@@ -1,0 +1,239 @@
+"""The spool's files together: append behind the last, read from the first, and one always allocated ahead.
+
+All methods block and belong to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headrace_gateway.capture.spool_file import Position, Segment, SegmentOffset, Spooled, packed, scan
+from headrace_runtime.errors import HeadraceError, SettingError
+from headrace_runtime.storage import disk
+
+_DATABASE = "spool.db"
+
+
+class SpoolBroken(HeadraceError):
+    """A file of the spool that cannot be read at all. The file may hold turns and is never removed automatically."""
+
+
+class SpoolLog:
+    """The log of spooled events.
+
+    About `reserve_bytes` are allocated ahead, so that `append` needs no new room on the disk. `trouble` is the reason
+    why half of that could not be allocated, or why the disk is short.
+    """
+
+    def __init__(self, folder: Path, reserve_bytes: int, guard: disk.DiskGuard | None = None) -> None:
+        self._folder = folder
+        self._guard = guard
+        self._reserve_bytes = reserve_bytes
+        self._segment_bytes = reserve_bytes // 2
+        self._segments: list[Segment] = []
+        self._spares: list[Segment] = []
+        self._number = 0
+        self._seq = 0
+        self._at = SegmentOffset(0, 0)
+        self._position = Position(folder / "position")
+        self._lock: int | None = None
+        self._handed: list[tuple[Spooled, SegmentOffset]] = []
+        self._refused: list[tuple[Segment, int, int]] = []
+        self.trouble: str | None = None
+        self.events = 0
+        self.bytes = 0
+
+    def open(self) -> None:
+        """Raises `SettingError` when another process has this folder, `SpoolBroken`, `DiskFull` without any room."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if disk.is_full(error):
+                raise disk.full_error(self._folder) from error
+            remedy = f"cannot be used: {error.strerror}"
+            raise SettingError("gateway.capture.spool_dir", str(self._folder), remedy) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._find()
+            self._adopt_database()
+        except BlockingIOError:
+            self.close()
+            remedy = "belongs to another gateway process; give each its own"
+            raise SettingError("gateway.capture.spool_dir", str(self._folder), remedy) from None
+        except BaseException:
+            self.close()
+            raise
+        self.allocate_ahead()
+
+    def close(self) -> None:
+        """May be called again."""
+        for segment in (*self._segments, *self._spares):
+            segment.close()
+        self._segments, self._spares = [], []
+        self._position.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def append(self, events: Sequence[Spooled]) -> None:
+        """All of them, on the disk. Raises `OSError`, and then none of them is there."""
+        self._blank_refused()
+        before: dict[Segment, int] = {}
+        reached: dict[Segment, int] = {}
+        try:
+            for event in events:
+                raw = packed(event, self._seq + 1)
+                segment = self._with_room(len(raw))
+                before.setdefault(segment, segment.end)
+                reached[segment] = segment.end + len(raw)
+                segment.write(raw)
+                self._seq += 1
+            for segment in before:
+                segment.sync()
+        except OSError:
+            for segment, end in before.items():
+                self._refused.append((segment, end, reached.get(segment, end)))
+                segment.end = end
+            with contextlib.suppress(OSError):
+                self._blank_refused()
+            raise
+        self.events += len(events)
+        self.bytes += sum(len(event.value) for event in events)
+        self.allocate_ahead()
+
+    def oldest(self, limit: int) -> list[Spooled]:
+        """Return the next events. Damaged records are among them, with their `damage`."""
+        self._handed = []
+        at = self._at
+        for event, at in self._records():
+            if event is not None:
+                self._handed.append((event, at))
+            if len(self._handed) == limit:
+                return [event for event, _ in self._handed]
+        if not self._handed:  # damage may leave fewer events than were counted
+            self._passed(at)
+        return [event for event, _ in self._handed]
+
+    def waiting(self) -> Iterator[Spooled]:
+        """Yield all that `oldest` would return, one batch after the other."""
+        return (event for event, _ in self._records() if event is not None)
+
+    def _records(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
+        """Yield the records of the files from the position on, each with the position behind it."""
+        for segment in list(self._segments):
+            if segment.number < self._at.number:
+                continue
+            start = self._at.byte if segment.number == self._at.number else 0
+            for scanned in scan(segment.read(start), start, segment.path.name):
+                yield scanned.event, SegmentOffset(segment.number, scanned.end)
+
+    def remove(self, events: Sequence[Spooled]) -> None:
+        """Forget the events that `oldest` returned last, or the first part of them."""
+        handed, self._handed = self._handed[: len(events)], self._handed[len(events) :]
+        self.events = max(0, self.events - len(handed))
+        self.bytes = max(0, self.bytes - sum(len(event.value) for event, _ in handed))
+        self._passed(handed[-1][1])
+
+    def allocate_ahead(self) -> None:
+        """Allocate room for requests in progress. Never raises: `trouble` is set if there is too little."""
+        try:
+            shortage = self._guard.shortage() if self._guard is not None else None
+            if shortage is not None:
+                self.trouble = shortage
+                return
+            while self._free_bytes() < self._reserve_bytes:
+                self._spares.append(self._allocate(self._segment_bytes))
+            self.trouble = None
+        except OSError as error:
+            full = disk.is_full(error)
+            reason = str(disk.full_error(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
+            self.trouble = reason if self._free_bytes() < self._reserve_bytes // 2 else None
+
+    def _free_bytes(self) -> int:
+        last = self._segments[-1] if self._segments else None
+        return sum(spare.size for spare in self._spares) + (last.size - last.end if last else 0)
+
+    def _passed(self, offset: SegmentOffset) -> None:
+        self._at = offset
+        self._position.write(offset)
+        while self._segments and self._is_done(self._segments[0]):
+            self._segments.pop(0).delete()
+        if not self._segments or offset >= SegmentOffset(self._segments[-1].number, self._segments[-1].end):
+            self.events = self.bytes = 0
+
+    def _is_done(self, segment: Segment) -> bool:
+        """Return whether the bus has everything in a segment to which no further record will be written."""
+        if segment.number == self._at.number:
+            return self._at.byte >= segment.end and segment is not self._segments[-1]
+        return segment.number < self._at.number
+
+    def _with_room(self, size: int) -> Segment:
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.end + size <= last.size:
+            return last
+        while self._spares and self._spares[0].size < size:
+            self._spares.pop(0).delete()  # for a record that is larger than they are
+        segment = self._spares.pop(0) if self._spares else self._allocate(max(self._segment_bytes, size))
+        self._segments.append(segment)
+        return segment
+
+    def _allocate(self, size: int) -> Segment:
+        segment = Segment.allocate(self._folder, self._number + 1, size)
+        self._number += 1
+        return segment
+
+    def _blank_refused(self) -> None:
+        """Overwrite records that were refused, so that no process finds them. Raises `OSError` if that fails."""
+        while self._refused:
+            segment, start, stop = self._refused[0]
+            if segment in self._segments:
+                segment.blank(start, stop)
+            self._refused.pop(0)
+
+    def _find(self) -> None:
+        """Take over the files of an earlier process."""
+        self._at = self._position.read()
+        segments = Segment.existing(self._folder)
+        self._number = max([self._at.number, *(segment.number for segment in segments)])
+        for segment in segments:
+            if segment.number >= self._at.number and self._count(segment):
+                self._segments.append(segment)
+            else:
+                segment.delete()
+
+    def _count(self, segment: Segment) -> bool:
+        """Count the waiting events of a segment of an earlier process; return whether there are any. Sets the
+        position of its next record."""
+        start = self._at.byte if segment.number == self._at.number else 0
+        end = start
+        for scanned in scan(segment.read(start), start, segment.path.name):
+            end = scanned.end
+            if scanned.event is not None:
+                self._seq = max(self._seq, scanned.event.seq)
+                self.events += 1
+                self.bytes += len(scanned.event.value)
+        segment.end = end
+        return end > start
+
+    def _adopt_database(self) -> None:
+        """Take over the events of a gateway that kept its spool in SQLite."""
+        path = self._folder / _DATABASE
+        if not path.exists():
+            return
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as db:
+                rows = db.execute("SELECT topic, value, traceparent FROM events ORDER BY seq").fetchall()
+        except sqlite3.Error as error:
+            remedy = "it may hold turns, so move it aside rather than delete it"
+            raise SpoolBroken(f"spool {path}: {error}; {remedy}") from None
+        try:
+            self.append([Spooled(*row) for row in rows])
+        except OSError as error:
+            raise disk.full_error(self._folder) from error
+        path.unlink()

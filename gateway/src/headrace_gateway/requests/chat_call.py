@@ -1,0 +1,169 @@
+"""One parsed chat call: caller, model, messages, and the request for a replica."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from headrace_gateway.requests.chat_messages import message_json
+from headrace_gateway.requests.chat_request import ChatRequest
+from headrace_gateway.requests.identity import CallIdentity, opening
+from headrace_schemas import Message, Sampling, SubAgent
+from headrace_schemas.events.turn import ResponseRecord
+from headrace_schemas.http.answer_form import constraint_fields
+from headrace_schemas.http.replica_api import (
+    BACKGROUND,
+    HISTORY_FIELD,
+    PROMPT_FIELD,
+    PURPOSE_HEADER,
+    RESUME_FIELD,
+    SESSION_HEADER,
+    History,
+    Resume,
+)
+
+CHAMPION = "champion"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The meaning of a request's `model`: an alias of a model (its champion by default), or one exact version."""
+
+    model: str
+    alias: str = CHAMPION
+    version: str | None = None
+    is_substitute: bool = False
+    """Whether the model answers in place of a model with an unknown name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """All parts of a call that do not depend on the replica."""
+
+    request: ChatRequest
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    identity: CallIdentity
+    target: Target
+    response_id: str
+    digest: str
+    """Digest of model, messages, tools and sampling: equal for an SDK's retry of the same request."""
+    retry: int
+    started_at: datetime
+    core: bytes
+    """The replica's request as a JSON object without `model` and `stream`."""
+    cache_salt: str = ""
+    """vLLM's name for the salt that separates the prefix caches of tenants."""
+    side_call: str | None = None
+    """The kind of a call beside the client's task (`headrace_gateway.requests.identity`)."""
+    sub_agent: SubAgent | None = None
+    response: ResponseRecord | None = None
+    """The place of the call among responses that its client may refer to."""
+    repeats: str | None = None
+    """The turn whose request came again, if its client may not have got the answer."""
+    message_digests: bytes = b""
+    """Digests of the conversation up to each message (`headrace_gateway.capture.captured_turns`)."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields of the request that were accepted without an effect."""
+
+    @property
+    def opens_a_run(self) -> bool:
+        """Whether it is the first call of a run in an implied session. Earlier runs may share its key, not its
+        version."""
+        return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers by which a replica shares its places and its time (`headrace_schemas.http.replica_api`)."""
+        background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
+        return {SESSION_HEADER: self.identity.session_key, **background}
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the call is an evaluation, which gets the capacity that users leave."""
+        return self.identity.purpose == "eval"
+
+    def without_max_tokens(self) -> ChatCall:
+        """Return the call without a limit of its own for the replica, reported as a field without an effect.
+
+        Quotation marks inside of JSON strings are escaped, so the first match is the field itself: messages, which
+        stand before it, have no such field.
+        """
+        field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
+        return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))
+
+    def body(self, version: str, resume: Resume | None = None, history: History | None = None) -> bytes:
+        """The request for a replica that serves `version`."""
+        parts = [b'{"model":', to_json(version), b","]
+        if self.cache_salt:
+            parts += [b'"cache_salt":', to_json(self.cache_salt), b","]
+        if self.request.stream:
+            parts.append(b'"stream":true,"stream_options":{"include_usage":true},')
+        if resume is not None:
+            parts += [b'"', RESUME_FIELD.encode(), b'":', resume.model_dump_json().encode(), b","]
+        if history is not None:
+            parts += [b'"', HISTORY_FIELD.encode(), b'":', history.model_dump_json().encode(), b","]
+        return b"".join([*parts, self.core[1:]])
+
+
+_SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
+"""Sampling parameters that a request to a replica contains only where they have an effect."""
+
+
+def canonical_request(
+    request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling, encoded: Sequence[bytes] | None = None
+) -> bytes:
+    """Return the request's fields, without the model, that determine the sampled tokens, as canonical JSON.
+
+    Args:
+        request: The request.
+        messages: Its messages.
+        sampling: Its sampling parameters.
+        encoded: The messages as JSON, if they are known.
+    """
+    encoded = encoded if encoded is not None else [message_json(message) for message in messages]
+    texts = b",".join(map(_for_template, messages, encoded))
+    fields: dict[str, JsonValue] = {
+        "n": request.choices,
+        **sampling.model_dump(mode="json", exclude_none=True, exclude={*_SENT_IF_SET, "grammar"}),
+    }
+    if request.tools:
+        fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
+        fields["tool_choice"] = "none" if request.tool_choice == "none" else "auto"
+    if sampling.grammar is not None:
+        fields |= constraint_fields(sampling.grammar)
+        if request.parallel_tool_calls is False:
+            fields["parallel_tool_calls"] = False
+    for name in _SENT_IF_SET:
+        value = getattr(sampling, name)
+        if value:
+            fields[name] = {str(token): bias for token, bias in value.items()} if name == "logit_bias" else value
+    if request.raw_prompt is not None:
+        fields[PROMPT_FIELD] = request.raw_prompt.model_dump(mode="json", exclude_none=True)
+    if request.chat_template_kwargs:
+        fields["chat_template_kwargs"] = request.chat_template_kwargs
+    return b"".join([b'{"messages":[', texts, b"],", to_json(fields)[1:]])
+
+
+def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
+    """Return `asked_json` with the fields that we always request from an engine: the exact ids and logprobs."""
+    top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
+    return asked_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
+
+
+def digest_of(model: str, asked_json: bytes) -> str:
+    return hashlib.sha256(model.encode() + b"\0" + asked_json).hexdigest()
+
+
+def _for_template(message: Message, encoded: bytes) -> bytes:
+    """Return a message as chat templates expect it: content is always there, as one text."""
+    if isinstance(message.content, str):
+        return encoded
+    fields: dict[str, JsonValue] = message.model_dump(mode="json", exclude_none=True)
+    fields["content"] = message.text
+    return to_json(fields)

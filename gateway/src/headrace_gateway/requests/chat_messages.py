@@ -1,0 +1,224 @@
+"""Messages as clients send them: OpenAI's format, the fields that SDKs add when they echo an answer, and a memory of
+the messages of recent requests.
+
+A client sends its whole conversation with each call. Only messages of a plain form are remembered, whose reading
+depends on nothing but themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, WrapValidator, model_validator
+from pydantic_core import to_json
+
+from headrace_gateway.requests.hints import MESSAGE_HINTS
+from headrace_gateway.requests.request_context import context_of
+from headrace_runtime.storage.tenant_memory import TenantMemory
+from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
+from headrace_schemas.values.base import LongText, Model, Text
+from headrace_schemas.values.plain_values import none_if_empty
+
+MEDIA_PARTS = (
+    "image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",
+    "container_upload",
+)  # fmt: skip
+"""Types of parts that hold no text. A tuple: the `type` that a caller sends need not be hashable."""
+_BYTES_MAX = 33_554_432
+_MESSAGE_LENGTH_MAX = 65_536
+_OBJECT_BYTES = 1536
+"""Estimated bytes of a message in addition to its text, which is kept as read, as an event and as JSON."""
+_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
+
+
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """Return text or text parts. Other parts are refused, or replaced by a text where the settings allow it."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of parts")
+    return [{"type": "text", "text": _part_text(part, info)} for part in value]
+
+
+def _part_text(part: Any, info: ValidationInfo) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in MEDIA_PARTS:
+        return context_of(info).media_text(str(kind))
+    if kind not in ("text", "refusal"):
+        raise ValueError(f"parts of type {str(kind)[:40]!r} are not supported; only text is")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise ValueError("a text part needs its text as a string")
+    return text
+
+
+def says_something(value: JsonValue) -> bool:
+    """Return False for null, "", [], {}, and for a value that only holds such values.
+
+    SDKs send an answer's message back with fields of their own. An empty field has no effect, whatever its name; false
+    and 0 have one.
+    """
+    if isinstance(value, dict):
+        return any(map(says_something, value.values()))
+    if isinstance(value, list):
+        return any(map(says_something, value))
+    return value is not None and value != ""
+
+
+def _arguments(value: Any) -> Any:
+    if isinstance(value, dict):  # some clients send the parsed object back
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, str):
+        raise ValueError("must be a string that holds JSON, as the model wrote it")
+    return value
+
+
+class CalledFunction(Model):
+    """The function of an echoed tool call. SDKs may add the arguments that they parsed."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Text
+    arguments: Annotated[LongText, BeforeValidator(_arguments)]
+
+
+class EchoedToolCall(Model):
+    """A tool call that the model made before; SDKs may add its index in the stream."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def event(self) -> ToolCall:
+        return ToolCall(id=self.id, function=FunctionCall(name=self.function.name, arguments=self.function.arguments))
+
+
+class ChatMessage(Model):
+    """One message of a request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[LongText | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
+    name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
+    tool_calls: tuple[EchoedToolCall, ...] | None = None
+    tool_call_id: Text | None = None
+    function_call: CalledFunction | None = None
+    """The old form of a single tool call. Its result is a message with the role `function`."""
+    reasoning_content: LongText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, value: Any) -> Any:
+        """Read the null content of a tool as an empty text, and the refusal of an assistant as its content."""
+        if isinstance(value, dict) and value.get("content") is None:
+            if value.get("role") in ("tool", "function") and "content" in value:
+                return {**value, "content": ""}
+            if value.get("role") == "assistant" and isinstance(value.get("refusal"), str):
+                return {**value, "content": value["refusal"], "refusal": None}
+        return value
+
+    @model_validator(mode="after")
+    def _is_whole(self, info: ValidationInfo) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if (name == "reasoning" and isinstance(value, str)) or not says_something(value):
+                continue
+            if name not in MESSAGE_HINTS or context_of(info).rules.strict:
+                raise ValueError(f"field {name[:80]!r} in a message is not supported; leave it out or empty")
+            context_of(info).ignore(f"messages.{name}")
+        if (self.tool_calls or self.function_call) and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        if self.tool_calls and self.function_call:
+            raise ValueError("function_call is the old form of tool_calls; send one of them")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool's message needs the tool_call_id that it answers")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a {self.role} message needs content")
+        return self
+
+    @cached_property
+    def event(self) -> Message:
+        """The message as events carry it, without the fields that SDKs added."""
+        assert self.role != "function", "`with_tools` translates such messages"
+        reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
+        calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
+        return Message(
+            role=self.role,
+            content=self.content,
+            name=self.name,
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id,
+            reasoning_content=reasoning,
+        )
+
+    @cached_property
+    def event_json(self) -> bytes:
+        """The message as it is written into an event."""
+        return message_json(self.event)
+
+
+def _read(value: Any, validate: Callable[[Any], ChatMessage], info: ValidationInfo) -> ChatMessage:
+    known = context_of(info).known_messages
+    return validate(value) if known is None else known.read(value, validate)
+
+
+ReadMessage = Annotated[ChatMessage, WrapValidator(_read)]
+"""A message of a request, which may be known from an earlier request."""
+
+
+def message_json(message: Message) -> bytes:
+    """Return a message as it is written into an event."""
+    return message.model_dump_json(exclude_none=True).encode()
+
+
+class MessageMemory:
+    """The messages of all tenants. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._messages: TenantMemory[bytes, ChatMessage] = TenantMemory(_BYTES_MAX)
+        self._lock = threading.Lock()
+
+    def view(self, tenant: str) -> KnownMessages:
+        """Return the messages of one tenant."""
+        return KnownMessages(self, tenant)
+
+    def get(self, tenant: str, key: bytes) -> ChatMessage | None:
+        """Return a message, or None."""
+        with self._lock:
+            return self._messages.get(tenant, key)
+
+    def set(self, tenant: str, key: bytes, message: ChatMessage, size_bytes: int) -> None:
+        """Remember a message, and forget others that there is no room for."""
+        with self._lock:
+            self._messages.set(tenant, key, message, size_bytes)
+
+
+class KnownMessages:
+    """The messages that one tenant sent."""
+
+    def __init__(self, memory: MessageMemory, tenant: str) -> None:
+        self._memory = memory
+        self._tenant = tenant
+
+    def read(self, value: Any, validate: Callable[[Any], ChatMessage]) -> ChatMessage:
+        """Return the message that `validate` makes of `value`, from the memory if it is there."""
+        key = _key_of(value)
+        message = None if key is None else self._memory.get(self._tenant, key)
+        if message is None:
+            message = validate(value)
+            if key is not None and len(key) <= _MESSAGE_LENGTH_MAX:
+                self._memory.set(self._tenant, key, message, _OBJECT_BYTES + 4 * len(key))
+        return message
+
+
+def _key_of(value: Any) -> bytes | None:
+    """Return a key by which equal messages are known, or None for a message that is read anew each time."""
+    if not isinstance(value, dict) or not value.keys() <= _FIELDS or value.get("role") == "function":
+        return None
+    return to_json(value) if isinstance(value.get("content"), str | None) else None

@@ -1,0 +1,228 @@
+"""Feedback as events, one for each session that it touches, ordered by the end offsets of the logs. Ids are checked
+later (P10).
+
+Each event lists only the turns of its own session, so that all events together are about as large as the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from aiokafka.partitioner import murmur2
+from pydantic import ValidationError
+
+from headrace_gateway.access.keys import Caller
+from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityFeedback
+from headrace_gateway.requests.http_request import refusal_of
+from headrace_runtime.clock import Clock
+from headrace_runtime.kafka.consumer import Offsets
+from headrace_runtime.settings.source_values import SourceValues
+from headrace_schemas import Feedback, Trajectory, Turn
+from headrace_schemas.events.feedback import task_key
+from headrace_schemas.events.opinion import metric_source, values_of
+from headrace_schemas.values import ids
+from headrace_schemas.values.text import printable
+
+_SESSIONS_MAX = 64
+"""Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
+GROWTH_MAX = 9.0
+"""Bytes of events that each byte of a request (of at least 1 KiB) for several sessions may become; else 413."""
+
+_HEADERS_BYTES = 300
+"""Estimated bytes that an event's envelope adds on the log."""
+_BODY_BYTES_MIN = 1024
+TOPICS = (Turn.topic, Trajectory.topic)
+Ends = Mapping[str, Mapping[int, int]]
+
+
+def events_of(
+    request: FeedbackRequest,
+    caller: Caller,
+    clock: Clock,
+    body_bytes: int,
+    *,
+    copies: int = 1,
+) -> list[Feedback]:
+    """Return the events of a feedback request.
+
+    Args:
+        copies: The number of times that each event is sent.
+
+    Raises:
+        ApiError: 400 for fields that contradict each other, 403 for sessions that the key may not touch, 413 for copies
+            that are too large, 422 for too many sessions.
+    """
+    _check_bound(request, caller)
+    if request.level == "task":
+        turns: Mapping[str, Sequence[str]] = {task_key(caller.tenant, request.task_id or ""): ()}
+    else:
+        turns = turns_by_session(caller.tenant, request.session_id or caller.session_id, request.targets)
+    if len(turns) > _SESSIONS_MAX:
+        message = f"msg_ids: {len(turns)} sessions; send at most {_SESSIONS_MAX} in one feedback"
+        raise ApiError(422, "too_many_sessions", message, "msg_ids")
+    try:
+        events = _events(request, caller, clock, turns)
+    except ValidationError as error:
+        raise refusal_of(error, FeedbackRequest) from None
+    _check_size(events, copies, body_bytes)
+    return events
+
+
+def _check_bound(request: FeedbackRequest, caller: Caller) -> None:
+    """Check that a key that is bound to a session gives feedback about that session alone. Raises `ApiError` 403."""
+    if caller.session_id is None:
+        return
+    if request.level == "task":
+        caller.check_unbound("feedback about a task")
+    caller.check_session(request.session_id, "session_id")
+    session_key = ids.session_key(caller.tenant, caller.session_id)
+    if any(ids.key_of_response(target) not in (None, session_key) for target in request.targets):
+        field = "msg_ids" if request.msg_ids else "preference" if request.preference else "response_id"
+        message = f"{field}: names a response of another session than the one that this API key is bound to"
+        raise ApiError(403, "wrong_session", message, field)
+
+
+def _events(
+    request: FeedbackRequest, caller: Caller, clock: Clock, turns: Mapping[str, Sequence[str]]
+) -> list[Feedback]:
+    now = clock.now()
+    feedback_id = request.feedback_id or ids.uuid7().hex
+    preference = request.compared
+    lists_a_run = request.is_value and request.level is None and request.choice is None
+    level = "response" if request.is_value and request.level is None and request.choice is not None else request.level
+    return [
+        Feedback(
+            time=now,
+            feedback_id=feedback_id,
+            session_key=key,
+            session_id=request.session_id,
+            tenant=caller.tenant,
+            msg_ids=tuple(turn_ids),
+            sessions=len(turns) if lists_a_run else 1,
+            level=level,
+            choice=request.choice,
+            task_id=request.task_id,
+            run_id=request.run_id,
+            source=request.source,
+            rater=request.rater,
+            metric=request.metric,
+            value=request.value,
+            rating=request.rating,
+            scale=request.scale,
+            label=request.label,
+            parts=request.parts,
+            edit=request.edit,
+            preference=preference,
+            kind=request.kind,
+            withdrawn=request.withdrawn,
+            ends_session=request.ends_session,
+            comment=request.comment,
+            context=request.context,
+        )
+        for key, turn_ids in turns.items()
+    ]
+
+
+def check_values_of(event: Feedback, values: SourceValues) -> None:
+    """Check that a feedback is inside the declared ranges of its sources: values that the scorer refuses get no 202.
+
+    Raises:
+        ApiError: 400, with the field and the source.
+    """
+    for source, value in values_of(event, values.labels):
+        violation = values.violation(source, value)
+        if violation is not None:
+            raise ApiError(400, "out_of_range", violation, _field_of(event, source))
+
+
+def _field_of(event: Feedback, source: str) -> str:
+    """Return the field that gave the value of `source`."""
+    part = next((metric for metric in event.parts if metric_source(event.source, metric) == source), None)
+    if part is not None:
+        return f"parts.{printable(part)}"
+    return "label" if event.label is not None else "value" if event.rating is None else "rating"
+
+
+def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int) -> None:
+    if len(events) * copies == 1:
+        return
+    allowed = round(max(body_bytes, _BODY_BYTES_MIN) * GROWTH_MAX)
+    size = copies * sum(len(event.to_json()) + _HEADERS_BYTES for event in events)
+    if size > allowed:
+        message = (
+            f"a copy for each of {len(events) * copies} {'sessions' if copies == 1 else 'partitions'} would be {size} "
+            f"bytes, more than the {allowed} allowed; send comment and context in a feedback for each session"
+        )
+        raise ApiError(413, "feedback_too_large", message, "context")
+
+
+def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
+    """Trinity's reward in our words. The run stays open until its `/commit`, or until it is idle."""
+    return FeedbackRequest(
+        msg_ids=request.msg_ids, value=request.reward, task_id=request.task_id, run_id=request.run_id
+    )
+
+
+def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]) -> dict[str, list[str]]:
+    """Return the turns of each session key, each once, in the order of their first mention.
+
+    An id of unknown form belongs to the named session, else to the first of the others. Without any session the id gets
+    a key of its own, so that the feedback is kept and counted.
+    """
+    named = None if session_id is None else ids.session_key(tenant, session_id)
+    turns: dict[str, list[str]] = {} if named is None else {named: []}
+    strange: list[str] = []
+    for target in dict.fromkeys(targets):
+        key = ids.key_of_response(target)
+        (strange if key is None else turns.setdefault(key, [])).append(target)
+    if strange:
+        turns.setdefault(next(iter(turns), None) or ids.session_key(tenant, f"unknown-{strange[0]}"), []).extend(
+            strange
+        )
+    if targets:  # a named session without listed turns is not meant as a whole
+        turns = {key: turn_ids for key, turn_ids in turns.items() if turn_ids}
+    return turns
+
+
+class LogEnds:
+    """Reads end offsets from the bus. Callers that come during a request share the next request, so an answer is
+    never older than its request."""
+
+    def __init__(self, offsets: Offsets) -> None:
+        self._offsets = offsets
+        self._pending: asyncio.Task[Ends] | None = None
+        self._next: asyncio.Task[Ends] | None = None
+
+    async def start(self) -> None:
+        """Raises `Unavailable` when the bus does not answer."""
+        await self._offsets.start()
+
+    async def stop(self) -> None:
+        await self._offsets.stop()
+
+    async def ends(self) -> Ends:
+        """Topic to the end of each partition. Raises `Unavailable`."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask(self._pending))
+            self._next.add_done_callback(_retrieve_error)
+        return await asyncio.shield(self._next)
+
+    async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
+        if before is not None:
+            await asyncio.wait([before])
+        self._pending, self._next = self._next, None
+        return {topic: await self._offsets.ends(topic) for topic in TOPICS}
+
+
+def _retrieve_error(task: asyncio.Task[Ends]) -> None:
+    """The caller may have gone meanwhile."""
+    if not task.cancelled():
+        task.exception()
+
+
+def after(ends: Ends, key: str) -> Mapping[str, int]:
+    """The ends of the partitions of `key`."""
+    hashed = murmur2(key.encode()) & 0x7FFFFFFF
+    return {topic: offsets[hashed % len(offsets)] for topic, offsets in ends.items() if offsets}

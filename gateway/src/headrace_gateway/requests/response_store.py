@@ -1,0 +1,368 @@
+"""Responses and conversations that clients may refer to later: by `previous_response_id`, `conversation`,
+`item_reference` or `GET`.
+
+The store is bounded in bytes and age and belongs to one gateway process. After a restart it is filled again from the
+captured turns (`headrace_gateway.apis.responses_api.recalled`). A response that was dropped, or that another gateway
+answered meanwhile, is unknown, and so is everything that continues it: the client gets a refusal and sends its
+conversation whole.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from headrace_gateway.access.keys import Caller
+from headrace_gateway.access.refusals import ApiError, overloaded
+from headrace_runtime.clock import Clock, SystemClock, epoch_ms
+from headrace_runtime.storage.files import NameFile
+from headrace_runtime.storage.tenant_memory import TenantMemory
+from headrace_schemas.values import ids
+
+CONVERSATION_PREFIX = "conv_"
+_CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
+_AGE_MAX_MS = timedelta(days=30) // timedelta(milliseconds=1)
+"""Age of a response that nobody can refer to any more, as in OpenAI's API."""
+_REFERRING = (b"previous_response_id", b"conversation", b'"id"', b"\\u")
+"""A body without any of these refers to nothing that is stored. The last one may hide each of the others."""
+_ENTRY_BYTES = 1024
+"""Estimated bytes of an entry without its texts, so that the bound of bytes bounds the number of entries, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierItems:
+    """The items of a conversation, from the first one."""
+
+    items: tuple[Any, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response with what its request added to the conversation."""
+
+    response_id: str
+    body: bytes
+    """The response as the client got it, as JSON."""
+    previous_id: str | None
+    """The response that its request continued. Its conversation is read from there."""
+    input: tuple[Any, ...]
+    """The items of its request."""
+    output: tuple[Any, ...]
+    """The items of the response."""
+    output_ids: tuple[str | None, ...]
+    """The ids of the items of the response."""
+    item_bytes: int
+    """Bytes of `input` and `output` as JSON."""
+    conversation_id: str | None = None
+    """The conversation that the items were added to, and from which alone the items before them are read."""
+
+    @property
+    def name(self) -> str:
+        """The id of the response, by which the store finds it."""
+        return self.response_id
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the response takes in the store."""
+        return _ENTRY_BYTES + len(self.body) + self.item_bytes
+
+    @property
+    def newest_id(self) -> str:
+        """The id that contains the time of the response."""
+        return self.response_id
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """The items of a conversation, to which responses add theirs."""
+
+    conversation_id: str = field(default_factory=lambda: f"{CONVERSATION_PREFIX}{ids.uuid7().hex}")
+    metadata: dict[str, Any] = field(default_factory=dict)
+    items: tuple[tuple[str, Any], ...] = ()
+    """Each item with its id."""
+    item_bytes: int = 0
+    """Bytes of the items as JSON."""
+    session_key: str | None = None
+    """The session that the key of the creator is bound to, or that the last turn belongs to."""
+    last_response: str | None = None
+    """The response whose turn contains these items. None if items were changed since."""
+    is_recalled: bool = False
+    """Whether it was read from turns, and not changed since."""
+
+    @property
+    def name(self) -> str:
+        """The id of the conversation, by which the store finds it."""
+        return self.conversation_id
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the conversation takes in the store."""
+        return _ENTRY_BYTES + self.item_bytes + sum(len(f"{name}{text}") for name, text in self.metadata.items())
+
+    @property
+    def newest_id(self) -> str:
+        """The id that contains the time of the last response, or of the conversation before there is one."""
+        return self.last_response or self.conversation_id
+
+    @property
+    def created_s(self) -> int:
+        """The time of creation in seconds since 1970."""
+        return ids.created_ms(self.conversation_id) // 1000
+
+    def extended(
+        self, items: Sequence[tuple[str, Any]], size_bytes: int, response_id: str | None = None
+    ) -> StoredConversation:
+        """Return the conversation with more items, which are those of the response `response_id` if it is one."""
+        return replace(
+            self,
+            items=(*self.items, *items),
+            item_bytes=self.item_bytes + size_bytes,
+            last_response=response_id,
+            is_recalled=False,
+        )
+
+
+Entry = StoredResponse | StoredConversation
+
+
+def is_conversation_id(text: str) -> bool:
+    """Return whether a gateway creates such ids of conversations."""
+    return _CONVERSATION_ID.fullmatch(text) is not None
+
+
+class ResponseStore:
+    """The newest responses and conversations of all tenants. Usable from several threads.
+
+    Args:
+        bytes_max: Most bytes of requests and responses that are stored. Beyond it the tenant with the most bytes loses
+            the response or conversation that it has not used for longest.
+        clock: The clock that entries age by.
+        recalls: Whether turns of earlier processes are read from the bus, until `end_recall`.
+        forgotten: File with the names of what must not be read from the bus again.
+    """
+
+    def __init__(
+        self, bytes_max: int, clock: Clock | None = None, *, recalls: bool = False, forgotten: Path | None = None
+    ) -> None:
+        self.remembers = bytes_max > 0
+        """Whether anything is stored."""
+        self._clock = clock or SystemClock()
+        self._is_recalling = recalls and self.remembers
+        self._forgotten = NameFile(forgotten) if forgotten is not None else None
+        self._entries: TenantMemory[str, Entry] = TenantMemory(bytes_max)
+        self._lock = threading.Lock()
+
+    def view(self, caller: Caller) -> CallerResponses:
+        """Return the responses that `caller` may read."""
+        return CallerResponses(self, caller)
+
+    def add(self, tenant: str, entry: Entry) -> None:
+        """Store a response or a conversation, and drop others that there is no room for."""
+        with self._lock:
+            self._set(tenant, entry)
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response of `tenant`, or None. Raises `ApiError` 503 while earlier ones are read from the bus."""
+        with self._lock:
+            response = self._get(tenant, response_id)
+        return response if isinstance(response, StoredResponse) else None
+
+    def items_up_to(self, tenant: str, response_id: str) -> EarlierItems | None:
+        """Return the items of a response of `tenant` and of all responses that it continues, or None if a part of
+        them is not stored any more. Raises `ApiError` 503 while earlier ones are read from the bus."""
+        responses: list[StoredResponse] = []
+        previous_id: str | None = response_id
+        with self._lock:
+            while previous_id is not None:
+                response = self._get(tenant, previous_id)
+                if not isinstance(response, StoredResponse):
+                    return None
+                responses.append(response)
+                previous_id = response.previous_id
+        items = chain.from_iterable((*response.input, *response.output) for response in reversed(responses))
+        return EarlierItems(tuple(items), sum(response.item_bytes for response in responses))
+
+    def bytes_of(self, tenant: str) -> int:
+        """Return how many bytes the entries of `tenant` take."""
+        with self._lock:
+            return self._entries.size_of(tenant)
+
+    def delete(self, tenant: str, name: str) -> bool:
+        """Drop a response or a conversation for good. Return whether it was stored."""
+        with self._lock:
+            if self._entries.pop(tenant, name) is None:
+                return False
+            self._forget(name)
+            return True
+
+    def conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
+        """Return a conversation of `tenant`, or None. Raises `ApiError` 503 while earlier ones are read."""
+        with self._lock:
+            conversation = self._get(tenant, conversation_id)
+        return conversation if isinstance(conversation, StoredConversation) else None
+
+    def change(
+        self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
+    ) -> StoredConversation | None:
+        """Store the result of `change` for a conversation and return it, or None without such a conversation.
+
+        The bus has the state after the last response. `recall` must not restore it once the items have changed.
+        """
+        with self._lock:
+            current = self._get(tenant, conversation_id)
+            if not isinstance(current, StoredConversation):
+                return None
+            changed = change(current)
+            if current.last_response is not None and changed.last_response is None:
+                self._forget(_state_name(current))
+            self._set(tenant, changed)
+            return changed
+
+    def recall(
+        self, tenant: str, response: StoredResponse | None, conversation: StoredConversation | None = None
+    ) -> None:
+        """Store what an earlier process stored. This process's own state, and what was deleted, is newer."""
+        with self._lock:
+            if response is not None and not self._is_forgotten(response.response_id):
+                self._set(tenant, response)
+            if conversation is None:
+                return
+            name = conversation.conversation_id
+            current = self._entries.get(tenant, name)
+            if isinstance(current, StoredConversation) and not current.is_recalled:
+                return
+            if self._is_forgotten(name, _state_name(conversation)):
+                self._entries.pop(tenant, name)
+            else:
+                self._set(tenant, conversation)
+
+    def has(self, tenant: str, response_id: str) -> bool:
+        """Return whether a response is stored, also while earlier ones are read from the bus."""
+        with self._lock:
+            return self._entries.get(tenant, response_id) is not None
+
+    def end_recall(self) -> None:
+        """Turns of earlier processes have been read."""
+        self._is_recalling = False
+
+    def _set(self, tenant: str, entry: Entry) -> None:
+        self._entries.set(tenant, entry.name, entry, entry.size_bytes)
+
+    def _get(self, tenant: str, name: str) -> Entry | None:
+        entry = self._entries.get(tenant, name)
+        may_be_newer = entry is None or (isinstance(entry, StoredConversation) and entry.is_recalled)
+        if self._is_recalling and may_be_newer and name.startswith((ids.RESPONSE_PREFIX, CONVERSATION_PREFIX)):
+            raise overloaded("responses of the time before the restart are still being read; try again", 1.0)
+        if entry is None:
+            return None
+        if epoch_ms(self._clock.now()) - ids.created_ms(entry.newest_id) > _AGE_MAX_MS:
+            self._entries.pop(tenant, name)
+            return None
+        return entry
+
+    def _forget(self, name: str) -> None:
+        if self._forgotten is not None and name not in self._forgotten:
+            self._forgotten.add(name)
+
+    def _is_forgotten(self, *names: str) -> bool:
+        return self._forgotten is not None and any(name in self._forgotten for name in names)
+
+
+class CallerResponses:
+    """The stored responses and conversations that one caller may read: those of its tenant, or of the session that its
+    key is bound to."""
+
+    def __init__(self, store: ResponseStore, caller: Caller) -> None:
+        self._store = store
+        self._tenant = caller.tenant
+        session = caller.session_id
+        self.session_key = None if session is None else ids.session_key(caller.tenant, session)
+        """The session that the caller's key is bound to."""
+
+    def bytes_referred_by(self, body: bytes, bytes_max: int) -> int:
+        """Return the most bytes of entries that a request with this body may refer to, at most `bytes_max`."""
+        if not any(word in body for word in _REFERRING):
+            return 0
+        return min(self._store.bytes_of(self._tenant), bytes_max)
+
+    def add(self, entry: Entry) -> None:
+        """Store a response or a conversation of the caller."""
+        self._store.add(self._tenant, entry)
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        """Return a response, or None if it is not stored or the caller may not read it."""
+        return self._store.get(self._tenant, response_id) if self._may_read(response_id) else None
+
+    def items_up_to(self, response_id: str) -> EarlierItems | None:
+        """Return the items up to a response, or None if a part of them is not stored or the caller may not read the
+        response."""
+        return self._store.items_up_to(self._tenant, response_id) if self._may_read(response_id) else None
+
+    def item(self, item_id: str) -> Any | None:
+        """Return an item of a response by the id that `item_id_of` gave it, or None."""
+        response = self.get(ids.RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("-")[0])
+        if response is None or item_id not in response.output_ids:
+            return None
+        return response.output[response.output_ids.index(item_id)]
+
+    def delete(self, response_id: str) -> bool:
+        """Drop a response. Return whether it was stored and the caller may read it."""
+        return self.get(response_id) is not None and self._store.delete(self._tenant, response_id)
+
+    def conversation(self, conversation_id: str) -> StoredConversation:
+        """Return a conversation. Raises `ApiError` 404 if it is not stored or the caller may not read it."""
+        conversation = self._store.conversation(self._tenant, conversation_id)
+        if conversation is None or self.session_key not in (None, conversation.session_key):
+            raise _unknown_conversation()
+        return conversation
+
+    def change(
+        self, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
+    ) -> StoredConversation:
+        """Change a conversation and return it. Raises `ApiError` 404."""
+        self.conversation(conversation_id)
+        changed = self._store.change(self._tenant, conversation_id, change)
+        if changed is None:
+            raise _unknown_conversation()
+        return changed
+
+    def delete_conversation(self, conversation_id: str) -> None:
+        """Drop a conversation. Raises `ApiError` 404."""
+        self.conversation(conversation_id)
+        self._store.delete(self._tenant, conversation_id)
+
+    def _may_read(self, response_id: str) -> bool:
+        return self.session_key is None or ids.key_of_response(response_id) == self.session_key
+
+
+def item_id_of(kind: str, response_id: str, position: int) -> str:
+    """Return the id of the item at `position` of a response's output, by which `CallerResponses.item` finds it."""
+    return f"{kind}_{response_id.removeprefix(ids.RESPONSE_PREFIX)}-{position}"
+
+
+_KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+def named_items(items: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return items with new ids."""
+    return [(f"{_KINDS.get(item.type, 'item')}_{ids.uuid7().hex}", item) for item in items]
+
+
+def _state_name(conversation: StoredConversation) -> str:
+    """Return the name of the items that the last response left."""
+    return f"{conversation.conversation_id}:{conversation.last_response}"
+
+
+def _unknown_conversation() -> ApiError:
+    message = (
+        "conversation: no such conversation is stored here; create one with POST /v1/conversations, or send the "
+        "earlier items in input"
+    )
+    return ApiError(404, "conversation_not_found", message, "conversation")

@@ -1,0 +1,1 @@
+"""Which version and replica answer a call, and the stream from it."""

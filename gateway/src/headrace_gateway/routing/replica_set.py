@@ -1,0 +1,267 @@
+"""The inference replicas as this gateway knows them: heartbeats, its own calls, and the choice for the next call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from headrace_gateway.routing.engine import UpstreamCall
+from headrace_runtime.clock import Clock
+from headrace_schemas import Replica
+from headrace_schemas.events.routing import LoadState
+
+_BACKOFF_S = 0.05
+_BACKOFF_MAX_S = 2.0
+_FULL_BACKOFF_MAX_S = 0.4
+_MEMBERS_MAX = 1024
+_ASK_AGAIN_S = 0.5
+_ASK_AGAIN_MAX_S = 4.0
+_NEW: frozenset[LoadState] = frozenset({"ready"})
+_BEGUN: frozenset[LoadState] = _NEW | {"draining"}
+_HELD: frozenset[LoadState] = _BEGUN | {"loading"}
+
+
+@dataclass(slots=True)
+class ReplicaStatus:
+    """One replica. Times are those of our monotonic clock."""
+
+    replica: Replica
+    heard_s: float
+    """When its last heartbeat came."""
+    answered_s: float
+    """When anything came from it over HTTP."""
+    owes_since_s: float = 0.0
+    """When the oldest of the calls that are in flight without a pause began."""
+    in_flight: int = 0
+    strikes: int = 0
+    shunned_until_s: float = 0.0
+    missing: set[str] = field(default_factory=set)
+    """Versions that it announced but did not have."""
+    hung: bool = False
+    """Whether the replica hangs. A hung replica gets no calls until it sends something."""
+    is_probed: bool = False
+    """A health check is running."""
+    unanswered: int = 0
+    ask_at_s: float = 0.0
+    calls: set[UpstreamCall] = field(default_factory=set)
+    """Our calls to it."""
+
+    @property
+    def silent_since_s(self) -> float:
+        """Since when its calls have received no byte."""
+        return max(self.answered_s, self.owes_since_s)
+
+    @property
+    def load(self) -> float:
+        """Calls per slot. Our own calls are newer than its heartbeat, but other gateways have calls, too."""
+        return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
+
+
+class ReplicaSet:
+    """The replicas of the `replicas` table; `loaded` returns whether its history has been read.
+
+    A replica without heartbeats is only called when no other is left: the bus may be the cause. A replica that hangs
+    (see `replica_watch`) is not called at all.
+    """
+
+    def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
+        self._clock = clock
+        self._loaded = loaded
+        self._members: dict[str, ReplicaStatus] = {}
+        self._news = asyncio.Event()
+
+    def update(self, key: str, replica: Replica | None) -> None:
+        """Take a row of the table. After a heartbeat a replica that failed is tried again."""
+        if replica is None:
+            self._members.pop(key, None)
+        else:
+            heard_s = self._clock.monotonic_s()
+            if not self._loaded():  # old rows count by their date; new ones by arrival, which needs no equal clocks
+                heard_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
+            member = self._members.setdefault(key, ReplicaStatus(replica, heard_s, heard_s))
+            member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
+            member.ask_at_s = 0.0
+            member.missing.clear()
+            if len(self._members) > _MEMBERS_MAX:  # a killed replica leaves its last heartbeat on the topic
+                del self._members[min(self._members, key=lambda replica_id: self._members[replica_id].heard_s)]
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake all waiters in `wait`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until something changed, the pause of a shunned replica is over, or `timeout_s` passed.
+
+        Callers that wait for the same pause do not all return at once.
+        """
+        now = self._clock.monotonic_s()
+        pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
+        pause_s = min(pauses, default=timeout_s) * random.uniform(1.0, 1.5)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout_s, pause_s)):
+                await self._news.wait()
+
+    def pick(
+        self,
+        version: str,
+        session_key: str,
+        avoid: frozenset[str] = frozenset(),
+        *,
+        needs: frozenset[str] = frozenset(),
+        begun: bool = False,
+        resuming: bool = False,
+    ) -> ReplicaStatus | None:
+        """Return the replica for one more call, or None if no replica can take it now.
+
+        Rendezvous hashing keeps a session where its keys and values are cached. When a replica comes or goes, at most
+        its own sessions move. A full replica passes its calls to the least loaded one.
+
+        Args:
+            needs: The abilities that the replica has to announce.
+            begun: The version has begun the answer elsewhere, so a draining one will do.
+            resuming: Tokens were sampled, too.
+        """
+        now = self._clock.monotonic_s()
+        states = _BEGUN if begun else _NEW
+        able = [member for member in self._members.values() if _able(member, version, states, needs, resuming, now)]
+        if not able:
+            return None
+        able = [member for member in able if member.replica.replica_id not in avoid] or able
+        candidates = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
+        return first if first.load < 1 else min(candidates, key=lambda member: member.load)
+
+    def capacity(self, model: str) -> int:
+        """Return the places of all replicas with a version of `model` that could take a call now."""
+        now = self._clock.monotonic_s()
+        holders = [member for member in self._members.values() if _versions_of(member, model)]
+        able = [member for member in holders if not member.hung and member.shunned_until_s <= now]
+        fresh = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        return sum(member.replica.capacity for member in fresh)
+
+    def holders(self, version: str) -> list[Replica]:
+        """Return the replicas that have `version` or load it, including busy ones."""
+        members = [member for member in self._members.values() if version not in member.missing]
+        return [member.replica for member in members if member.replica.state_of(version) in _HELD]
+
+    def lacking(self, model: str, needs: frozenset[str]) -> frozenset[str]:
+        """Return the part of `needs` that the replicas with a version of `model` do not announce.
+
+        The result is empty without such replicas, and if one of them has all abilities.
+        """
+        holders = [m.replica for m in self._members.values() if any(map(m.replica.ready, _versions_of(m, model)))]
+        return min((needs.difference(holder.abilities) for holder in holders), key=len, default=frozenset())
+
+    @contextlib.contextmanager
+    def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
+        """Counts one call while the body runs, which waits for the replica on the line."""
+        call = UpstreamCall(lambda: self.responded(member), elsewhere)
+        if not member.in_flight:  # until now it had no call to answer
+            member.owes_since_s = self._clock.monotonic_s()
+        member.in_flight += 1
+        member.calls.add(call)
+        try:
+            yield call
+        finally:
+            member.in_flight -= 1
+            member.calls.discard(call)
+
+    def responded(self, member: ReplicaStatus) -> None:
+        """Record that the replica sent something over HTTP, so it is alive."""
+        member.answered_s = self._clock.monotonic_s()
+        member.unanswered, member.ask_at_s = 0, 0.0
+        if member.hung:
+            member.hung = False
+            self.changed()
+
+    def hangs(self, member: ReplicaStatus) -> None:
+        """Record that the replica did not answer its health check. The next checks follow at growing intervals, and
+        at its next heartbeat."""
+        member.ask_at_s = self._clock.monotonic_s() + min(_ASK_AGAIN_MAX_S, _ASK_AGAIN_S * 2**member.unanswered)
+        member.unanswered = min(member.unanswered + 1, 10)
+        if not member.hung:
+            member.hung = True
+            self.changed()
+
+    def members_to_probe(self, silence_s: float) -> list[ReplicaStatus]:
+        """Replicas that need a health check: silent for `silence_s`, with an answer or a heartbeat overdue.
+
+        One that was taken out of service long ago is left alone.
+        """
+        now = self._clock.monotonic_s()
+        members = [member for member in self._members.values() if not member.is_probed and member.ask_at_s <= now]
+        return [member for member in members if _needs_probe(member, now, silence_s)]
+
+    @contextlib.contextmanager
+    def asking(self, member: ReplicaStatus) -> Iterator[None]:
+        member.is_probed = True
+        try:
+            yield
+        finally:
+            member.is_probed = False
+
+    def hanging(self) -> list[ReplicaStatus]:
+        return [member for member in self._members.values() if member.hung]
+
+    def served(self, member: ReplicaStatus) -> None:
+        member.strikes = 0
+
+    def failed(self, member: ReplicaStatus) -> None:
+        """Avoid it for a while, twice as long each time. Calls that fail together count once."""
+        self._shun(member, _BACKOFF_MAX_S)
+
+    def full(self, member: ReplicaStatus) -> None:
+        """Record that the replica has no free slot, and try it again soon."""
+        self._shun(member, _FULL_BACKOFF_MAX_S)
+
+    def lacks(self, member: ReplicaStatus, version: str) -> None:
+        """Record that the replica does not have `version`, although it announced it. Its next heartbeat counts
+        again."""
+        member.missing.add(version)
+
+    def _shun(self, member: ReplicaStatus, pause_max_s: float) -> None:
+        now = self._clock.monotonic_s()
+        if member.shunned_until_s <= now:
+            member.shunned_until_s = now + min(pause_max_s, _BACKOFF_S * 2**member.strikes)
+            member.strikes = min(member.strikes + 1, 10)
+
+
+def _needs_probe(member: ReplicaStatus, now: float, silence_s: float) -> bool:
+    if member.hung:
+        return True
+    if member.in_flight and now - member.silent_since_s > silence_s:
+        return True  # heartbeats come over the bus, and do not show that HTTP works
+    silent_s = now - max(member.heard_s, member.answered_s)
+    return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
+
+
+def _able(
+    member: ReplicaStatus,
+    version: str,
+    states: frozenset[LoadState],
+    needs: frozenset[str],
+    resuming: bool,
+    now: float,
+) -> bool:
+    return (
+        not member.hung
+        and member.shunned_until_s <= now
+        and version not in member.missing
+        and member.replica.state_of(version) in states
+        and needs.issubset(member.replica.abilities)
+        and not (resuming and not member.replica.resumes)
+    )
+
+
+def _versions_of(member: ReplicaStatus, model: str) -> list[str]:
+    return [loaded.version for loaded in member.replica.versions if loaded.version.partition("@")[0] == model]
+
+
+def _weight(session_key: str, replica_id: str) -> bytes:
+    return hashlib.blake2b(f"{session_key}\0{replica_id}".encode(), digest_size=8).digest()
