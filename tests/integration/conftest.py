@@ -1,4 +1,7 @@
-"""Buses whose topics belong to one test: a mirror refuses topics in use, and known models restrict foreign records."""
+"""Fixtures for buses with the topics of one test.
+
+A mirror refuses topics in use, and models that the registry knows restrict records of other producers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ async def wipe(bus: str) -> None:
 
 @pytest.fixture(scope="package")
 def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Bus that each user must leave without topics."""
+    """Yield the address of a Kafka bus. Each user must delete all topics after use."""
     presence.need("kafka")
     node = KafkaNode(tmp_path_factory.mktemp("own-kafka"), brief=True)
     node.start()
@@ -38,7 +41,7 @@ def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
 async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    """An empty bus of each kind."""
+    """Yield the address of an empty bus of each kind."""
     if request.param == "embedded":
         broker = BrokerProcess(tmp_path / "broker")
         broker.start()
@@ -51,5 +54,5 @@ async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 def on_each_bus(fixture: str) -> pytest.MarkDecorator:
-    """A test on each kind of bus, of which `make test` runs the embedded one."""
+    """Return a mark that runs a test on each kind of bus. `make test` runs only the embedded broker."""
     return pytest.mark.parametrize(fixture, ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)

@@ -1,4 +1,5 @@
-"""Adding without editing: `tests/stranger` is installed into a folder, and a stack runs with all that is in it."""
+"""Test of extensions: the package `tests/stranger` is installed into a folder, and a stack runs with all its
+extensions."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ poll_s = 0.5
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the package is installed: a folder on the path, as `pip install --target` makes it."""
+    """Return an environment in which the package is installed in a folder on the path, as by `pip install --target`."""
     folder = tmp_path_factory.mktemp("stranger")
     shutil.copytree(SOURCE, folder / "source")
     command = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--offline", "--no-deps"]

@@ -1,4 +1,4 @@
-"""The built wheels in environments without the rest of the repository, used in an empty folder."""
+"""Tests of the built wheels in environments without the rest of the repository, used in an empty folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITH_TORCH = {"headrace-trainer", "headrace-inference", "headrace-demo"}
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with some of the wheels, and an empty folder in which its programs run."""
+    """Environment with some of the wheels, and an empty folder in which its programs run."""
 
     prefix: Path
     folder: Path
@@ -47,7 +47,7 @@ class Installed:
         )  # fmt: skip
 
     def interrupt_once(self, command: str, is_ready: Callable[[str], bool], timeout_s: float = 240) -> tuple[int, str]:
-        """Run a command, press Ctrl-C once its output is ready, and return its exit status and its output."""
+        """Run a command, send Ctrl-C once its output is ready, and return its exit status and its output."""
         log = self.folder / "output.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -69,7 +69,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each distribution's wheel, built from its source archive."""
+    """Build the wheel of each distribution from its source archive, and return the wheels by name."""
     folder = tmp_path_factory.mktemp("dist")
     for path in PROJECTS:
         build = [UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(folder)]
@@ -79,7 +79,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def install(wheels: dict[str, Path], names: Collection[str], folder: Path) -> Installed:
-    """Install some wheels. Other people's packages are those of this environment, as links."""
+    """Install some wheels. Third-party packages are links to those of this environment."""
     prefix, packages = folder / "env", folder / "packages"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
     packages.mkdir()
@@ -100,7 +100,7 @@ def is_up(output: str) -> bool:
 
 
 def serves_the_agent(output: str) -> bool:
-    """Return whether the gateway that `up` printed serves a version of the demo's model."""
+    """Return whether the gateway that `headrace up` printed serves a version of the demo's model."""
     base_url = re.search(r"base_url +(\S+)", output)
     try:
         return base_url is not None and urlopen(f"{base_url[1]}/models/email-agent").status == 200

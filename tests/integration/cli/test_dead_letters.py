@@ -1,4 +1,4 @@
-"""Dead letters on both buses: a retry repeats the refused record once, and every decision is stored."""
+"""Tests of dead letters on both buses: a retry repeats the refused record once, and every decision is stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.turns import ask, end, feedback, user
 
 
 async def headrace(*arguments: str, status: int = 0) -> str:
-    """Output of the command."""
+    """Run `headrace` with `arguments`, check its exit status, and return its output."""
     result = await asyncio.to_thread(CliRunner().invoke, app, list(arguments), env={"COLUMNS": "250"})
     assert result.exit_code == status, (result.output, result.exception)
     return str(result.output)
@@ -39,7 +39,7 @@ async def headrace(*arguments: str, status: int = 0) -> str:
 
 @dataclass
 class Desk:
-    """A bus with letters of one service that no other test has."""
+    """A bus with dead letters of one service, whose name is unique to this test."""
 
     bus: str
     service: str
@@ -58,7 +58,7 @@ class Desk:
         return {letter["id"]: letter["state"] for letter in json.loads(text)["letters"]}
 
     async def last(self, topic: str, partition: int) -> list[ConsumerRecord]:
-        """The whole partition."""
+        """Return all records of a partition."""
         reader, topic_partition = consumer(BusSettings(address=self.bus), "test"), TopicPartition(topic, partition)
         await reader.start()
         records: list[ConsumerRecord] = []
@@ -85,7 +85,7 @@ async def desk(bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
 
 
 async def refused_feedback(desk: Desk, partition: int = 2) -> tuple[Record, DeadLetter]:
-    """Valid feedback on a partition that its key would not choose, and the letter about it."""
+    """Send valid feedback to a partition that its key would not choose. Return the record and its dead letter."""
     event = feedback(uuid.uuid4().hex)
     headers = (("ce_id", event.event_id.encode()), ("x-mine", "ü".encode()))
     await desk.producer.send_raw([Outgoing("feedback", event.key.encode(), event.to_json(), headers, partition)])
@@ -189,7 +189,7 @@ async def test_a_letter_that_was_never_on_its_topic_goes_where_its_event_belongs
 
 @pytest.fixture
 async def rig(embedded_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """A collector that soon gives up on feedback about unknown turns."""
+    """Yield a started collector that soon dead-letters feedback about unknown turns."""
     settings = BusSettings(address=embedded_bus)
     await catalogue.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{tmp_path}/blobs"))
@@ -206,7 +206,7 @@ async def rig(embedded_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
 
 @pytest.mark.long
 async def test_a_retried_record_has_its_effect_and_has_it_once(rig: StreamsRig) -> None:
-    """Feedback came for an unknown turn, which was in a spool and has arrived since."""
+    """The feedback came before its turn, which was still in a spool and has arrived since."""
     session = uuid.uuid4().hex
     turn = ask([user("q")], session=session)
     event = feedback(session, turn, task_id="t7")

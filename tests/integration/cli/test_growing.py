@@ -1,4 +1,4 @@
-"""From a laptop to Kafka and PostgreSQL in the middle of a session without a new start: docs/growing.md, in order."""
+"""Test of docs/growing.md: from a laptop to Kafka and PostgreSQL in the middle of a session without starting anew."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def copy_state(url: str, folder: Path) -> tuple[int, str]:
 
 
 async def own_database(node: PostgresNode) -> str:
-    """Other tests have services in the usual one."""
+    """Create a database for this test and return its URL, because other tests' services use the default database."""
     name = f"growing_{uuid.uuid4().hex[:8]}"
     connection = await asyncpg.connect(node.url())
     try:

@@ -1,4 +1,4 @@
-"""`models why` and `sessions where` over a bus agree with a made-up history of 1,000 sessions."""
+"""Test that `models why` and `sessions where` over a bus agree with a generated history of 1,000 sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A bus moves to another one: every record at its offset, every table, every position; killed, repeated, refused."""
+"""Tests of the copy of a bus to another one: each record keeps its offset, and tables and positions are copied.
+
+The copy is also killed, repeated and refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ TABLE = {"retention.ms": str(DAY_MS), "cleanup.policy": "compact"}
 
 @pytest.fixture(scope="module")
 def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Two embedded brokers whose topics belong to one test: a mirror refuses topics in use."""
+    """Yield the addresses of two embedded brokers with the topics of one test, because a mirror refuses topics in
+    use."""
     processes = [
         BrokerProcess(tmp_path_factory.mktemp(name), BROKER__MAINTENANCE_INTERVAL_S=0.2)
         for name in ("source", "target")
@@ -47,14 +51,14 @@ def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 
 @pytest.fixture
 async def source(brokers: tuple[str, str]) -> AsyncIterator[str]:
-    """An empty bus."""
+    """Yield the address of an empty bus to copy from."""
     yield brokers[0]
     await wipe(brokers[0])
 
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
 async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """An empty bus of each kind."""
+    """Yield the address of an empty bus of each kind to copy to."""
     embedded = request.param == "embedded"
     address: str = request.getfixturevalue("brokers")[1] if embedded else request.getfixturevalue("own_kafka")
     yield address
@@ -79,7 +83,8 @@ async def fill(bus: str, topic: str, count: int, *, partitions: int = 4, at_ms: 
 
 
 async def transactions(bus: str, topic: str) -> None:
-    """Committed and aborted ones, so that offsets in the middle and at the end hold no committed record."""
+    """Write committed and aborted transactions, so that some offsets in the middle and at the end have no committed
+    record."""
     async with producing(bus, transactional_id="t") as producer:
         for number, commit in enumerate([True, False, True, True, False]):
             await producer.begin_transaction()
@@ -120,7 +125,7 @@ async def commit(bus: str, group: str, positions: dict[tuple[str, int], int]) ->
 
 
 async def next_of(bus: str, group: str, topic: str) -> ConsumerRecord:
-    """Return the group's next offset on partition 0."""
+    """Return the next record of the consumer group on partition 0."""
     async with consuming(bus, group_id=group) as reader:
         reader.assign([TopicPartition(topic, 0)])
         return await asyncio.wait_for(reader.getone(), 20)
@@ -168,7 +173,7 @@ async def test_ends_of_transactions_become_repetitions_and_aborted_records_stay_
 
 
 async def expire(source: str, count: int) -> int:
-    """A log of `count` expired records and 30 young ones; returns where it begins now."""
+    """Write `count` expired records and 30 recent ones, wait for retention, and return the first remaining offset."""
     await create(source, "feedback", 1, LOG)
     await fill(source, "feedback", count, partitions=1, at_ms=NOW_MS - 30 * DAY_MS, name="old")
     await fill(source, "feedback", 30, partitions=1)
@@ -284,7 +289,8 @@ async def start_mirror(source: str, target: str) -> asyncio.subprocess.Process:
 
 
 async def until_copied(target: str, more: int, process: asyncio.subprocess.Process) -> int:
-    """Wait until `more` records are on the target's topic, or the process has ended; returns how many there are."""
+    """Wait until `more` records are on the target's topic or the process has ended, and return the number of
+    records."""
     partitions = [TopicPartition("turns", number) for number in range(2)]
     async with consuming(target) as reader:
         before = at = int(sum((await reader.end_offsets(partitions)).values()))

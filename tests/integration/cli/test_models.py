@@ -1,8 +1,7 @@
-"""Fixed models with real services: a folder is registered, served, called, named, exported, imported.
+"""Tests of fixed models, of demos and of base models from a hub, with real services.
 
-A demo goes on watching after the bus has died and is back.
-
-A base that is named on a model hub: fetched once, served, restarted without the hub, pushed, and fetched again.
+A folder is registered, served, called, named, exported and imported. A demo continues after a failure of the bus. A
+base model from a hub is downloaded once, served, restarted without the hub, pushed, and downloaded again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WAIT_S = 120.0
 
 @dataclass
 class Stack:
-    """Running services, and the folders of a model, another version of it, and an adapter of it."""
+    """Running services, and the folders of a model, another version of it, and an adapter on it."""
 
     folder: Path
     first: Path
@@ -73,7 +72,7 @@ class Stack:
         return httpx2.post(f"{state.base_url}/chat/completions", json=body, timeout=WAIT_S)
 
     def answers(self, model: str) -> str:
-        """Wait until the model answers, and return the version that did."""
+        """Wait until the model answers, and return the version that answered."""
         wait_until(lambda: self.chat(model).status_code == 200, WAIT_S, f"{model} answers")
         version: str = self.chat(model).json()["model"]
         return version

@@ -1,4 +1,4 @@
-"""`headrace up` with real services: one table, real requests, kill -9, a clean end."""
+"""Tests of `headrace up` with real services: the table of services, real requests, kill -9, and a clean end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Events from any runtime: the examples of docs/producing.md run, and their events are scored like the rest.
+"""Tests of producers in other languages, of topic ranges, and of large events.
 
-Ranges of a topic on both buses: offsets, times, keys, poison, large values; and the account of a small history.
-
-Events beyond the limit of a topic go through the blob store, at every step, on both buses.
+The examples of docs/producing.md run, and their events are scored like all others. Ranges of a topic are read by
+offset, time and key on both buses, with invalid records and large values. Events beyond the topic's limit go through
+the blob store.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_fifteen_lines_are_enough_with_the_sdk() -> None:
 
 @pytest.fixture
 async def rig(own_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """A scorer that waits for both of the example's sources, on a bus without models."""
+    """Yield a scorer that waits for both reward sources of the example, on a bus without models."""
     async with rig_on(own_bus, tmp_path) as streams:
         settings = {"SCORER__REQUIRED": ["short", "polite"]}
         streams.processes = {"scorer": [ServiceProcess("scorer", tmp_path, own_bus, **settings)]}
@@ -103,7 +103,7 @@ def running(name: str, bus: str, folder: Path) -> Iterator[None]:
 
 
 def session_for(language: str) -> str:
-    """A session that Kafka's partitioner puts elsewhere than librdkafka's own would."""
+    """Return a session id that librdkafka's default partitioner would send to another partition than Kafka's."""
     while True:
         name = f"{language}-{uuid.uuid4().hex[:12]}"
         key = session_key("default", name).encode()
@@ -167,7 +167,7 @@ async def test_every_language_is_scored_by_both_consumers(rig: StreamsRig) -> No
 
 
 async def partitions_hold(rig: StreamsRig, keys: set[str]) -> None:
-    """Every event lies where Kafka's own partitioner would have put it."""
+    """Check that each event is on the partition that Kafka's own partitioner selects."""
     from headrace.topics import Range, connected
 
     async with connected(BusSettings(address=rig.bus).address) as topics:
@@ -186,7 +186,8 @@ async def entries(bus: str, requested_range: Range, progress: Progress | None = 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Ten records of one fresh key: where the first one is, and when; each next one is a second later."""
+    """Ten records with one new key: partition, first offset and time of the first record. Times increase by one
+    second."""
 
     key: str
     partition: int
@@ -196,7 +197,7 @@ class Recorded:
 
 @pytest.fixture
 async def recorded(bus: str) -> Recorded:
-    """Values 0 to 9 as feedback, the fourth one poison. Later than everything that other tests have sent."""
+    """Write feedback with the values 0 to 9, the fourth of them invalid, later than all records of other tests."""
     await catalogue.ensure(BusSettings(address=bus))
     key = session_key("default", uuid7().hex)
     start_ms = epoch_ms(utcnow()) + 600_000
@@ -248,7 +249,7 @@ async def test_no_bus_is_said_so() -> None:
 
 @pytest.fixture
 def own_bus(tmp_path: Path) -> Iterator[str]:
-    """A broker of this test alone: the account is about everything on the bus."""
+    """Yield the address of a broker for this test alone, because the turn account covers the whole bus."""
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
     yield broker.address

@@ -1,4 +1,4 @@
-"""Programs of other people's agents, run by an environment of their own (`make install GROUP=clients`)."""
+"""Runner for agent programs of other projects, in a separate environment (`make install GROUP=clients`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT_S = 240.0
 
 
 async def run(program: str, base_url: str, model: str) -> list[dict[str, object]]:
-    """Return the last line that the program prints, as JSON. Skips the test without the environment."""
+    """Run the program, and return the JSON of its last line. Skip the test without the environment."""
     presence.need("clients")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "HEADRACE_"))}

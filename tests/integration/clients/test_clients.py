@@ -1,4 +1,4 @@
-"""Agents of other projects, unchanged but for the base URL: their tool loops run to their end."""
+"""Tests of agents of other projects, which are unchanged except for the base URL and complete their tool loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def served(tmp_path: Path, replica: FakeReplica) -> AsyncIterator[Gateway]
 
 
 def check_conversation(turns: list[Turn]) -> None:
-    """Each call is a turn, all are of one session, and each goes on where the one before ended."""
+    """Check that each call is a turn, all turns are of one session, and each turn continues the previous one."""
     assert len({turn.session_key for turn in turns}) == 1
     for before, after in itertools.pairwise(turns):
         assert len(after.messages) > len(before.messages)
@@ -68,7 +68,7 @@ async def test_dspy(served: Gateway, replica: FakeReplica) -> None:
 
 
 async def test_openai_agents_on_both_apis_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
-    """The agent uses the Responses API by default; its answer has a type, which is a grammar."""
+    """The agent uses the Responses API by default. Its typed answer is requested with a grammar."""
     replica.script = [SEARCH, '{"answer": "Ada"}'] * 4
     assert await run("agents_loop", f"{served.url}/v1", "tiny") == [{"answer": "Ada", "calls": 2}] * 4
     assert len(served.turns) == 8
@@ -84,5 +84,5 @@ async def test_agentscope_forces_a_call_plain_and_streamed(served: Gateway, repl
 
 
 def _fields(**values: str) -> ScriptedAnswer:
-    """An answer as DSPy's chat adapter reads it."""
+    """Return an answer in the format that DSPy's chat adapter parses."""
     return "\n\n".join([*(f"[[ ## {name} ## ]]\n{value}" for name, value in values.items()), "[[ ## completed ## ]]"])

@@ -1,6 +1,7 @@
-"""The console follows a real bus: its counts equal the account, and texts are read by their offsets.
+"""Tests of the console on a real bus: counts, texts and dead letters.
 
-Dead letters in the console: a dry run foresees the result of a retry, and decisions have the name of the user.
+The counts equal the turn account, and texts are read by their offsets. A dry run predicts the result of a retry, and
+decisions have the name of the user.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _READ_S_MAX = 0.1
 async def follow(
     common: Common, database: Database, announce: Callable[[], object] = lambda: None, stop_after: int | None = None
 ) -> None:
-    """Follow the bus to its end, or, as if killed, until `stop_after` batches were applied.
+    """Read the bus to its end, or stop after `stop_after` batches as if killed.
 
     `announce` is called after each batch.
     """
@@ -158,7 +159,7 @@ GROUP = {"service": "collector", "topic": "feedback", "reason": "unknown_target"
 
 @dataclass
 class Desk:
-    """A console that follows a bus with letters, and a browser of an operator."""
+    """A console that reads a bus with dead letters, and the browser of an operator."""
 
     stand: Stand
     bus: BusSettings
@@ -174,7 +175,7 @@ class Desk:
         await self.producer.send(dead_letter("collector", record, "unknown_target", f"feedback {number} has no target"))
 
     async def follow(self) -> None:
-        """Wait until the console has read all letters and decisions."""
+        """Wait until the console has read all dead letters and decisions."""
         common = Common(data_dir=self.stand.data_dir, bus=self.bus)
         async with asyncio.timeout(30):
             while not await is_at_end(common, self.stand.console.database):  # noqa: ASYNC110 (another process reads)

@@ -1,4 +1,4 @@
-"""A gateway process on a real bus, with a fake replica that really sends heartbeats."""
+"""Fixtures for a gateway process on a real bus, with a fake replica that sends heartbeats to the bus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEARTBEAT_S = 0.5
 
 @dataclass
 class Circle:
-    """Services around one model of the test's own, so that tests can share a bus."""
+    """Gateway, fake replicas and bus around a model whose name is unique to the test, so that tests can share a bus."""
 
     model: str
     gateway: GatewayProcess
@@ -39,7 +39,10 @@ class Circle:
 
 @contextlib.asynccontextmanager
 async def circle(folder: Path, bus: str, *replicas: FakeReplica, **settings: object) -> AsyncIterator[Circle]:
-    """Routed, heard of and healthy. `replicas` that already have a URL run elsewhere."""
+    """Start a gateway, route the model to `replicas`, and wait until the gateway is healthy.
+
+    `replicas` that already have a URL run elsewhere.
+    """
     model = f"tiny-{uuid.uuid4().hex[:8]}"
     version = f"{model}@0123456789abcdef"
     data = folder / "data"
@@ -72,7 +75,7 @@ async def _beat(view: BusView, replicas: tuple[FakeReplica, ...]) -> None:
 
 @pytest.fixture
 def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
-    """A broker of the test's own, to be killed."""
+    """Yield a broker process for this test alone, which the test may kill."""
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
     yield broker
@@ -81,13 +84,13 @@ def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 @pytest.fixture
 async def served(tmp_path: Path, embedded_bus: str) -> AsyncIterator[Circle]:
-    """One replica, on the embedded broker."""
+    """Yield a gateway with one replica on the embedded broker."""
     async with circle(tmp_path, embedded_bus, FakeReplica()) as running_circle:
         yield running_circle
 
 
 @pytest.fixture
 async def served_anywhere(tmp_path: Path, bus: str) -> AsyncIterator[Circle]:
-    """One replica, on each bus that we support."""
+    """Yield a gateway with one replica on each supported bus."""
     async with circle(tmp_path, bus, FakeReplica()) as running_circle:
         yield running_circle

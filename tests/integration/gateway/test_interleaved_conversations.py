@@ -1,4 +1,5 @@
-"""64 interleaved conversations of one key with equal openings, answers and results: each call is in the right run."""
+"""Test of 64 interleaved conversations with one API key and equal openings, answers and tool results: no run is
+mixed up."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SEARCH = {"type": "function", "function": {"name": "search", "parameters": PARAM
 
 
 async def converse(served: Gateway, headers: dict[str, str], draw: random.Random) -> list[str]:
-    """Play a tool loop and return the ids of its responses."""
+    """Run a tool loop, and return the ids of its responses."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Which word? It belongs to WORD-1."}]
     response_ids = []
     while True:

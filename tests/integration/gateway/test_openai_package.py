@@ -1,4 +1,4 @@
-"""The `openai` package with another base_url and no other change."""
+"""Tests of the `openai` package with another `base_url` and no other change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEARCH: openai.types.chat.ChatCompletionFunctionToolParam = {
 
 
 def sync_agent(base_url: str, model: str) -> tuple[str, str]:
-    """Two turns with a tool, then the same question streamed; returns the plain answer and the streamed one."""
+    """Run two turns with a tool, then the last question streamed. Return the plain and the streamed answer."""
     client = openai.OpenAI(base_url=base_url, api_key="none")
     assert model in [listed.id for listed in client.models.list()]
     assert client.models.retrieve(model).owned_by == "headrace"
@@ -98,7 +98,7 @@ async def test_async_in_parallel_with_choices_and_logprobs(served: Circle) -> No
 
 
 async def test_a_retry_after_a_time_out_leaves_one_undelivered_turn(served: Circle) -> None:
-    """Pitfall 20: the first sample is captured and marked, so it earns no reward."""
+    """Pitfall 20: the first sample is captured and marked, so it gets no reward."""
     (replica,) = served.replicas
     replica.faults = [Fault(stall_after=0)]
     async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=1, timeout=0.5) as client:

@@ -1,6 +1,6 @@
-"""P1 and P8 with real processes that are really killed.
+"""Tests of outages: processes are killed, and no turn is lost or failed (P1, P8).
 
-A call larger than a topic takes is captured like any other.
+A call that is larger than the topic's limit is captured like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AGENTS = 4
 
 
 class Agents:
-    """Agents that make calls until `stop`, session by session. Their answers are the ledger of the comparison."""
+    """Agents that make calls until `stop`, session by session. The comparison uses their answers as its ledger."""
 
     def __init__(self, running_circle: Circle) -> None:
         self._circle = running_circle
@@ -58,7 +58,7 @@ class Agents:
                     self.failures.append(answer.text)
 
     async def during(self, *steps: tuple[float, object]) -> None:
-        """Run all agents while each `(seconds, function)` is waited for and called in a thread."""
+        """Run all agents. For each `(seconds, function)`, wait and then call the function in a thread."""
         running = [asyncio.create_task(self.run(f"{self._circle.model}-{number}")) for number in range(AGENTS)]
         for pause_s, step in steps:
             await asyncio.sleep(pause_s)
@@ -77,7 +77,7 @@ def first_appearances(turns: list[Turn]) -> dict[str, list[str]]:
 
 
 async def drained(running_circle: Circle, expected: int) -> list[Turn]:
-    """All turns on the bus, as soon as there are `expected` different ones."""
+    """Wait until there are `expected` different turns on the bus, and return all turns."""
     async with asyncio.timeout(20):
         while True:
             turns = await running_circle.turns()

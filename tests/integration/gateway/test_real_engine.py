@@ -1,6 +1,6 @@
-"""The gateway with the real engine behind it: the wire they agreed on, and streams that are cut and go on (P8).
+"""Tests of the gateway with the real engine: their protocol, and streams that are cut and resumed (P8).
 
-Conversations over the Messages and the Responses API with the real engine: one session, one branch, exact tokens.
+Conversations over the Messages and the Responses API are one session and one branch with exact tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CUT_AFTER_BYTES = 8_000
 
 @dataclass
 class Scissors:
-    """A way to the replica that cuts every response short, by a reset as a killed process leaves it."""
+    """TCP proxy to the replica that cuts every response short by a connection reset, as a killed process does."""
 
     target: int
     port: int = 0
@@ -70,7 +70,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @dataclass
 class GatewayRig:
-    """One replica with two addresses: its own, and one through the scissors."""
+    """One replica with two addresses: its own, and one through the proxy that cuts responses."""
 
     gateway: GatewayProcess
     view: BusView
@@ -134,7 +134,7 @@ async def plain(client: openai.AsyncOpenAI, number: int) -> str:
 async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    """Greedy, so that the same tokens come from a resumed stream and from a whole answer."""
+    """Sampling is greedy, so that a resumed stream has the tokens of a complete answer."""
     async with rig(tmp_path, mortal_bus.address) as running_rig:
         async with openai.AsyncOpenAI(
             base_url=f"{running_rig.gateway.url}/v1", api_key="none", max_retries=0
@@ -164,7 +164,7 @@ FUNCTION = {"name": "mark", "parameters": SCHEMA}
 
 
 async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
-    """The package alone: a schema, a forced call, and both again over the Responses API, plain and streamed."""
+    """The package requests a schema and a forced call, and both again over the Responses API, plain and streamed."""
     forms: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
     tools: Any = [{"type": "function", "function": FUNCTION}]
     forced: Any = {"type": "function", "function": {"name": "mark"}}
@@ -213,7 +213,7 @@ STEPS = 5
 
 
 async def messages_loop(base_url: str) -> None:
-    """Play a streamed tool loop whose first and third answers are calls. Streams are cut on their way and resumed."""
+    """Run a streamed tool loop whose first and third answers are calls. Streams are cut on their way and resumed."""
     messages: list[Any] = [{"role": "user", "content": "Any mail?"}]
     headers = {"x-claude-code-session-id": "claude"}
     async with anthropic.AsyncAnthropic(
@@ -235,7 +235,7 @@ async def messages_loop(base_url: str) -> None:
 
 
 async def responses_loop(base_url: str) -> None:
-    """Play a conversation whose earlier turns are named by the response before."""
+    """Run a conversation that refers to its earlier turns by the previous response."""
     previous: Any = openai.omit
     headers = {"session-id": "codex"}
     async with openai.AsyncOpenAI(

@@ -1,4 +1,5 @@
-"""The real process on a real bus: the unmodified `openai` package, swaps under load, poison, crashes, a clean stop."""
+"""Tests of a replica process on a real bus: the `openai` package, swaps under load, invalid records, crashes, clean
+stop."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ TOOLS: list[openai.types.chat.ChatCompletionFunctionToolParam] = [
 
 @dataclass
 class ReplicaRig:
-    """A broker, a blob store with versions, one replica, and its heartbeats on the bus."""
+    """A broker, a blob store with versions, one replica, and the replica's heartbeats on the bus."""
 
     bus: BusSettings
     blobs: BlobStore
@@ -89,7 +90,7 @@ class ReplicaRig:
             await reader.stop()
 
     async def until(self, condition: Callable[[Replica], bool], since: float = 0.0) -> Replica:
-        """The first heartbeat after `since` (epoch) for which `condition` holds."""
+        """Return the first heartbeat after `since` (seconds since the epoch) for which `condition` holds."""
         async with asyncio.timeout(WAIT_S):
             async for beat in self.heartbeats():
                 if beat is not None and beat.time.timestamp() >= since and condition(beat):
@@ -97,7 +98,7 @@ class ReplicaRig:
         raise AssertionError("unreachable")
 
     async def ready(self, *versions: ServedVersion) -> Replica:
-        """Wait until exactly these versions are there and ready."""
+        """Wait until exactly `versions` are loaded and ready."""
         names = {version.version for version in versions}
         return await self.until(
             lambda beat: {item.version for item in beat.versions} == names and all(beat.ready(name) for name in names),
@@ -258,7 +259,8 @@ async def test_06_a_client_that_leaves_stops_its_sequence(rig: ReplicaRig, strea
 
 
 async def test_07_weights_are_swapped_without_a_failed_request(rig: ReplicaRig) -> None:
-    """P8 and P3: under load, through loading, routing and unloading, every request gets the version it names."""
+    """P8 and P3: under load, while versions are loaded, routed and unloaded, each request gets the version that it
+    names."""
     current = rig.first.version
     served: list[str] = []
     stop = asyncio.Event()
@@ -319,7 +321,7 @@ async def test_09_poison_on_routing_is_dead_lettered_and_changes_nothing(rig: Re
 
 
 async def test_09b_an_older_table_than_the_newest_is_history(rig: ReplicaRig) -> None:
-    """A registry that lost its lease may still write; the highest revision is the truth."""
+    """A registry that lost its lease may still write, so the highest revision is the valid one."""
     rig.revision[0] -= 1
     await rig.route()  # the same revision: a correction, taken
     await rig.ready()

@@ -1,8 +1,7 @@
-"""A job's topic is filled from where it ends: interrupted at any record, it holds the same bytes in the same order.
+"""Tests of training jobs on rows of files.
 
-`headrace train --check` on a real tokenizer: bad rows are named by their number, the others are counted.
-
-A job that is killed in each of its parts writes the bytes of an undisturbed one (short `make check NAME=jobs`).
+A job continues where its topic ends: interrupted at any record, it writes equal bytes in equal order, also if killed in
+any part. `headrace train --check` names invalid rows by their number and counts the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Training on rows of files moves the weights as the rows require, measured without code of our trainer.
+"""Tests that training on rows of files changes the weights as the rows require, measured without the trainer's code.
 
-Run of `headrace train` to its end, and the logprobs of its weights under transformers.
-
-Online stage of a recipe: its own services start from the version of the stage before; a program trains them.
+`headrace train` runs to its end, and transformers computes the logprobs of its weights. The services of a recipe's
+online stage start from the version of the stage before, and a program trains them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Trained:
         return [CheckedRow.model_validate_json(line) for line in lines]
 
     def weights(self, folder: Path) -> Path:
-        """The last version as a folder."""
+        """Write the last version to `folder`."""
         manifest = self.journal.manifest
         assert manifest is not None
         blobs = BlobStore((self.data_dir / "blobs").as_uri())
@@ -71,7 +70,7 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def logprob(folder: Path, branches: Sequence[WrittenBranch]) -> list[float]:
-    """Return the mean logprob of each branch's trained tokens, in nats, as transformers computes it."""
+    """Return the mean logprob of each branch's trained tokens in nats, computed by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +96,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gains(base: Path, tmp_path: Path, lineage: str) -> list[tuple[float, ...]]:
-    """Return for each row the gains in logprob of its answers, in nats."""
+    """Return the gains in logprob of the answers of each row, in nats."""
     trained = Trained(tmp_path / "data", lineage)
     folder = trained.weights(tmp_path / "after")
     rows = trained.rows()
@@ -142,7 +141,7 @@ def test_labels_move_good_and_bad_answers_apart(base: Path, tmp_path: Path) -> N
 
 
 def test_stages_follow_each_other(base: Path, tmp_path: Path) -> None:
-    """Demonstrations by an adapter, then pairs: the second stage begins with base and adapter as one model."""
+    """An adapter is trained on demonstrations, then on pairs: the second stage starts with base and adapter merged."""
     written(tmp_path / "rows.jsonl", [{"prompt": f"Question {n}", "completion": GOOD} for n in range(32)])
     pairs = [{"prompt": f"Question {n}", "chosen": GOOD, "rejected": BAD} for n in range(32)]
     written(tmp_path / "pairs.jsonl", pairs)

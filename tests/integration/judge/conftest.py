@@ -1,4 +1,4 @@
-"""A fake model for each test, and a worker that does not wait between looks at its queue."""
+"""Fixtures for the judge: a fake model for each test, and a worker that polls its queue without pauses."""
 
 from tests.unit.judge.conftest import _eager, llm
 

@@ -1,7 +1,4 @@
-"""The judge on both databases, alone and as two replicas that share one.
-
-The judge as a user has it: a process between a real bus and a real endpoint, killed in the middle of its calls.
-"""
+"""Tests of the judge on both databases, alone, as two replicas, and as a process that is killed during its calls."""
 
 from __future__ import annotations
 
@@ -96,7 +93,7 @@ async def test_single_and_pair_side_by_side(llm: FakeLLM, data_dir: Path, databa
 async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
     llm: FakeLLM, data_dir: Path, database_url: str, tmp_path: Path
 ) -> None:
-    """Runs of one task come through different partitions, so through different replicas, at the same time."""
+    """Runs of one task come through different partitions, so two replicas compare them at the same time."""
     path = tmp_path / "preference.toml"
     path.write_text(PREFERENCE)
     llm.usual = fake_llm.answer(by_number)
@@ -165,7 +162,7 @@ async def test_one_replica_waits_until_another_has_counted_its_call(
 async def test_a_result_that_comes_after_the_lease_is_discarded(
     llm: FakeLLM, data_dir: Path, database_url: str
 ) -> None:
-    """Two replicas have judged one trajectory, differently; only one of them publishes."""
+    """Two replicas judged one trajectory with different results. Only one of them publishes its result."""
     late = threading.Event()
 
     def slow(call: Call) -> Reply:
@@ -218,7 +215,7 @@ SPECIAL = {"refused": "failed", "prose": "parse_error", "hanging": "timed_out", 
 
 
 class JudgeProcess:
-    """`python -m headrace_judge`; `kill` is SIGKILL."""
+    """Process of `python -m headrace_judge`. `kill` sends SIGKILL."""
 
     def __init__(self, folder: Path, bus: str, llm: FakeLLM) -> None:
         names = {
@@ -252,7 +249,7 @@ class JudgeProcess:
 
 
 def behave(call: Call) -> Reply:
-    """Answer slowly enough to be killed, and wrongly where the prompt requests it."""
+    """Answer slowly enough to be killed meanwhile, and with a wrong verdict where the prompt requests it."""
     answers = {
         "refused": fake_llm.status(400),
         "prose": fake_llm.prose(),
@@ -279,7 +276,7 @@ async def publish(settings: BusSettings, blobs: BlobStore, names: dict[str, str]
 
 
 async def rewards_for(settings: BusSettings, blobs: BlobStore, names: set[str]) -> dict[str, list[Reward]]:
-    """Return all rewards of these trajectories once each has one and no more arrive."""
+    """Wait until each trajectory in `names` has a reward and no more arrive. Return all rewards by trajectory."""
     reader = consumer(settings, "test-rewards")
     await reader.start()
     rewards: dict[str, list[Reward]] = defaultdict(list)

@@ -1,4 +1,5 @@
-"""A registry process on a real bus, a replica that loads routed versions, a gate that reads its scores from a file."""
+"""Registry processes on a real bus, with a replica that loads routed versions and a gate that reads scores from a
+file."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ HEARTBEAT_S = 0.1
 
 
 class RegistryRig:
-    """`registry(n)` starts a process; `publish` sends a version; `settled` waits for the expected routing."""
+    """Registry processes on one bus. `registry()` starts a process, `publish` sends a version, `settled` awaits a
+    routing."""
 
     def __init__(self, address: str, folder: Path, database_url: str = "sqlite") -> None:
         self.folder = folder
@@ -69,7 +71,7 @@ class RegistryRig:
         }
 
     def set(self, environ: dict[str, str]) -> None:
-        """Settings of the registries that start from now on."""
+        """Set environment variables of the registries that start from now on."""
         self._environ |= environ
 
     def _decided(self, _key: str, event: ModelEvent | None) -> None:
@@ -77,7 +79,7 @@ class RegistryRig:
             self.decisions.append(event)
 
     def registry(self) -> tuple[subprocess.Popen[bytes], str]:
-        """A started process and the URL of its REST interface."""
+        """Start a registry process. Return the process and the URL of its REST interface."""
         port = free_port()
         environ = {**os.environ, **self._environ, "HEADRACE_REGISTRY__PORT": str(port)}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,7 @@ class RegistryRig:
         return routing.champion if routing else None
 
     def runs(self) -> list[str]:
-        """The versions that the gate has played, in order, also where it did not get to its end."""
+        """Return the versions that the gate has started to play, in order."""
         path = self.folder / "runs"
         return path.read_text().split() if path.exists() else []
 

@@ -1,5 +1,7 @@
-"""Two registries, one of them killed again and again while aliases move: a pair that moves together is never half
-moved, one of several concurrent moves wins, and the bus agrees with the database.
+"""Tests of two registries, one of which is repeatedly killed while aliases move.
+
+Two aliases that move together are never seen half moved, one of several concurrent moves wins, and the bus agrees with
+the database.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def own_bus(tmp_path: Path) -> Iterator[str]:
 
 
 class Pair:
-    """Two registries; `ask` calls the leader."""
+    """Two registries. `ask` calls the leader."""
 
     def __init__(self, rig: RegistryRig, http: httpx2.AsyncClient) -> None:
         self._rig = rig
@@ -44,8 +46,10 @@ class Pair:
         self.processes[url] = process
 
     async def ask(self, path: str, body: object) -> httpx2.Response | None:
-        """Return the answer; None without a leader, or when the leader died during the call, which may have taken
-        effect."""
+        """Return the leader's response, or None without a leader or if it died during the call.
+
+        A call that was interrupted may have taken effect.
+        """
         for url in list(self.processes):
             with contextlib.suppress(httpx2.TransportError):
                 answer = await self._http.post(f"{url}/v1/{path}", json=body)
@@ -54,7 +58,7 @@ class Pair:
         return None
 
     async def answered(self, path: str, body: object) -> httpx2.Response:
-        """Call the leader once there is one."""
+        """Wait for a leader, and return its response."""
         while True:
             answer = await self.ask(path, body)
             if answer is not None:
@@ -72,7 +76,7 @@ class Pair:
             await asyncio.sleep(0.05)
 
     async def kill_one(self, chance: random.Random) -> None:
-        """One of the two dies, whichever leads, and another starts."""
+        """Kill one of the two registries at random, and start another one."""
         url = chance.choice(sorted(self.processes))
         process = self.processes.pop(url)
         process.kill()
@@ -89,7 +93,7 @@ async def registered(rig: RegistryRig, pair: Pair, content: str) -> str:
 
 
 async def move(pair: Pair, versions: list[str], chance: random.Random, moved: list[int]) -> None:
-    """Move the pair from its observed versions to others, without end. No observation is half moved."""
+    """Move two aliases from their observed versions to others in an endless loop. No observation may be half moved."""
     while True:
         seen = await pair.aliases()
         assert seen["blue"] == seen["green"], seen

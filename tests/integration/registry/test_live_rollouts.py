@@ -1,4 +1,4 @@
-"""A rollout over a real bus: processes that die in the middle, and gateways that hear of a decision."""
+"""Tests of a rollout over a real bus: killed processes, and the time until gateways apply a decision."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def _each_unit_once(path: Path) -> None:
 
 
 async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice: random.Random) -> None:
-    """Sessions as a gateway captures them, with a reward each, drawn by the routing of the moment, until cancelled."""
+    """Send sessions as a gateway captures them, assigned by the current routing, each with a reward, until
+    cancelled."""
     count = 0
     while True:
         routed = rig.routing.rows[model]
@@ -141,9 +142,9 @@ def _turn(key: str, model: str, version: str) -> Turn:
 
 @pytest.mark.long
 async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tmp_path: Path) -> None:
-    """Return the seconds from the record on the bus to the next turn of a session with the withdrawn version; the best
-    of
-    some measurements, for a busy machine.
+    """Measure the seconds from the decision's record to the first turn of the session with another version.
+
+    The best of several measurements counts, because the machine may be busy.
     """
     async with circle(tmp_path, own_bus, FakeReplica()) as rig:
         old = f"{rig.model}@0123456789abcdef"

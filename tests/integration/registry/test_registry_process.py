@@ -1,4 +1,4 @@
-"""The registry as its own process on a real bus: a version's life, kill -9 in the middle, a standby that takes over."""
+"""Tests of the registry as a process on a real bus: a version's life, kill -9, and a standby that takes over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import is_open
 
 @pytest.fixture(scope="module")
 def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A broker of these tests alone: the registry decides about every model that it finds on the bus."""
+    """Yield the address of a broker for these tests alone, because the registry manages every model on its bus."""
     broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
     broker.start()
     yield broker.address
@@ -90,7 +90,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(
 
 
 async def _leader(http: httpx2.AsyncClient, url: str) -> str:
-    """A leader looks for the model, a standby does not even do that."""
+    """Return the error code for an unknown model: only the leader looks up the model, a standby refuses first."""
     answer = await http.post(f"{url}/v1/models/nobody/rollback")
     code: str = answer.json()["error"]["code"]
     return code

@@ -1,5 +1,7 @@
-"""A shadow on a small real stack: bus, gateway, registry, collector and scorer as processes, an agent with tools, and a
-replica that loads routed versions.
+"""Test of a shadow on a small real stack.
+
+The bus, gateway, registry, collector and scorer are processes, with an agent that uses tools and a replica that loads
+routed versions.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ def own_bus(tmp_path: Path) -> Iterator[str]:
 
 
 class Every(tuple[str, ...]):
-    """Answer any prompt."""
+    """Matches any prompt."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 class Clerk(FakeReplica):
-    """Look something up and answer. For a request to write, the candidate would pay; the champion never does."""
+    """Model that looks something up and answers. On a request to write, only the candidate calls the paying tool."""
 
     candidate = ""
 
@@ -69,7 +71,7 @@ class Clerk(FakeReplica):
 
 @contextlib.asynccontextmanager
 async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterator[tuple[RegistryRig, str, BusView]]:
-    """Start the stack without an agent, with the second version published and in the shadow."""
+    """Start the stack without an agent, and publish a second version, which enters the shadow."""
     replica = Clerk(versions=Every(), capacity=8)
     rig = RegistryRig(own_bus, folder)
     gateway = GatewayProcess(folder / "data", own_bus)
@@ -119,7 +121,7 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
 
 
 async def agent(url: str, number: int) -> tuple[str, list[str]]:
-    """Play one session, which follows the model and may write. Return its id and the answering versions."""
+    """Run one session, which follows the model and may write. Return its id and the versions that answered."""
     session = f"user-{number}"
     headers = {"X-Session-Id": session, "X-Task-Id": f"task-{number % 3}"}
     text = f"please {'write' if number % 2 else 'read'} {number}"
@@ -141,7 +143,7 @@ async def agent(url: str, number: int) -> tuple[str, list[str]]:
 
 
 async def play(rig: RegistryRig, url: str) -> dict[str, list[str]]:
-    """Play users until the shadow is over. Return the answering versions of each."""
+    """Run users' sessions until the shadow has ended. Return the versions that answered, by session."""
     users: dict[str, list[str]] = {}
     numbers = itertools.count()
 
@@ -202,7 +204,7 @@ async def test_a_shadow_is_never_trained_never_seen_and_writes_nothing(
 
 
 async def _events_about(view: BusView, sessions: set[str]) -> None:
-    """Wait until every closed session has its reward. By then training sessions are experiences, or soon will be."""
+    """Wait until every closed session has its reward. Training sessions have experiences by then, or soon after."""
     async with asyncio.timeout(60):
         while True:
             closed = {event.session_key for event in await view.read(Trajectory) if event.session_key in sessions}

@@ -1,4 +1,4 @@
-"""A live system in small: a broker of its own, a trainer that learns, consumer groups that have work left."""
+"""Fixtures for replays: a small live system with a broker, a trainer, and consumer groups with uncommitted records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """An embedded broker of the test's own, or, where `kafka` is requested, the Kafka that all tests share."""
+    """Yield the address of an embedded broker for this test, or of the shared Kafka if the parameter is `kafka`."""
     if getattr(request, "param", "embedded") == "kafka":
         yield request.getfixturevalue("kafka_bus")
         return
@@ -50,7 +50,7 @@ def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @dataclass
 class ReplayRig:
-    """`send` is how events get onto the bus; `headrace` runs the command as a user does."""
+    """Live system. `send` publishes events, and `headrace` runs the command as a user does."""
 
     bus: str
     data_dir: Path
@@ -64,7 +64,7 @@ class ReplayRig:
             await self.producer.send(event)
 
     async def read(self, kind: type[Event], topic: str | None = None) -> list[Any]:
-        """Events of one kind on its topic, or on a copy of it, each once."""
+        """Return the events of class `kind` on its topic, or on the copy `topic`, without duplicates."""
         events: dict[str, Event] = {}
         async with connected(self.bus) as topics:
             async for record in topics.records(Range(topic or kind.topic)):
@@ -73,7 +73,7 @@ class ReplayRig:
         return list(events.values())
 
     async def until(self, label: str, condition: Callable[[list[Any]], object], kind: type[Event]) -> list[Any]:
-        """The events of a topic once they are so."""
+        """Wait until `condition` holds for the events of class `kind`, and return them."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while not condition(events := await self.read(kind)):
             assert asyncio.get_running_loop().time() < deadline, f"{label}: not after {WAIT_S} s; {events[-3:]}"
@@ -100,7 +100,7 @@ class ReplayRig:
         return report
 
     async def take_part(self, group: str, topic: str, records: int) -> None:
-        """A member of a live group that has read and committed a little, and has left."""
+        """Join a live group, read and commit up to `records` records, and leave."""
         reader = AIOKafkaConsumer(
             topic, bootstrap_servers=self.bus, group_id=group, enable_auto_commit=False, auto_offset_reset="earliest"
         )
@@ -112,7 +112,7 @@ class ReplayRig:
             await reader.stop()
 
     async def live_state(self) -> tuple[Offsets, dict[str, dict[int, int]], set[str]]:
-        """Committed offsets of the live groups, ends of the live topics, and which groups there are at all."""
+        """Return the committed offsets of the live groups, the ends of the live topics, and the names of all groups."""
         async with administering(self.bus) as admin:
             committed: Offsets = {}
             for group in LIVE:
@@ -138,7 +138,8 @@ async def rig(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[ReplayR
 
 @pytest.fixture
 def live_trainer(rig: ReplayRig, tmp_path: Path) -> Iterator[TrainerProcess]:
-    """A trainer that cuts batches of 8, or of the experiences of one second, as replays with equal settings do."""
+    """Yield a trainer that cuts batches of 8 experiences, or of those of one second, as replays with equal settings
+    do."""
     trainer_settings = {
         "MODEL": rig.model,
         "BATCH_EXPERIENCES": 8,

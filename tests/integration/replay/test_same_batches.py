@@ -1,6 +1,7 @@
-"""P9 on a real bus: a replay of a living lineage repeats its batches, byte for byte, and disturbs no live service.
+"""Tests of replays on a real bus: a replay of a live lineage repeats its batches byte for byte (P9).
 
-With another reward, judge or algorithm, a replay is planned, run, or refused with a remedy.
+No live service is disturbed. With another reward, judge or algorithm, a replay is planned, run, or refused with a
+remedy.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ Report = dict[str, Any]
 
 
 async def replay_all(rig: ReplayRig, lineage: str, _plan: Report) -> Report:
-    """In one go."""
+    """Run the replay without interruption, and return its report."""
     return await rig.report("run", lineage)
 
 
 async def interrupted(rig: ReplayRig, lineage: str, plan: Report) -> Report:
-    """After two steps it stops, and goes on where it was."""
+    """Stop the replay after two steps, resume it, and return its report."""
     begun = await rig.report("run", lineage, "--set", "trainer.max_steps=2")
     assert begun["training"]["batches"] == plan["training"]["batches"][:2]
     assert (begun["same"], begun["batches_equal"]) == (False, 2)
@@ -101,7 +102,7 @@ E = TypeVar("E", Checkpoint, TrainingMetrics)
 
 
 async def live(rig: ReplayRig, draw: random.Random) -> list[Experience]:
-    """Bursts and pauses over all partitions, from the newest version and from the oldest, with a revision at times."""
+    """Send bursts of experiences of the newest and the oldest version, some with a revision, and return them."""
     (first,) = of_rig(await rig.until("the base version", lambda events: of_rig(events, rig), Checkpoint), rig)
     alone = experience(999, first.version, draw.random(), task="t0", run="alone", model=rig.model)
     sent: list[Experience] = [alone]  # a batch of its own, compared with nothing: a step that changes nothing
@@ -131,7 +132,7 @@ async def verdicts_on(rig: ReplayRig, count: int) -> list[TrainingMetrics]:
 
 
 async def someone_listens(rig: ReplayRig) -> None:
-    """Live groups in the middle of their work."""
+    """Let the live groups read and commit some of their records."""
     runs = [closed(ask([user(str(number))], session=f"s{number}")) for number in range(12)]
     words = [
         Feedback(time=utcnow(), feedback_id=f"f{number}", session_key=session_key("default", f"s{number}"), value=1.0)
@@ -143,7 +144,7 @@ async def someone_listens(rig: ReplayRig) -> None:
 
 
 def same_weights(rig: ReplayRig, lineage: str) -> None:
-    """Equal batches make equal weights, bit by bit; only the names of the versions differ."""
+    """Check that equal batches gave bitwise equal weights. Only the names of the versions differ."""
     blobs = BlobStore((rig.data_dir / "blobs").as_uri())
     stores = [LineageStore(blobs, name) for name in ("main", lineage)]
     live, again = (store.read() for store in stores)
@@ -164,7 +165,7 @@ def _weights(store: LineageStore, saved: Saved) -> dict[str, np.ndarray[Any, Any
 
 
 async def offered(rig: ReplayRig, lineage: str, version: str) -> None:
-    """Only now does the registry hear of it; then the topics go, and the replay's name with them."""
+    """Check that only `offer` publishes the replayed version, and that `remove` deletes the replay and its topics."""
     assert version not in [checkpoint.version for checkpoint in await rig.read(Checkpoint)]
     assert lineage in (await rig.headrace("list")).split()
     refused = await rig.headrace("run", lineage, status=2)
@@ -201,13 +202,13 @@ COUNT = 22
 
 
 def lineage(rig: ReplayRig) -> str:
-    """The live lineage as it began: its base version."""
+    """Open the live lineage, and return the version of its base."""
     blobs = BlobStore((rig.data_dir / "blobs").as_uri())
     return open_lineage(TrainerSettings(base=str(rig.base), model=rig.model), blobs, SystemClock()).saved.head
 
 
 def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
-    """One turn of a session `s<number>`, of a task that every fourth session has."""
+    """Return a trajectory with one turn in the session `s<number>`. Every fourth run has the same task."""
     trajectory = closed(ask([user(f"question {number}")], session=f"s{number}"), at=float(number))
     (branch,) = trajectory.branches
     spans = tuple(Span.model_validate({**dict(span), "version": version}) for span in branch.spans)
@@ -217,7 +218,8 @@ def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
 
 @pytest.fixture
 async def version(rig: ReplayRig, tmp_path: Path) -> str:
-    """A bus with trajectories of this version, one of them held out, and feedback about one that brings a bonus."""
+    """Write trajectories of the base version, one of them held out, and feedback that gives one a bonus. Return the
+    version."""
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
     version = lineage(rig)
     runs = [run(rig.model, number, version) for number in range(COUNT)]

@@ -1,4 +1,4 @@
-"""The two places where the stream services have to work: a laptop, and past one machine."""
+"""Fixture for the two deployments of the stream services: on a laptop, and on several machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.integration.streams.rig import StreamsRig, rig_on
     params=["laptop", pytest.param("cluster", marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long])]
 )
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StreamsRig]:
-    """Embedded broker, SQLite, one of each service; or Kafka, PostgreSQL, two of each. They are not started yet."""
+    """Yield a rig before its start: embedded broker, SQLite and single services, or Kafka, PostgreSQL and two of
+    each."""
     laptop = request.param == "laptop"
     bus: str = request.getfixturevalue("embedded_bus" if laptop else "kafka_bus")
     url: str = "sqlite" if laptop else request.getfixturevalue("postgres").url()

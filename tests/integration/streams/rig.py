@@ -1,4 +1,4 @@
-"""Collectors and scorers as processes on a real bus, a producer that repeats itself, and the final events."""
+"""Collector and scorer processes on a real bus, a producer that sends events twice, and checks of the final events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 90.0
 
 @contextlib.asynccontextmanager
 async def rig_on(bus: str, folder: Path, database_url: str = "sqlite", replicas: int = 1) -> AsyncIterator[StreamsRig]:
-    """A rig that is not started yet, and that is stopped in the end."""
+    """Yield a rig before its start, and stop it at the end."""
     settings = BusSettings(address=bus)
     await topics.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{folder}/blobs"))
@@ -49,7 +49,7 @@ async def rig_on(bus: str, folder: Path, database_url: str = "sqlite", replicas:
 
 @dataclass
 class StreamsRig:
-    """Processes of the collector and the scorer, by service. Each may be killed and started again."""
+    """Processes of the collector and the scorer by service. Each may be killed and started again."""
 
     folder: Path
     bus: str
@@ -96,14 +96,14 @@ class StreamsRig:
         return [process.stop() for process in self.every]
 
     async def read(self, kind: type[E]) -> list[E]:
-        """Return every valid event that is on the topic now."""
+        """Return every valid event of class `kind` that is on the topic now."""
         blobs = BlobStore(f"file://{self.folder}/blobs")
         return await BusView(BusSettings(address=self.bus), self.producer, blobs).read(kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One run of an agent: its turns, and its feedback afterwards."""
+    """One run of an agent: its turns, and the feedback after it."""
 
     turns: tuple[Turn, ...]
     afterwards: tuple[Event, ...]
@@ -120,7 +120,10 @@ class Episode:
 
 
 def episode(name: str, choose: random.Random, *, shared: str | None = None) -> Episode:
-    """A few turns; then feedback, which ends it or is followed by an end. `shared` runs have one session's key."""
+    """Return a run with a few turns, then feedback that ends it or is followed by an end.
+
+    Runs with equal `shared` have one session key.
+    """
     right, value = choose.random() < 0.5, choose.choice([0.0, 0.5, 1.0])
     turns: list[Turn] = []
     messages = [user("the same question")]
@@ -142,7 +145,7 @@ def episode(name: str, choose: random.Random, *, shared: str | None = None) -> E
 
 
 async def play(rig: StreamsRig, episodes: Sequence[Episode], choose: random.Random, seconds: float) -> None:
-    """Send everything over `seconds`, each event once or, as a gateway that retries would, twice."""
+    """Send all events within `seconds`, each once or, as by a gateway that retries, twice."""
 
     async def play_one(played: Episode) -> None:
         await asyncio.sleep(choose.random() * seconds)
@@ -161,7 +164,7 @@ async def play(rig: StreamsRig, episodes: Sequence[Episode], choose: random.Rand
 
 
 async def account(rig: StreamsRig, episodes: Sequence[Episode]) -> None:
-    """Wait for the experience of each episode, then check that no event was lost, doubled or changed on the way."""
+    """Wait for the experience of each episode, then check that no event was lost, duplicated or changed."""
     session_keys = {played.turns[0].session_key for played in episodes}
     expected = {played.trajectory_id: played for played in episodes}
     deadline = asyncio.get_running_loop().time() + WAIT_S
@@ -186,7 +189,7 @@ async def account(rig: StreamsRig, episodes: Sequence[Episode]) -> None:
 
 
 def assert_equal_facts(events: Sequence[Event]) -> None:
-    """Check that copies of an event are equal, so that consumers that dedupe by id lose no content."""
+    """Check that copies of an event are equal, so that consumers that deduplicate by id lose no content."""
     bodies: dict[str, set[bytes]] = defaultdict(set)
     for event in events:
         bodies[event.event_id].add(event.to_json())

@@ -1,4 +1,5 @@
-"""The host acknowledges records after their durable effect, and knows where logs end and groups begin."""
+"""Tests of the stream host: it acknowledges records after their durable effect, and stores log ends and group
+positions."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ tables = StreamTables(metadata)
 
 @dataclass
 class Stage:
-    """A group of its own on a topic that others use, too; only feedback with this stage's key counts."""
+    """Consumer group of one test on a shared topic. Only feedback with the key of this stage is counted."""
 
     common: Common
     database: Database
@@ -76,7 +77,7 @@ class Stage:
             await self.producer.send(Feedback(time=utcnow(), feedback_id=name, session_key=self.key, value=1.0))
 
     async def current_offset(self) -> int:
-        """The partition of this stage's key."""
+        """Return the partition of this stage's key."""
         async with offsets(self) as positions:
             before = await positions.ends("feedback")
             await self.send("probe")
@@ -146,7 +147,8 @@ async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
 
 
 async def _reached(stage: Stage, ends: Mapping[int, int]) -> None:
-    """A partition's position is written when the group has given it to us, one after the other."""
+    """Wait until the stored positions have reached `ends`. Each is stored after the group has assigned the
+    partition."""
 
     async def reached() -> bool:
         async with stage.database.transaction() as tx:

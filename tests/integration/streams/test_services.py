@@ -1,10 +1,8 @@
-"""The services as processes: poison on every topic, reloaded functions, and clear refusals of wrong settings.
+"""Tests of the stream services as processes.
 
-The bus dies and comes back: the services wait or are restarted, and no event is lost.
-
-kill -9 in the middle: every turn is in one trajectory, every trajectory has one experience, without doubles.
-
-A session of 500 calls with 100k tokens of context survives kill -9 of every service, and is trained as one branch.
+They cover invalid records on every topic, reloaded reward functions, refused settings, and a failed bus. After kill -9,
+each turn is in one trajectory, and each trajectory has one experience. A session of 500 calls with 100k tokens of
+context survives kill -9 of every service, and is trained as one branch.
 """
 
 from __future__ import annotations
@@ -227,7 +225,7 @@ async def _training(stack: Stack, base: Path) -> AsyncIterator[ServiceProcess]:
 
 
 async def _outcome(stack: Stack, trainer: ServiceProcess) -> TrainingOutcome:
-    """Return the one outcome of training."""
+    """Wait for the only outcome of training, and return it."""
     while True:
         accounts = await _events(stack, TrainingMetrics, trainer)
         outcomes = [outcome for account in accounts for outcome in account.verdicts]
@@ -238,7 +236,7 @@ async def _outcome(stack: Stack, trainer: ServiceProcess) -> TrainingOutcome:
 
 
 async def _events(stack: Stack, kind: type[E], trainer: ServiceProcess) -> list[E]:
-    """Return the events of a topic, once there are some."""
+    """Wait for events of class `kind` on the topic, and return them."""
     while True:
         assert trainer.running(), trainer.log[-3000:]
         if events := await stack.view.read(kind):

@@ -1,4 +1,4 @@
-"""A trainer as its own process, on a real bus."""
+"""Fixtures for a trainer as a process on a real bus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TrainerProcess:
-    """`start`, `kill` (SIGKILL) or `stop` (SIGTERM), and `start` again on the same folder."""
+    """Trainer process. Call `start`, then `kill` (SIGKILL) or `stop` (SIGTERM), and `start` again on the same
+    folder."""
 
     def __init__(self, folder: Path, bus: str, base: Path, **settings: object) -> None:
         self.data_dir = folder / "data"
@@ -47,7 +48,7 @@ class TrainerProcess:
         self._process.wait()
 
     def stop(self) -> int:
-        """The exit status after SIGTERM."""
+        """Send SIGTERM, and return the exit status."""
         assert self._process is not None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -64,7 +65,7 @@ class TrainerProcess:
 
 @pytest.fixture
 def processes() -> Iterator[list[TrainerProcess]]:
-    """Put processes in here; none outlives the test."""
+    """Yield a list for trainer processes, which are all killed after the test."""
     started: list[TrainerProcess] = []
     yield started
     for process in started:

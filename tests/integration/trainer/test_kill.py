@@ -1,6 +1,6 @@
-"""P4 on a real bus: a killed trainer loses no experience and trains none twice.
+"""Tests of a trainer process on a real bus: after a kill, no experience is lost or trained twice (P4).
 
-The trainer's place on a real bus: offsets of its own, holding back, reading again, and a bus that was replaced.
+The trainer stores its own offsets, pauses when its queue is full, rereads records, and detects a bus that was replaced.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Observer:
-    """Events of one model's trainer on the bus."""
+    """Reader of the events that one model's trainer publishes on the bus."""
 
     def __init__(self, bus: BusSettings, model: str, blobs: BlobStore) -> None:
         self._bus = bus
@@ -138,8 +138,10 @@ async def test_a_killed_trainer_goes_on_where_it_was(
 
 
 async def feed(producer: EventProducer, model: str, version: str, draw: random.Random) -> list[tuple[str, int]]:
-    """Send experiences, redeliveries, revisions, withdrawals without tokens, poison; return the ids that need an
-    outcome."""
+    """Send experiences, redeliveries, revisions, withdrawals without tokens, and invalid records.
+
+    Return the ids and revisions that need an outcome.
+    """
     expected: list[tuple[str, int]] = []
     for number in range(COUNT):
         events: list[Experience] = [experience(number, version, draw.random(), model=model, task=f"t{number % 5}")]
@@ -164,7 +166,7 @@ def healthy(process: TrainerProcess) -> None:
 
 
 def check_state(blobs: BlobStore) -> None:
-    """In the weights that are left, each revision that was trained has contributed once."""
+    """Check that each trained revision has contributed once to the remaining weights."""
     saved = LineageStore(blobs, "main").read()
     assert saved is not None
     for name, entry in saved.window.items():
@@ -175,7 +177,7 @@ def check_state(blobs: BlobStore) -> None:
 
 
 async def fill(bus: str) -> tuple[str, str]:
-    """Two fresh topics: experiences with two partitions of five records, decisions with one of one."""
+    """Create two topics: experiences with two partitions of five records, and decisions with one record."""
     suffix = uuid.uuid4().hex[:8]
     experiences, decisions = f"experiences-{suffix}", f"decisions-{suffix}"
     async with administering(bus) as admin:
@@ -243,7 +245,7 @@ async def test_a_bus_that_ends_before_our_offsets_is_not_ours(bus: str, names: t
 
 @pytest.mark.kafka
 async def test_what_retention_took_is_counted_and_passed(kafka_bus: str) -> None:
-    """On Kafka alone: the embedded broker has retention by time and no request to delete records."""
+    """The test needs Kafka, because the embedded broker has no request to delete records."""
     names = await fill(kafka_bus)
     async with administering(kafka_bus) as admin:
         await admin.delete_records({TopicPartition(names[0], 0): RecordsToDelete(before_offset=3)})

@@ -1,6 +1,6 @@
-"""The trainer's versions in the real torch engine: probed, sampled from, and trained on the samples.
+"""Tests of the trainer's versions in the real torch engine: probed, sampled from, and trained on the samples.
 
-HTTP and the bus are left to the end-to-end tests; tokens and logprobs are the engine's own.
+End-to-end tests cover HTTP and the bus. Here the tokens and logprobs are those of the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def engine() -> AsyncIterator[TorchEngine]:
 
 
 async def play(engine: TorchEngine, version: str, number: int, draw: random.Random) -> Experience:
-    """One call: a random prompt, a sampled completion at some temperature, a reward for low token ids."""
+    """Return the experience of one call: a random prompt, a sampled answer, and a reward for low token ids."""
     temperature = draw.choice([0.7, 1.0, 1.3])
     prompt = [draw.randrange(300) for _ in range(draw.randint(3, 20))]
     sampling = Sampling(max_tokens=draw.randint(2, 12), temperature=temperature, seed=number)
@@ -114,7 +114,7 @@ GUIDE = tomllib.loads(
 
 
 def guided_lineage(tmp_path: Path, layers: int) -> tuple[Lineage, VersionCache]:
-    """Open a lineage with the guide's block, on a base of this depth."""
+    """Open a lineage with the settings block of the guide, on a base with `layers` layers."""
     base = tiny_model.build(tmp_path / "base", layers=layers, hidden=64, seed=layers)
     changes = {"base": str(base), "model": "m", "batch_experiences": BATCH, "steps_per_version": 1}
     settings = TrainerSettings.model_validate({**GUIDE, **changes, "optimizer": {"learning_rate": 2e-2}})
@@ -129,7 +129,7 @@ async def load(engine: TorchEngine, lineage: Lineage, cache: VersionCache) -> tu
 
 
 def plant(folder: Path, target: Path, *, scale: float) -> Path:
-    """Copy a version with other weights in its file."""
+    """Copy a version to `target` with noise of the standard deviation `scale` in its weights, and return `target`."""
     shutil.copytree(folder, target)
     (path,) = target.glob("*.safetensors")
     path.unlink()  # the copy may be a link to the blob

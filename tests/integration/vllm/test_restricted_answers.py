@@ -1,6 +1,7 @@
-"""Answers of vLLM that a grammar or truncation restricted are trained with the sets that it sampled from.
+"""Tests that answers of vLLM restricted by a grammar or truncation are trained with the token sets that vLLM sampled
+from.
 
-The bounds are those of float32 on a CPU. Masks are computed by vLLM's own path through `HeadraceBackend`.
+The tolerances are those of float32 on a CPU. vLLM computes the masks through `HeadraceBackend`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Replicas that serve with vLLM, as processes behind a gateway: swapped under load, refused, killed (P3, P8).
+"""Tests of replicas with vLLM as processes behind a gateway: swapped under load, refused, and killed (P3, P8).
 
-The tests build on each other, in this order: an engine core takes a minute to start.
+The tests depend on each other in this order, because an engine core takes a minute to start.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PATIENT = {
 
 @dataclass
 class VllmRig:
-    """Two replicas, a gateway, and adapters of one base, each trained from the one before."""
+    """Two replicas, a gateway, and adapters of one base, each trained from the previous one."""
 
     bus: str
     data: Path
@@ -81,7 +81,7 @@ class VllmRig:
             await view.producer.send(Routing.model_validate({"time": utcnow(), **routing, "serve": serve}))
 
     async def until(self, condition: Callable[[Replica], bool], timeout_s: float = STEP_S) -> list[Replica]:
-        """The newest heartbeat of each replica, once `condition` holds for both."""
+        """Wait until `condition` holds for both replicas, and return the newest heartbeat of each."""
         began = time.time()
         async with bus_view(self.bus, self.data) as view, asyncio.timeout(timeout_s):
             while True:
@@ -163,9 +163,9 @@ def _rig(
 
 
 def _talkative(folder: Path) -> Path:
-    """Change the weights so that no greedy answer ends before its limit of tokens: the end of the turn has the logit 0.
+    """Set the logit of the end of turn to 0, so that each greedy answer reaches its token limit, and return the folder.
 
-    The gateway refuses `ignore_eos`, so a test cannot ask for long answers.
+    The gateway refuses `ignore_eos`, so a test cannot request long answers.
     """
     weights = load_file(folder / "model.safetensors")
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
@@ -260,7 +260,8 @@ def state(beat: Replica, version: ServedVersion) -> LoadedVersion:
 
 
 async def _greedy(client: openai.AsyncOpenAI, number: int, begun: asyncio.Barrier | None = None) -> list[int]:
-    """Its tokens; a text of bytes that are no letters would hide which they were."""
+    """Return the token ids of a greedy stream. Its text cannot identify the tokens if their bytes are not valid
+    UTF-8."""
     token_ids: list[int] = []
     chunks = await client.chat.completions.create(
         model="tiny",
@@ -281,7 +282,7 @@ async def _greedy(client: openai.AsyncOpenAI, number: int, begun: asyncio.Barrie
 
 
 async def _through(rig: VllmRig, strike: Callable[[], None]) -> float:
-    """Eight greedy streams, `strike` when all have begun; how many streams were resumed elsewhere."""
+    """Start eight greedy streams, call `strike` when all have begun, and return the number of resumed streams."""
     begun = asyncio.Barrier(9)
     before = await asyncio.to_thread(_resumes, rig)
     async with rig.client() as client:

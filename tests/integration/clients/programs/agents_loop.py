@@ -1,5 +1,6 @@
-"""An agent of openai-agents with a tool and a typed answer, on the Responses API and on chat completions, plain and
-streamed: `agents_loop.py BASE_URL MODEL`.
+"""Agent of openai-agents with a tool and a typed answer: `agents_loop.py BASE_URL MODEL`.
+
+It uses the Responses API and chat completions, plain and streamed.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 
 
 class Author(BaseModel):
-    """Answer of the agent."""
+    """Typed answer of the agent."""
 
     answer: str
 

@@ -1,4 +1,4 @@
-"""AgentScope's structured output: `agentscope_structured.py BASE_URL MODEL`, a forced call, plain and streamed."""
+"""Structured output of AgentScope by a forced call, plain and streamed: `agentscope_structured.py BASE_URL MODEL`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An agent's tool loop on the anthropic package: `anthropic_loop.py BASE_URL MODEL`, plain and then streamed."""
+"""Agent with a tool loop on the anthropic package, plain and streamed: `anthropic_loop.py BASE_URL MODEL`."""
 
 import json
 import sys

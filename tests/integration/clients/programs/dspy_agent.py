@@ -1,4 +1,4 @@
-"""A DSPy ReAct agent, which talks through litellm: `dspy_agent.py BASE_URL MODEL`."""
+"""DSPy ReAct agent, which sends its requests through litellm: `dspy_agent.py BASE_URL MODEL`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""An agent's tool loop on litellm: `litellm_loop.py BASE_URL MODEL`, plain and then streamed."""
+"""Agent with a tool loop on litellm, plain and streamed: `litellm_loop.py BASE_URL MODEL`."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TOOLS = [
 
 
 def answer(messages: list[Any], base_url: str, model: str, *, stream: bool) -> Any:
-    """One call; its message as litellm gives it to agents, with all that it puts around it."""
+    """Return the message of one call in litellm's format, with all fields that litellm adds."""
     request = {
         "model": f"openai/{model}",
         "api_base": base_url,

@@ -1,4 +1,5 @@
-"""A smolagents agent: `smolagents_agent.py BASE_URL MODEL` on the openai package and on litellm, plain and streamed."""
+"""Agent of smolagents on the openai package and on litellm, plain and streamed: `smolagents_agent.py BASE_URL
+MODEL`."""
 
 import json
 import sys
