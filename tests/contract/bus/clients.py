@@ -1,4 +1,4 @@
-"""aiokafka's clients as context managers, and reading until enough is there."""
+"""Context managers for aiokafka's clients, and functions that read until enough records have arrived."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ async def administering(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 
 async def create(admin: AIOKafkaAdminClient, name: str, partitions: int, config: dict[str, str] | None = None) -> None:
-    """Returns once the topic can be used."""
+    """Create a topic, and return once it can be used."""
     response = await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=config or {})])
     assert [code for _, code, *_ in response.topic_errors] == [0]
     await eventually(lambda: _is_listed(admin, name))
 
 
 async def _is_listed(admin: AIOKafkaAdminClient, topic: str) -> bool:
-    """Kafka answers the creation a little before its metadata has the topic."""
+    """Return whether the metadata lists `topic`, which may be a little later than the response to its creation."""
     (described,) = await admin.describe_topics([topic])
     return described["error_code"] == 0 and all(p["leader"] >= 0 for p in described["partitions"])
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Wait until `holds` does, asking ten times a second. Raises `TimeoutError`."""
+    """Wait until `holds` returns True, with ten calls a second. Raises `TimeoutError`."""
     async with asyncio.timeout(timeout_s):
         while True:
             if await holds():
@@ -74,13 +74,13 @@ async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20
 
 
 async def take(consumer: AIOKafkaConsumer, count: int) -> list[ConsumerRecord]:
-    """Exactly the next `count` records. Raises `TimeoutError` when they do not come."""
+    """Return exactly the next `count` records. Raises `TimeoutError` if fewer arrive."""
     async with asyncio.timeout(READ_TIMEOUT_S):
         return [await consumer.getone() for _ in range(count)]
 
 
 async def everything(bus: str, topic: str, **options: object) -> list[ConsumerRecord]:
-    """Return all records of partition 0, from its start to where it ends now.
+    """Return all records of partition 0 from its start to its present end.
 
     The end is that of all records, because Kafka answers EndTxn a little before a reader of committed records may read
     the last ones.

@@ -1,4 +1,4 @@
-"""One suite for the embedded broker and Apache Kafka: every test runs on both, except with a stated reason."""
+"""Fixtures of one test suite for the embedded broker and Apache Kafka. Each test runs on both, or states why not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ async def admin(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 @pytest.fixture
 def unique() -> str:
-    """A name that no other test has."""
+    """Return a name that no other test uses."""
     return f"contract-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture
 def create(admin: AIOKafkaAdminClient) -> CreateTopic:
-    """`await create(partitions=1, **config)` makes a topic and returns its name. Underscores stand for dots."""
+    """Return a function that creates a topic: `await create(partitions=1, **config)` returns its name.
+
+    Underscores in `config` stand for dots.
+    """
 
     async def make(partitions: int = 1, **config: object) -> str:
         name = f"contract-{uuid.uuid4().hex[:12]}"
@@ -41,5 +44,5 @@ def create(admin: AIOKafkaAdminClient) -> CreateTopic:
 
 @pytest.fixture
 async def topic(create: CreateTopic) -> str:
-    """A topic with one partition."""
+    """Create a topic with one partition, and return its name."""
     return await create()

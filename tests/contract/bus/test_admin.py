@@ -1,6 +1,6 @@
-"""Topics from outside: creating, describing, deleting, and how mistakes are answered.
+"""Tests of topic administration by clients: creation, description, deletion, and error codes.
 
-Topic files on both buses: applied when a topic is made, compared when it is there, and never silently ignored.
+Topic files are applied when a topic is created, compared when it exists, and never silently ignored, on both buses.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ async def test_every_policy_is_on_the_bus(bus: str, admin: AIOKafkaAdminClient) 
 
 @pytest.fixture(scope="module")
 def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Without topics: those that these tests make are wrong."""
+    """Yield a bus without topics, because these tests create topics with wrong settings."""
     broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
     broker.start()
     yield broker.address

@@ -1,4 +1,4 @@
-"""librdkafka's view, through confluent-kafka: producer, group, admin, transactions."""
+"""Tests with librdkafka through confluent-kafka: producer, consumer group, administration and transactions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 async def wide(create: CreateTopic) -> str:
-    """A topic with four partitions."""
+    """Create a topic with four partitions, and return its name."""
     return await create(partitions=4)
 
 
@@ -64,7 +64,7 @@ def _take(consumer: Consumer, count: int) -> list[Message]:
 
 
 def test_produce_and_consume(bus: str, topic: str, reader: Consumer) -> None:
-    """With every compression in turn, each from a producer of its own."""
+    """Test every compression codec in turn, each with its own producer."""
     for turn, compression in enumerate(("none", "gzip", "snappy", "lz4", "zstd")):
         producer = _producer(bus, compression_type=compression)
         for number in range(200 * turn, 200 * turn + 200):
@@ -168,7 +168,7 @@ def _groups(admin: AdminClient) -> set[str]:
 
 
 def _refused(admin: AdminClient, group: str) -> int:
-    """The error code of deleting the group."""
+    """Delete the group, and return the error code."""
     with pytest.raises(KafkaException) as caught:
         admin.delete_consumer_groups([group])[group].result(TIMEOUT_S)
     code: int = caught.value.args[0].code()
@@ -202,7 +202,7 @@ def test_a_consumer_with_the_newer_group_protocol_fails_at_once(request: pytest.
 
 
 def _poll_callbacks(consumer: Consumer) -> None:
-    """Poll until an error comes. Raises it."""
+    """Poll until an error comes, and raise it."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         message = consumer.poll(0.2)

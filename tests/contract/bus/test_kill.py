@@ -1,6 +1,6 @@
-"""kill -9 under load, on the embedded broker as a process: no acknowledged record is lost, doubled or out of order.
+"""Tests of kill -9 under load on the embedded broker: no acknowledged record is lost, duplicated or out of order.
 
-(Apache Kafka acknowledges from memory and relies on replicas; one node of it does not promise this.)
+Apache Kafka acknowledges from memory and relies on replicas, so that a single node does not guarantee this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ KILLS = int(os.environ.get("KILLS", "6"))
 
 
 class Load:
-    """Sends numbered records to one partition, a few in flight, and stores the acknowledged ones with their offsets."""
+    """Producer that sends numbered records to one partition, a few in flight, and stores the acknowledged ones by
+    offset."""
 
     def __init__(self, partition: int) -> None:
         self.partition = partition
@@ -49,7 +50,7 @@ class Load:
 
 
 async def _follow(address: str, seen: dict[int, list[int]], stopped: asyncio.Event) -> None:
-    """A reader that lives through the kills and notes every record it is given."""
+    """Read through the kills, and store the offsets of every record in `seen`."""
     async with consuming(address, metadata_max_age_ms=1_000) as consumer:
         consumer.assign([TopicPartition("ledger", number) for number in range(PARTITIONS)])
         while not stopped.is_set():

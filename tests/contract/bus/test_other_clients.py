@@ -1,8 +1,8 @@
-"""kcat, which most people look at a bus with (Debian's is librdkafka 2.0.2, an old one).
+"""Tests with clients of other projects: kcat, Kafka's Java client, and Faust.
 
-Kafka's own Java client (the jars of the test node), which agents on the JVM use.
-
-Faust hosts our stream services: an agent, restarts where it committed, a table with its changelog.
+kcat is a common tool to inspect a bus (Debian has the old librdkafka 2.0.2). Agents on the JVM use the Java client,
+which comes from the test node. Faust hosts the stream services: an agent, restarts at the committed offset, and a table
+with its changelog.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Records that a producer may send, and the refusals of others.
+"""Tests of produced records, of reads without a group, and of consumer groups.
 
-Reading without a group: assigned by hand, at any offset, by time, to the end and waiting there.
-
-Consumer groups: sharing partitions, committed offsets, lag, and looking at groups from outside.
+Invalid records are refused. Reads without a group start at any offset or time, and wait at the end. Groups share
+partitions, commit offsets, and can be inspected from outside.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Kafka Streams on the bus: state, a repartition and a changelog topic, exactly once, through kill -9 of both sides.
+"""Tests of Kafka Streams, of compacted topics as tables, and of transactions.
 
-Apache Kafka itself is the reference for the program: it plays the same with the program killed, and is not killed.
-
-A compacted topic read as a table: last value wins, no value removes.
-
-Transactions as aiokafka has them: atomic over partitions and offsets, fenced, invisible until committed.
+Kafka Streams keeps state with a repartition and a changelog topic, exactly once, through kill -9 of program and broker;
+Apache Kafka is the reference, and only the program is killed there. In a table, the last value wins, and a null value
+deletes. Transactions of aiokafka are atomic over partitions and offsets, fenced, and invisible until committed.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ ENDS_WITHIN_S = 150.0
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
 def killable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BrokerProcess | kafka_node.KafkaNode]:
-    """A bus of its own, since it is killed."""
+    """Yield a bus for this test alone, because the test kills it."""
     reason = kafka_node.missing()
     if reason:
         pytest.skip(f"Kafka's jars: {reason}")
@@ -45,7 +43,7 @@ def killable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BrokerP
 
 
 class Streams:
-    """The word count as a process."""
+    """Process of the Kafka Streams word count."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder = folder
@@ -130,7 +128,7 @@ async def _wait_for_counts(address: str, streams: Streams) -> None:
 
 
 async def _counts(address: str) -> Counter[str]:
-    """The last count of each word, as committed. A word's counts never go down: that would be work done twice."""
+    """Return the last committed count of each word. A count that falls would be work done twice."""
     counts: Counter[str] = Counter()
     async with consuming(address, isolation_level="read_committed") as consumer:
         partition = TopicPartition("counts", 0)

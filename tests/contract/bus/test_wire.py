@@ -1,4 +1,4 @@
-"""Requests that no library would send, and the exact error codes: the same from the embedded broker and from Kafka."""
+"""Tests of requests that no client library would send: the embedded broker and Kafka return equal error codes."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ async def test_answers_keep_the_order_of_requests(bus: str, topic: str, unique: 
 
 @pytest.mark.parametrize("frame", [struct.pack(">hhi", 999, 0, 1), struct.pack(">hhi", 3, 99, 1), b"\0\0\0"])
 async def test_what_is_not_served_ends_the_connection(bus: str, topic: str, frame: bytes) -> None:
-    """Answer in a readable form instead of hanging."""
+    """The broker closes the connection after a readable answer, so that the client does not hang."""
     async with connected(bus) as client:
         client.send_raw(frame)
         with pytest.raises((EOFError, OSError)):
@@ -288,7 +288,7 @@ async def test_what_is_not_served_ends_the_connection(bus: str, topic: str, fram
 
 
 async def test_versions_of_a_newer_client(bus: str) -> None:
-    """ApiVersions in an unknown version is answered in the oldest form, with error 35."""
+    """ApiVersions in an unknown version is answered in the oldest format, with error 35."""
     async with connected(bus) as client:
         client.send_raw(struct.pack(">hhih", 18, 99, 7, -1) + b"\0")
         body = await client.receive_raw()

@@ -1,6 +1,7 @@
-"""Ground of the engine's promises: an engine that serves two full versions and two adapters of the first.
+"""Ground of the engine contract, which serves two complete versions and two adapters, and promises about restricted
+sampling.
 
-Promises about choices that are held to a grammar (`Sampling.grammar`, `Start.guide`), truncated or biased.
+Sampling is restricted by a grammar (`Sampling.grammar`, `Start.guide`), by truncation or by a logit bias.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RANK_MAX = 8
 
 @dataclass(frozen=True)
 class Stored:
-    """A version's files."""
+    """Stored version with its files."""
 
     manifest: Manifest
     folder: Path
@@ -50,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Versions:
-    """`second` is trained from `first`; `adapter` and `other` apply to `first`."""
+    """Stored versions: `second` is trained from `first`; `adapter` and `other` apply to `first`."""
 
     blobs: BlobStore
     first: Stored
@@ -64,7 +65,7 @@ class Versions:
 
 
 def build(root: Path) -> Versions:
-    """Tiny ones, of float32."""
+    """Build tiny versions in float32."""
     blobs = BlobStore((root / "blobs").as_uri())
 
     def stored(folder: Path, base: Stored | None = None, **options: Any) -> Stored:
@@ -89,7 +90,7 @@ def build(root: Path) -> Versions:
 
 @dataclass(frozen=True)
 class Ground:
-    """An engine with everything in `versions` loaded. `tokens`: about how many a promise may sample in all."""
+    """Engine that has loaded all `versions`. A promise should sample at most about `tokens` tokens in all."""
 
     engine: Engine
     versions: Versions
@@ -98,7 +99,7 @@ class Ground:
     async def sample(
         self, prompt: Sequence[int], of: Stored, *, stream: bool = False, start: Start | None = None, **how: Any
     ) -> Tokens:
-        """All tokens of one choice."""
+        """Return all tokens of one choice."""
         (choice_tokens,) = await self.choices(prompt, of, [start or Start()], stream=stream, **how)
         return choice_tokens
 
@@ -112,7 +113,7 @@ class Ground:
         salt: str = "",
         **how: Any,
     ) -> list[Tokens]:
-        """All tokens of each choice, in the order of `starts`."""
+        """Return all tokens of each choice, in the order of `starts`."""
         sampling = Sampling(**{"max_tokens": 16, **how})
         tokens_of = {start.choice: Tokens(start.choice, sets=[]) for start in starts}
         pieces: dict[int, int] = {}
@@ -127,18 +128,18 @@ class Ground:
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
-    """Token ids that are text."""
+    """Return `length` ids of ordinary tokens. Prompts with different `salt` differ."""
     return [(7 * index + 11 * salt + 3) % 256 + len(tiny_model.SPECIAL) for index in range(length)]
 
 
 def recomputed(of: Stored, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
-    """Logprobs of `sampled` as a trainer computes them."""
+    """Return the logprobs of `sampled` as a trainer computes them."""
     logprobs: torch.Tensor = (logits_of(of, prompt, sampled) / (temperature or 1.0)).log_softmax(-1)
     return logprobs.gather(1, torch.tensor([*sampled])[:, None])[:, 0]
 
 
 def logits_of(of: Stored, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
-    """Logits at the positions of `sampled`, by one plain eager forward of transformers."""
+    """Return the logits at the positions of `sampled` from one plain eager forward pass of transformers."""
     ids = torch.tensor([[*prompt, *sampled]])
     with torch.no_grad():
         logits: torch.Tensor = _model(of.folder, of.base)(ids).logits[0, len(prompt) - 1 : -1].float()
@@ -189,7 +190,7 @@ async def answers_keep_to_their_grammar(ground: Ground, _: Path) -> None:
 
 
 async def held_logprobs_are_over_the_masks_of_the_guide(ground: Ground, _: Path) -> None:
-    """The softmax over the tokens that the guide allows gives the reported logprobs, with several end tokens too."""
+    """The softmax over the tokens that the guide allows gives the reported logprobs, also with several end tokens."""
     assert ground.engine.reports_sets
     of = ground.versions.first
     compiled_form, tokenizer = await compiled(ground)
@@ -213,7 +214,7 @@ async def held_logprobs_are_over_the_masks_of_the_guide(ground: Ground, _: Path)
 
 
 async def a_held_answer_goes_on_or_is_refused(ground: Ground, _: Path) -> None:
-    """After tokens that another replica sampled: never a grammar that begins in the middle."""
+    """A resumed answer continues its grammar after the tokens of another replica, or is refused."""
     complete, tokens = await sampled(ground, temperature=0.0)
     for cut in (1, len(tokens.token_ids) - 2):
         refused = None
@@ -238,7 +239,7 @@ async def logprobs_are_those_after_a_bias(ground: Ground, _: Path) -> None:
 
 
 async def kept_sets_are_those_that_the_logprobs_are_of(ground: Ground, _: Path) -> None:
-    """The trainer's softmax over the reported sets gives the reported logprobs."""
+    """The trainer's softmax over the reported token sets gives the reported logprobs."""
     of = ground.versions.first
     bias = ((40, 1.5), (41, -2.0))
     ways: list[dict[str, Any]] = [

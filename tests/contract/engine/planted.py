@@ -1,4 +1,4 @@
-"""Engines that break one promise each: the `vllm` engine over a stand-in, with a fault in one of the two."""
+"""Engines that break one promise each: the `vllm` engine over a stand-in, with a fault injected into one of the two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patched(target: object, name: str, value: object) -> Fault:
 
 
 def before_temperature(_llm: StandInLLM, logits_V: torch.Tensor, request: Request) -> torch.Tensor:
-    """`raw_logprobs`, vLLM's default."""
+    """Return logprobs before the temperature is applied, as vLLM's default `raw_logprobs` does."""
     return (logits_V * (request.temperature or 1.0)).log_softmax(0)
 
 
@@ -124,7 +124,7 @@ def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of an unloaded version continue."""
+    """Let the streams of an unloaded version continue."""
 
     async def unload(engine: VllmEngine, version: str) -> None:
         engine._loaded.pop(version, None)

@@ -47,7 +47,7 @@ WAIT_S = 60.0
 
 
 async def logprobs_are_the_trainers(ground: Ground, _: Path) -> Figures:
-    """Logprobs of every version are its own, whatever else is sampled at the same time."""
+    """The reported logprobs are those of the requested version, whatever else is sampled at the same time."""
     prompts = [prompt_of(length, salt) for salt, length in enumerate((3, 33))]
     each = max(4, ground.tokens // (len(ground.versions.all) * len(prompts) * (len(TEMPERATURES) + 1)))
     cases = [(of, p, t) for of in ground.versions.all for p in prompts for t in (*TEMPERATURES, 0.0)]
@@ -111,7 +111,7 @@ async def the_best_tokens_come_first(ground: Ground, _: Path) -> None:
 
 
 async def a_probe_takes_nothing_from_whom_it_is_beside(ground: Ground, _: Path) -> None:
-    """Versions are probed while others are served."""
+    """Probes of versions do not disturb requests that are served at the same time."""
     of = ground.versions.first
     how: dict[str, Any] = {"top_logprobs": 4, "max_tokens": 20}
     before = [asyncio.create_task(ground.sample(prompt_of(9, n), of, **how)) for n in range(2)]
@@ -197,7 +197,7 @@ async def a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved(ground: Groun
 
 
 async def a_penalty_is_counted_or_refused(ground: Ground, _: Path) -> None:
-    """On a resumed choice, tokens sampled elsewhere count, too."""
+    """Tokens that another replica sampled count in penalties of a resumed choice, or the penalty is refused."""
     how: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 1.5, "max_tokens": 24}
     complete = await ground.sample(prompt_of(25), ground.versions.first, **how)
     assert len(set(complete.token_ids)) > 1
@@ -311,7 +311,7 @@ async def an_unloaded_version_fails_what_it_had_begun_and_nothing_else(ground: G
 
 
 async def versions_come_and_go_beside_streams(ground: Ground, _: Path) -> Figures:
-    """No stream breaks, and each has the logprobs of its version."""
+    """No stream fails while versions are loaded and unloaded, and each has the logprobs of its version."""
     engine, stop, sampled = ground.engine, asyncio.Event(), []
 
     async def client(number: int) -> None:
@@ -372,7 +372,7 @@ PROMISES: tuple[Promise, ...] = (
 
 
 def renamed(of: Stored, **changes: object) -> Stored:
-    """Return the same files under another name."""
+    """Return the same files as a version with another name."""
     return Stored(of.manifest.model_copy(update=changes), of.folder, of.base)
 
 

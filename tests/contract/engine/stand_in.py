@@ -1,7 +1,8 @@
-"""Stands in for the package vLLM: engine cores that compute with transformers, one plain forward for each token.
+"""Stand-in for the package vLLM: engine cores that compute one plain forward pass of transformers for each token.
 
-It takes and gives the shapes of `headrace_inference.vllm_engine.core`, and is held to the contract of engines like the
-real package (`test_engine.py`). It computes everything again for every token: what it answers is right, not quick.
+Its inputs and outputs have the types of `headrace_inference.vllm_engine.core`, and the engine contract
+(`test_engine.py`) holds it to the real package. It recomputes everything for each token: its answers are correct, but
+slow.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class CoreDied(Exception):
 
 
 class StandIn:
-    """A `Library`."""
+    """Stand-in for the protocol `Library`."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
@@ -113,7 +114,7 @@ class Matched:
 
 
 def guide_of(request: Request, folder: Path, vocabulary: int) -> Matched:
-    """Grammar of a request as `HeadraceBackend` builds it, with the library's limits."""
+    """Return the grammar of a request as `HeadraceBackend` builds it, with the library's limits."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = library_vocabulary(tokenizer.backend_tokenizer, vocabulary, tokenizer.eos_token_id).words
     matcher = LLMatcher(words, grammar_from("grammar", request.grammar))
@@ -122,7 +123,7 @@ def guide_of(request: Request, folder: Path, vocabulary: int) -> Matched:
 
 
 class StandInLLM:
-    """An `LLM`. Adapters are whole models here."""
+    """Stand-in for the protocol `LLM`. Adapters are merged into complete models here."""
 
     def __init__(self, folder: Path, settings: VllmSettings) -> None:
         self._folder = folder
@@ -212,7 +213,11 @@ class StandInLLM:
         return token, {token: Entry(float(logprobs_V[token]), None), **entry}
 
     def truncated(self, logits_V: Tensor, request: Request) -> Tensor:
-        """Those that reach `min_p`, of these the `top_k` best, of those the fewest that reach `top_p`."""
+        """Return the logits of the kept tokens, and minus infinity for all others.
+
+        Kept are the tokens that reach `min_p`, of these the `top_k` most likely, and of those the fewest that reach
+        `top_p`.
+        """
         order = logits_V.argsort(descending=True, stable=True)
         order = order[logits_V[order].softmax(0) >= request.min_p * logits_V.softmax(0).max()]
         keep = order[: request.top_k] if request.top_k else order
@@ -223,11 +228,11 @@ class StandInLLM:
         return truncated_logits_V
 
     def logprobs(self, logits_V: Tensor, _request: Request) -> Tensor:
-        """Return the logprobs of the sampled distribution: `processed_logprobs`."""
+        """Return the logprobs of the distribution that is sampled from, as vLLM's `processed_logprobs`."""
         return logits_V.log_softmax(0)
 
     def _prefix(self, salt: str, number: int, ids: Sequence[int]) -> int:
-        """Return the number of cached prompt tokens, in blocks, and cache all complete blocks."""
+        """Return the number of cached prompt tokens in complete blocks, and cache all complete blocks."""
         ends = range(BLOCK, len(ids), BLOCK)
         keys = [(self.salt(salt), self.separated(number), tuple(ids[:end])) for end in ends]
         hits = 0

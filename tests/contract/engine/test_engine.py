@@ -1,7 +1,8 @@
-"""One contract for engines: `torch`, `vllm` over the package itself where it is installed, and `vllm` over the stand-in
-that the other tests use. The parts of the package that we use are also tested without a started engine.
+"""Tests of one contract for all engines: `torch`, `vllm` with the real package if installed, and `vllm` with the
+stand-in.
 
-`make check NAME=vllm` runs this in an environment with the package. There, a promise's figures are in the report.
+Other tests use the stand-in. The parts of the package that we use are also tested without a started engine. `make check
+NAME=vllm` runs these tests in an environment with the package and reports the figures of each promise.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ async def test_the_stand_in_has_the_same_bounds(stand_in_ground: Ground, tmp_pat
 
 
 async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
-    """Rank and number of adapters, and the number of full versions: each is refused with its setting."""
+    """A rank, a number of adapters or a number of complete versions above its limit is refused with the setting's
+    name."""
     engine, of = ground.engine, ground.versions.other
     wide = renamed(of, step=400)
     with pytest.raises(VersionUnusable, match=f"has rank {2 * RANK_MAX}, inference.vllm.adapter_rank_max allows"):
@@ -162,7 +164,7 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
 @pytest.mark.timeout(START_S)
 @on_one_loop
 async def test_vllm_without_a_core_is_not_alive(vllm_ground: Ground) -> None:
-    """The last test on this ground: one of its processes is killed while it answers."""
+    """This test must be the last with its engine, because it kills the engine's process during an answer."""
     engine = vllm_ground.engine
     assert isinstance(engine, VllmEngine)
     core = engine._cores[vllm_ground.versions.first.version]

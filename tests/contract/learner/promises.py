@@ -33,7 +33,7 @@ from tests.unit.trainer.world import experience
 
 @dataclass(frozen=True)
 class Opener:
-    """One back end. A learner of the named lineage is as a lineage begins."""
+    """Factory of learners of one back end. A learner of a new lineage name is in the state of a new lineage."""
 
     base: Path
     open: Callable[[str], Learner]
@@ -58,12 +58,12 @@ GOING_ON = threading.Event()
 
 
 def row(number: int, advantage: float, token_weight: float | None = None) -> Row:
-    """With a `token_weight` it is a correction."""
+    """Return a trained row, which is a correction if it has a `token_weight`."""
     return Row.of(experience(number, VERSION), advantage, None, token_weight)
 
 
 def batch(first: int, advantage: float | None = None) -> Batch:
-    """Three rows that no other `first` has, and that add up to something else."""
+    """Return a batch of three rows that is different for each `first`."""
     each = 1.0 + first / 8 if advantage is None else advantage
     return Batch((row(first, each), row(first + 1, -0.5), row(first + 2, 0.25)))
 
@@ -83,7 +83,7 @@ def new(folder: Path, name: str) -> Path:
 
 
 def frozen(learner: Learner) -> Frozen:
-    """Return everything that it would save."""
+    """Return all state that the learner would save."""
     with tempfile.TemporaryDirectory() as name:
         _written(learner.copy(None), Path(name))
         return Frozen((Path(name) / WEIGHTS).read_bytes(), (Path(name) / OPTIMIZER).read_bytes())
@@ -97,7 +97,7 @@ def thaw(learner: Learner, then: Frozen, *, with_random: bool) -> None:
 
 
 def write(learner: Learner, folder: Path, base: str) -> Fingerprint:
-    """Return the present weights' files and their answers."""
+    """Write the files of the present weights to `folder`, and return their fingerprint."""
     with tempfile.TemporaryDirectory() as name:
         copy = learner.copy(base)
         _written(copy, Path(name))
@@ -137,7 +137,7 @@ def a_step_changes_the_weights_and_is_measured(open_one: Opener, _: Path) -> Non
 
 
 def corrections_are_trained(open_one: Opener, _: Path) -> None:
-    """Train alone and together with other rows."""
+    """A batch may consist of corrections alone, or of corrections and new rows."""
     alone, beside, without = open_one("main"), open_one("main"), open_one("main")
     before = frozen(alone)
     alone.step(Batch((row(7, 0.5, 0.01),)), GOING_ON)
@@ -191,7 +191,8 @@ def it_goes_back(open_one: Opener, _: Path) -> None:
 
 
 def a_copy_is_of_its_moment(open_one: Opener, folder: Path) -> None:
-    """However late it is written, and again where that has failed."""
+    """A copy has the weights of the time at which it was taken, however late it is written, also after a failed
+    write."""
     learner = open_one("main")
     learner.step(batch(0), GOING_ON)
     then, answers = frozen(learner), write(learner, new(folder, "then"), VERSION)
@@ -233,7 +234,7 @@ def what_is_not_finite_changes_nothing(open_one: Opener, _: Path) -> None:
 
 
 def a_step_reports_whether_it_moved_the_weights(open_one: Opener, _: Path) -> None:
-    """First without any momentum, then with the momentum of a step before it."""
+    """The promise is checked first without momentum, and then with the momentum of a previous step."""
     learner = open_one("main")
     for step_batch in (without_advantages(90), batch(0), without_advantages(80), batch(10)):
         before = frozen(learner).weights

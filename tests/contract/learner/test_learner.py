@@ -1,6 +1,6 @@
-"""One contract for every owner of weights and optimizer: the back end `torch`, and the simulation's learner.
+"""Tests of one contract for all learners: the back end `torch`, and the learner of the simulation.
 
-Learners that break one promise each.
+Faulty learners that break one promise each must fail it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support import tiny_model
 
 
 class ForgetsTheOptimizer(RememberingLearner):
-    """Goes back with the weights alone."""
+    """Faulty learner that restores the weights without the optimizer."""
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
         super().thaw(frozen, with_random=with_random)
@@ -43,7 +43,7 @@ class ForgetsTheOptimizer(RememberingLearner):
 
 
 class KeepsMomentum(RememberingLearner):
-    """Goes on, on another version's weights, as on its own."""
+    """Faulty learner that keeps its momentum after it has loaded another version's weights."""
 
     def load(self, folder: Path) -> None:
         updates = self.updates
@@ -52,14 +52,14 @@ class KeepsMomentum(RememberingLearner):
 
 
 class Nameless(RememberingLearner):
-    """Lineages with equal weights share a blob, and one of them removes it."""
+    """Faulty learner whose lineages share blobs of equal weights, so that one lineage deletes the blobs of another."""
 
     def __init__(self, _lineage: str) -> None:
         super().__init__("any")
 
 
 class LooksAfterwards(RememberingLearner):
-    """Finds out too late that the gradient was not finite."""
+    """Faulty learner that detects a non-finite gradient only after the update."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         if len(batch.rows) == 3:
@@ -68,28 +68,28 @@ class LooksAfterwards(RememberingLearner):
 
 
 class AlwaysMoves(RememberingLearner):
-    """Reports that a step moved the weights when it did not."""
+    """Faulty learner that reports that a step moved the weights when it did not."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return replace(super().step(batch, stop, from_base=from_base), moved=True)
 
 
 class Deaf(RememberingLearner):
-    """Ignore a stop request."""
+    """Faulty learner that ignores a stop request."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(batch, threading.Event(), from_base=from_base)
 
 
 class PassesOverCorrections(RememberingLearner):
-    """Train new rows only."""
+    """Faulty learner that trains only new rows and ignores corrections."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(Batch(batch.first or batch.rows, batch.full_rows), stop, from_base=from_base)
 
 
 class Unmeasured(RememberingLearner):
-    """Leave out the factor of a token's gradient."""
+    """Faulty learner that omits the factor of a token's gradient."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         outcome = super().step(batch, stop, from_base=from_base)
@@ -97,7 +97,7 @@ class Unmeasured(RememberingLearner):
 
 
 class Random(RememberingLearner):
-    """Return another state at each call."""
+    """Faulty learner that returns another state at each call."""
 
     def freeze(self) -> Frozen:
         frozen = super().freeze()
@@ -105,7 +105,7 @@ class Random(RememberingLearner):
 
 
 class ReportsBaseFingerprint(RememberingLearner):
-    """Return the base's fingerprint for each version."""
+    """Faulty learner that returns the base's fingerprint for each version."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         super().write(folder, base)
@@ -113,7 +113,7 @@ class ReportsBaseFingerprint(RememberingLearner):
 
 
 class WritesMore(RememberingLearner):
-    """Write a configuration next to the weights, which would replace the base's."""
+    """Faulty learner that writes a configuration next to the weights, which would replace the base's."""
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         (folder / "config.json").write_text("{}")
@@ -121,7 +121,7 @@ class WritesMore(RememberingLearner):
 
 
 class GrowsVocabulary(RememberingLearner):
-    """Report a larger vocabulary after each update."""
+    """Faulty learner that reports a larger vocabulary after each update."""
 
     @property
     def abilities(self) -> Abilities:
@@ -130,7 +130,7 @@ class GrowsVocabulary(RememberingLearner):
 
 
 class RandomWeights(RememberingLearner):
-    """Train other weights at each call."""
+    """Faulty learner that trains other weights at each call."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         outcome = super().step(batch, stop, from_base=from_base)
@@ -140,7 +140,7 @@ class RandomWeights(RememberingLearner):
 
 
 class Stays(RememberingLearner):
-    """Restore the state only at a start."""
+    """Faulty learner that restores the state only at its start."""
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
         if with_random:
@@ -148,7 +148,7 @@ class Stays(RememberingLearner):
 
 
 class CopiesLate(RememberingLearner):
-    """Read the state when the copy is written, not when it is taken."""
+    """Faulty learner that reads the state when a copy is written, not when it is taken."""
 
     def copy(self, base: str | None) -> WholeCopy:
         learner, copied = self, super().copy(base)
@@ -161,7 +161,7 @@ class CopiesLate(RememberingLearner):
 
 
 class ClosesOnce(RememberingLearner):
-    """Fail when it is closed again, as a clean end after a failure does."""
+    """Faulty learner whose second `close` fails, as after a failure and a clean end."""
 
     def close(self) -> None:
         del self.lessons
@@ -194,7 +194,7 @@ Folder = Callable[[], Path]
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The tiny model's folder, built on first use."""
+    """Return a function that builds the tiny model on first use and returns its folder."""
     folders: list[Path] = []
 
     def create() -> Path:
@@ -237,7 +237,7 @@ def test_the_simulations_learner(promise: Promise, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_the_one_of_the_page(promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`docs/add/backend.md` shows a learner that keeps all of it."""
+    """The example learner of `docs/add/backend.md` keeps all promises."""
     (source,) = (fence.text for fence in fences(ROOT / "docs/add/backend.md") if fence.file == "tally.py")
     (tmp_path / "tally.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -270,7 +270,7 @@ def test_a_learner_has_every_member_of_the_protocol(kind: type[Any]) -> None:
 
 @pytest.mark.long
 def test_a_missing_member_is_found_where_it_is_written(tmp_path: Path) -> None:
-    """mypy holds each learner to the protocol where its back end opens it; here one lacks `failure`."""
+    """mypy checks each learner against the protocol where its back end opens it; this learner lacks `failure`."""
     source = Path(simulated.__file__).read_text(encoding="utf-8")
     broken, count = re.subn(r"    @property\n    def failure\(self\).*?return None\n\n", "", source, flags=re.DOTALL)
     assert count == 1

@@ -1,9 +1,8 @@
-"""The three grounds: the simulated bus on its virtual clock, and a bus at an address, which is real.
+"""Grounds of the bus contract: a bus with the clients that the services use.
 
-Ground of a scenario: a bus, and the same clients of it that the services use.
-
-A scenario is written once. It gets topics, producers, consumers and hosts from a `Ground`, and states the promises of
-every bus. `grounds.py` has the grounds: the simulated bus, the embedded broker, Apache Kafka.
+A scenario is written once. It gets topics, producers, consumers and hosts from a `Ground`, and states promises of every
+bus. The grounds are the simulated bus with its virtual clock, and real buses at an address: the embedded broker and
+Apache Kafka.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ WAIT_MAX_S = 60.0
 
 
 class Ground(Protocol):
-    """`draw` is the scenario's source of chance; the seed is printed."""
+    """Bus under test. `draw` is the scenario's source of randomness, whose seed is printed."""
 
     bus: BusSettings
     folder: Path
     draw: random.Random
 
     async def create(self, partitions: int) -> str:
-        """A topic that is empty; returns its name."""
+        """Create an empty topic, and return its name."""
 
     def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Run a coroutine as a process of its own would, concurrently with the scenario."""
+        """Run a coroutine like a separate process, concurrently with the scenario."""
 
 
 Scenario = Callable[[Ground], Coroutine[Any, Any, None]]
@@ -59,7 +58,7 @@ Scenario = Callable[[Ground], Coroutine[Any, Any, None]]
 
 @contextlib.asynccontextmanager
 async def producing(ground: Ground) -> AsyncIterator[AIOKafkaProducer]:
-    """The client inside `EventProducer`, with the options that it has there."""
+    """Start the producer of `EventProducer`, with the same options."""
     producer = EventProducer(ground.bus, "used", BlobStore(f"memory://{ground.folder.name}"))
     await producer.start()
     try:
@@ -70,7 +69,7 @@ async def producing(ground: Ground) -> AsyncIterator[AIOKafkaProducer]:
 
 @contextlib.asynccontextmanager
 async def consuming(ground: Ground, **options: object) -> AsyncIterator[AIOKafkaConsumer]:
-    """Start a consumer with our defaults and no assignment."""
+    """Start a consumer with our default options and no assignment."""
     reader = consumer(ground.bus, "used", **options)
     await reader.start()
     try:
@@ -80,7 +79,7 @@ async def consuming(ground: Ground, **options: object) -> AsyncIterator[AIOKafka
 
 
 async def send(producer: AIOKafkaProducer, topic: str, values: Iterable[bytes], partition: int = 0) -> None:
-    """Send all in order to one partition and wait until the bus has them."""
+    """Send `values` in order to one partition, and wait for their acknowledgement."""
     await asyncio.gather(*[await producer.send(topic, value, b"k", partition, headers=[]) for value in values])
 
 
@@ -90,7 +89,7 @@ async def poll(reader: AIOKafkaConsumer, *partitions: TopicPartition, records_ma
 
 
 async def take(reader: AIOKafkaConsumer, count: int) -> list[Record]:
-    """The next `count` records, as they come; fails when there are more, or when they do not come."""
+    """Return the next `count` records in the order of arrival. Fail if there are more, or too few in time."""
     records: list[Record] = []
     async with asyncio.timeout(WAIT_MAX_S):
         while len(records) < count:
@@ -109,7 +108,7 @@ async def everything(ground: Ground, topic: str) -> list[list[Record]]:
 
 
 async def eventually(holds: Callable[[], Awaitable[bool] | bool], description: str) -> None:
-    """Let time pass until it holds. Raises `AssertionError` when it does not come to that."""
+    """Wait until `holds` returns True. Raises `AssertionError` if it does not in time."""
     deadline_s = asyncio.get_running_loop().time() + WAIT_MAX_S
     while True:
         result = holds()
@@ -128,7 +127,7 @@ def values(records: Sequence[Record]) -> list[bytes | None]:
 
 
 class RealGround:
-    """A bus that listens somewhere. Processes are tasks."""
+    """Ground with a real bus at an address. Processes are tasks."""
 
     def __init__(self, address: str, folder: Path, seed: int) -> None:
         self.bus = Overrides(None, {}, {}).bus_settings(address).model_copy(update={"session_timeout_s": 6.0})
@@ -146,12 +145,13 @@ class RealGround:
 
 
 class SimulatedGround:
-    """A `World` with only a bus; no fault is ordered, but chance plays every permitted behaviour."""
+    """Ground with a simulated bus. No fault is ordered, but each permitted behaviour may occur at random."""
 
     request_timeout_s = 3.0
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """`bus` is the services' setting; the simulated clients find the bus itself in their world."""
+        """Create a simulated bus. `bus` is only the services' setting, since simulated clients find the bus in their
+        world."""
         self.folder = folder
         self.draw = random.Random(seed)
         self.bus = BusSettings(address="simulated:9092", request_timeout_s=self.request_timeout_s)
@@ -183,12 +183,12 @@ class _World:
 
 
 def play_for_real(scenario: Scenario, address: str, folder: Path, seed: int) -> None:
-    """Run the scenario. Raises its exception."""
+    """Run the scenario on a real bus. Raises its exception."""
     asyncio.run(scenario(RealGround(address, folder, seed)))
 
 
 def play_simulated(scenario: Scenario, seed: int) -> None:
-    """Run the scenario in the simulated world, where no time passes outside. Raises its exception."""
+    """Run the scenario in the simulated world, in which no real time passes. Raises its exception."""
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder, _installed():
         ground = SimulatedGround(Path(folder), seed)
         loop = VirtualLoop(lambda: ground.world.bus.draw.random() * 1e-3, alive)
@@ -206,7 +206,7 @@ def play_simulated(scenario: Scenario, seed: int) -> None:
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Replace Kafka's clients by the simulation's, and no other name."""
+    """Replace Kafka's clients by those of the simulation inside the context, and no other name."""
     with contextlib.ExitStack() as stack:
         for name, substitute in {**kafka.STANDS_FOR, "asyncio.TaskGroup": TaskGroup}.items():
             stack.enter_context(mock.patch(name, substitute))

@@ -1,7 +1,7 @@
-"""Promises that the stream host relies on. `FaustHost` is the real one; it hands records to a `Handler`.
+"""Scenarios of the stream host's behaviour. `FaustHost` is the real host and passes records to a `Handler`.
 
-On the real buses Faust is underneath, on the simulated one its substitute. Members stop as processes do on a signal;
-death without a word is the business of the tests that kill processes.
+On real buses the host runs on Faust, on the simulated bus on a substitute. Members stop as processes do on a signal;
+other tests kill processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMITS_WITHIN_S = 2.5
 
 
 class Handler:
-    """Handler in place of a `Processor`: it records its input; while it is `closed`, no record finishes."""
+    """Handler in place of a `Processor`, which records its input. While it is closed, no record finishes."""
 
     ends: Any = None
 
@@ -53,7 +53,7 @@ class Handler:
 
 
 class Member:
-    """One host of a group."""
+    """Member of a consumer group, with its own host and handler."""
 
     def __init__(
         self, ground: Ground, group: str, *topics: str, batch_max: int = 1, refuses: bytes | None = None
@@ -112,12 +112,12 @@ async def _started(*members: Member) -> AsyncIterator[None]:
 
 
 def _group(ground: Ground) -> str:
-    """A name that no other scenario has."""
+    """Return a group name that no other scenario uses."""
     return f"used-{ground.draw.getrandbits(64):016x}"
 
 
 async def _starts(ground: Ground, group: str, *topics: str) -> Mapping[tuple[str, int], int]:
-    """Requests of the host itself before it starts."""
+    """Return the committed offsets of `group`, as the host requests them before its start."""
     offset_reader = Offsets(ground.bus, group)
     await offset_reader.start()
     try:
@@ -143,7 +143,7 @@ def _offsets_of(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
 
 
 async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
-    """Two topics with one agent. Records acknowledged before a stop are not handled again, all others are, in order."""
+    """One agent reads two topics. Only records that were not acknowledged before a stop are handled again, in order."""
     topics = [await ground.create(2), await ground.create(2)]
     group = _group(ground)
     async with producing(ground) as producer:
@@ -175,7 +175,7 @@ async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
 
 
 async def committed_is_seen_by_others(ground: Ground) -> None:
-    """Committed offsets are visible to a consumer of the same group by hand, and to no other group."""
+    """Committed offsets are visible to a manually assigned consumer of the same group, and to no other group."""
     topic, group = await ground.create(1), _group(ground)
     partition = TopicPartition(topic, 0)
     member = Member(ground, group, topic)
@@ -199,9 +199,9 @@ async def committed_is_seen_by_others(ground: Ground) -> None:
 
 
 async def members_share_and_survivors_take_over(ground: Ground) -> None:
-    """A late acknowledgement of a former owner has no effect: the new owner handles the record, too.
+    """A late acknowledgement of a former owner has no effect, so the new owner handles the record again.
 
-    A revoked partition may deliver uncommitted records again, so not every record comes once.
+    A revoked partition may redeliver uncommitted records, so a record may arrive more than once.
     """
     topic, group = await ground.create(4), _group(ground)
     old, new = (Member(ground, group, topic, batch_max=50) for _ in range(2))
@@ -258,7 +258,8 @@ HOSTING: tuple[Scenario, ...] = (
 
 
 async def hosts_beside_each_other(ground: Ground) -> None:
-    """All of the above at once, in groups of their own: real members take seconds to come and to go."""
+    """Run all scenarios above at the same time with different groups, because real members take seconds to join and
+    leave."""
     async with asyncio.TaskGroup() as group:
         for scenario in HOSTING:
             group.create_task(scenario(ground))

@@ -1,6 +1,6 @@
-"""Behaviour that our readers without a group rely on: tables, the trainer's source, the registry's reader, offsets.
+"""Scenarios of the bus behaviour that our producers and our readers without a group rely on.
 
-Behaviour that our producers rely on.
+Such readers are tables, the trainer's source, the registry's reader and offset requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.contract.used.grounds import (
 
 
 async def _filled(ground: Ground, *counts: int) -> str:
-    """Create a topic with that many records in each partition; each holds its partition and offset."""
+    """Create a topic with `counts` records in its partitions. Each record holds its partition and offset."""
     topic = await ground.create(len(counts))
     async with producing(ground) as producer:
         for partition, count in enumerate(counts):
@@ -65,7 +65,7 @@ async def unknown_topics_have_no_partitions(ground: Ground) -> None:
 
 
 async def seek_anywhere(ground: Ground) -> None:
-    """Forth, back, to the beginning, to the end; the position is the new one at once."""
+    """Seek forward, backward, to the start and to the end. The position changes at once."""
     topic = await _filled(ground, 40)
     partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
@@ -85,7 +85,7 @@ async def seek_anywhere(ground: Ground) -> None:
 
 
 async def behind_the_end_starts_over(ground: Ground) -> None:
-    """A replaced bus ends before the position: our readers start at the oldest record."""
+    """The log of a replaced bus ends before the position, so our readers start at the oldest record."""
     topic = await _filled(ground, 4)
     partition = TopicPartition(topic, 0)
     async with consuming(ground) as reader:
@@ -95,7 +95,8 @@ async def behind_the_end_starts_over(ground: Ground) -> None:
 
 
 async def some_at_a_time(ground: Ground) -> None:
-    """A fetch returns at most `max_records`, from the requested partitions, and in the end each record once."""
+    """A fetch returns at most `max_records` from the requested partitions, and repeated fetches return each record
+    once."""
     topic = await _filled(ground, 30, 30, 30)
     records: list[Record] = []
     async with consuming(ground) as reader:
@@ -115,7 +116,7 @@ async def some_at_a_time(ground: Ground) -> None:
 
 
 async def paused_places_wait(ground: Ground) -> None:
-    """A pause holds fetched records back too; positions do not move, and resuming loses no record."""
+    """A pause also holds back fetched records. Positions do not change, and no record is lost after resuming."""
     topic = await _filled(ground, 20, 20)
     async with consuming(ground) as reader:
         paused, open_ = await assign_all(reader, topic)
@@ -146,7 +147,7 @@ async def a_pause_survives_seeking(ground: Ground) -> None:
 
 
 async def assigning_forgets(ground: Ground) -> None:
-    """Positions and pauses of the assignment before."""
+    """A new assignment discards the positions and pauses of the previous assignment."""
     topic = await _filled(ground, 3, 3)
     first, second = TopicPartition(topic, 0), TopicPartition(topic, 1)
     async with consuming(ground) as reader:
@@ -184,7 +185,7 @@ async def what_is_not_ours_is_refused(ground: Ground) -> None:
 
 
 async def readers_do_not_meet(ground: Ground) -> None:
-    """Without a group every reader reads all records, and a waiting reader receives new ones."""
+    """Without a group each reader reads all records, and a waiting reader receives new ones."""
     topic = await _filled(ground, 6)
     partition = TopicPartition(topic, 0)
     async with consuming(ground) as first_reader, consuming(ground) as other, producing(ground) as producer:
@@ -231,7 +232,7 @@ _HASHES = {
 
 
 async def keys_choose_partitions(ground: Ground) -> None:
-    """The partition of a key is equal on every bus and for Kafka's own clients: a session's events meet in one
+    """A key has the same partition on every bus and for Kafka's own clients, so a session's events share a
     partition."""
     topic = await ground.create(_TOPIC_PARTITIONS)
     random_keys = [ground.draw.randbytes(ground.draw.randint(0, 40)) for _ in range(40)]
@@ -251,7 +252,7 @@ async def keys_choose_partitions(ground: Ground) -> None:
 
 
 async def order_within_a_partition(ground: Ground) -> None:
-    """Order holds also for records sent before any acknowledgement. Offsets are dense and begin at 0."""
+    """Order also holds for records sent before any acknowledgement. Offsets have no gaps and begin at 0."""
     topic = await ground.create(3)
     sent: list[list[bytes | None]] = [[], [], []]
     async with producing(ground) as producer:
@@ -295,7 +296,7 @@ async def null_is_not_empty(ground: Ground) -> None:
 
 
 async def headers_come_back(ground: Ground) -> None:
-    """In order, with names that come twice, and bytes of any kind; so does the time."""
+    """Headers keep their order, repeated names and arbitrary bytes, and the timestamp is kept."""
     topic = await ground.create(1)
     bytes_ = ground.draw.randbytes(50)
     kinds = [[], [("a", b"1"), ("b", b"2"), ("a", b"3")], [("ünïcode", "ä".encode()), ("empty", b"")], [("x", bytes_)]]
@@ -309,7 +310,7 @@ async def headers_come_back(ground: Ground) -> None:
 
 
 async def too_large_is_refused_alone(ground: Ground) -> None:
-    """An oversized record fails at once and by name, and records sent with it arrive."""
+    """An oversized record fails at once with a named error, and records sent with it arrive."""
     topic = await ground.create(1)
     async with producing(ground) as producer:
         before = await producer.send(topic, b"before", b"k", 0, headers=[])
@@ -322,7 +323,7 @@ async def too_large_is_refused_alone(ground: Ground) -> None:
 
 
 async def stopping_flushes(ground: Ground) -> None:
-    """After a stop all sent records are on the bus, and sending fails."""
+    """After `stop`, all sent records are on the bus, and sending fails."""
     topic = await ground.create(2)
     async with producing(ground) as producer:
         for number in range(50):

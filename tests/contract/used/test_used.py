@@ -1,6 +1,6 @@
-"""Behaviour of the bus that our runtime uses, checked on each bus: the fake behaves as the real ones do.
+"""Tests of the bus behaviour that our runtime uses, on each bus, so that the simulated bus behaves like the real ones.
 
-Faults of a bus, planted in the simulated one: the suite has to find them.
+Faults injected into the simulated bus must make a scenario fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _APPEND, _COMMIT, _FETCH, _ENDS = Bus.append, Group.commit, Consumer._fetch, Con
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """Replaced name, its replacement, and a scenario that must fail."""
+    """Injected fault: the replaced name, its replacement, and a scenario that must fail."""
 
     name: str
     substitute: object
@@ -53,7 +53,7 @@ class Planted:
 
 
 def _swapping(bus: Bus, partition: TopicPartition, *fields: Any) -> Record:
-    """Now and then a record overtakes the one before it."""
+    """Append a record, and sometimes swap it with the previous record."""
     record = _APPEND(bus, partition, *fields)
     log = bus.logs[partition.topic][partition.partition]
     if len(log) > 1 and bus.draw.random() < 0.1:
@@ -95,12 +95,12 @@ def _without_bound(consumer: Consumer, partitions: Any, _records_max: int) -> An
 
 
 async def _late_ends(consumer: Consumer, partitions: Any) -> dict[TopicPartition, int]:
-    """Hide the last acknowledged record."""
+    """Return end offsets without the last acknowledged record."""
     return {partition: max(0, end - 1) for partition, end in (await _ENDS(consumer, partitions)).items()}
 
 
 async def acknowledge_backwards(host: FaustHost) -> None:
-    """A host that acknowledges a batch from its end."""
+    """Process a batch, and acknowledge its records in reverse order."""
     batches: AsyncIterator[list[Any]] = host._batches()
     async for events in batches:
         await host._processor.process([_record(event) for event in events])
@@ -109,7 +109,7 @@ async def acknowledge_backwards(host: FaustHost) -> None:
 
 
 async def a_full_batch(ground: Ground) -> None:
-    """A host that gets several records of one partition at once. Raises its exception."""
+    """Run a host that gets several records of one partition at once. Raises its exception."""
     topic = await ground.create(1)
     member = hosting.Member(ground, "group", topic, batch_max=20)
     member.handler.open.clear()
@@ -170,7 +170,7 @@ PASSWORD = "a-password-of-the-bus"
 
 @pytest.fixture(scope="module")
 def embedded_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The embedded broker with a login."""
+    """Yield the embedded broker with password authentication."""
     broker = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD)
     broker.start()
     remember_login(broker.address, BusLogin("headrace", PASSWORD))
@@ -180,7 +180,7 @@ def embedded_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 @pytest.fixture(scope="module")
 def kafka_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Apache Kafka with SASL PLAIN."""
+    """Yield Apache Kafka with SASL PLAIN."""
     presence.need("kafka")
     node = KafkaNode(tmp_path_factory.mktemp("kafka"), brief=True, password=PASSWORD)
     node.start()
@@ -199,7 +199,7 @@ def kafka_login_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
 )
 def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """Plays a scenario on one bus, the simulated one with many seeds."""
+    """Return a function that runs a scenario on one bus, on the simulated bus with many seeds."""
     chance = random.Random(draw_seed())
     if request.param == "simulated":
         return lambda scenario: _simulated(
@@ -243,7 +243,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 
 def test_acknowledging_out_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated host is harsher than Faust here, so that no service relies on Faust's treatment of gaps."""
+    """The simulated host is stricter than Faust, so that no service relies on Faust's treatment of gaps."""
     monkeypatch.setattr("headrace_runtime.stream.faust_host.FaustHost._work", acknowledge_backwards)
     with pytest.raises(ExceptionGroup) as stopped:
         play_simulated(a_full_batch, 0)
