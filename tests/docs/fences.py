@@ -1,12 +1,9 @@
-"""Code fences of a page, so that the tests run the code that the page shows.
+"""Code fences of documentation pages, so that tests can run the code that a page shows.
 
-Arguments after the language of a fence state how to run it: `stack` against a running Headrace, `file=NAME` as a file
-of that name in the folder of the page's other fences, `tutorial` one after the other as a reader would, on a page
-that is walked from its top to its end (`up` in the background, until the others are done). Notebooks run with `stack`.
-
-Settings as a page shows them, validated by the services themselves.
-
-The fences that no test runs, and why: the only place where one may be left out.
+Arguments after the language of a fence state how to run it: `stack` with a running Headrace, `file=NAME` as a file of
+this name in the folder of the page's other fences, `tutorial` in order with the page's other tutorial fences (`up` in
+the background until the others have ended). Notebooks run with `stack`. Settings in fences are validated by the
+services. `NOT_RUN` lists the fences that no test runs, with a reason; a fence may be excluded nowhere else.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _HOW = re.compile(r"stack|tutorial|up|file=[\w./-]+")
 
 @dataclass(frozen=True)
 class Fence:
-    """One code block: its language, how it is run, its text and the line it starts on. `page` is relative to ROOT."""
+    """Code block with its language, run arguments, text and first line. `page` is relative to ROOT."""
 
     page: str
     line: int
@@ -58,12 +55,13 @@ class Fence:
 
     @property
     def file(self) -> str | None:
-        """Its name, when the fence is a file."""
+        """Return the file name if the fence is a file, else None."""
         return next((word.removeprefix("file=") for word in self.how if word.startswith("file=")), None)
 
 
 def fences(path: Path) -> list[Fence]:
-    """Every fence of the page, in order. The code cells of a notebook are one fence, because they share their names."""
+    """Return every fence of a page in order. The code cells of a notebook are one fence, because they share their
+    names."""
     if path.suffix == _NOTEBOOK:
         return [_cells(path)]
     page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
@@ -81,7 +79,7 @@ def _cells(path: Path) -> Fence:
 
 
 def problem(fence: Fence) -> str | None:
-    """Return the reason why the fence would never be checked; None when it is checked."""
+    """Return the reason why `fence` would never be checked, or None if it is checked."""
     if fence.language not in RUN | PARSED | SHOWN:
         languages = ", ".join(sorted(RUN | PARSED | SHOWN))
         return f"{fence.label}: fence language {fence.language!r} is none of {languages}; name one"
@@ -95,7 +93,7 @@ def problem(fence: Fence) -> str | None:
 
 @cache
 def pages() -> list[Path]:
-    """Every page of the repository, notebooks among them."""
+    """Return every page of the repository, including notebooks."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md", f"*{_NOTEBOOK}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -104,13 +102,13 @@ def pages() -> list[Path]:
 
 @cache
 def tutorials() -> list[Path]:
-    """The pages that are walked."""
+    """Return the pages with tutorial fences."""
     return [page for page in pages() if any(fence.is_step for fence in fences(page))]
 
 
 @cache
 def all_fences() -> list[Fence]:
-    """Every fence of every page."""
+    """Return every fence of every page."""
     return [fence for page in pages() for fence in fences(page)]
 
 
@@ -123,7 +121,7 @@ _NEEDED = {
 
 
 def check(text: str, folder: Path) -> None:
-    """Each service that the text has a section for reads all of it. Raises `SettingError`."""
+    """Check that each service accepts its section in `text`. Raises `SettingError`."""
     path = folder / "shown.toml"
     path.write_text(text, encoding="utf-8")
     services = installed()
@@ -173,14 +171,14 @@ NOT_RUN = {
 
 
 def key_of(fence: Fence) -> tuple[str, str] | None:
-    """Return the entry that excludes the fence; None when it is run."""
+    """Return the `NOT_RUN` entry that excludes the fence, or None if it is run."""
     return next((key for key in NOT_RUN if fence.page == key[0] and fence.text.startswith(key[1])), None)
 
 
 def executed(*, stack: bool) -> list[Fence]:
     """Return the program fences that run: those with a running Headrace, or the others.
 
-    Fences of a page that is walked run there (`test_tutorials.py`).
+    Fences of a tutorial run in `test_tutorials.py`.
     """
     walked = {str(page.relative_to(ROOT)) for page in tutorials()}
     candidates = [fence for fence in all_fences() if fence.language in RUN and fence.page not in walked]

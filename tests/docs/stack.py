@@ -1,4 +1,5 @@
-"""A small Headrace that is started as in the README: its settings, its reward functions, a tiny model as its base."""
+"""Small Headrace that is started as in the README, with the README's settings and reward functions and a tiny base
+model."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ _FENCE_TIMEOUT_S = 240.0
 
 
 class Folder:
-    """Folder of fences: their `headrace` and `python` are the repository's, and their gateway has its real port."""
+    """Folder in which fences run: `headrace` and `python` are the repository's, and the gateway has its actual port."""
 
     def __init__(self, path: Path, gateway: str = _SHOWN_URL) -> None:
         self.path = path
         self.gateway = gateway
 
     def add_files(self, page: Path) -> None:
-        """Write the page's fences that are files."""
+        """Write the fences of the page that are files."""
         for fence in fences(page):
             if fence.file is not None:
                 target = self.path / fence.file
@@ -60,7 +61,7 @@ class Folder:
 
 
 class Stack(Folder):
-    """The folder of a running Headrace."""
+    """Folder of a running Headrace."""
 
     def __init__(self, path: Path, up: HeadraceUp) -> None:
         super().__init__(path, up.base_url.removesuffix("/v1"))
@@ -69,7 +70,8 @@ class Stack(Folder):
 
 @contextlib.contextmanager
 def running(path: Path) -> Iterator[Stack]:
-    """Stop all services, and check that they stopped cleanly."""
+    """Start Headrace for the duration of the context. At the end, stop all services and check that they stopped
+    cleanly."""
     Folder(path).add_files(ROOT / "README.md")
     tiny_model.build(path / "models" / "base")
     up = HeadraceUp(path / ".headrace", path / "headrace.toml", _SMALL, {})

@@ -1,8 +1,7 @@
-"""Every code fence of every page runs, parses, or is listed in `NOT_RUN` with a reason.
+"""Tests that every code fence runs, parses, or is listed in `NOT_RUN` with a reason, and that links and index are
+complete.
 
 Fences that call a running Headrace run in `test_running.py`.
-
-Pages hang together: links lead to something, anchors included, and the index names every page.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def test_what_is_not_run_is_still_there_and_names_real_targets() -> None:
 
 
 def test_the_runner_sees_through_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is wrong fails: the checks above could not otherwise be trusted."""
+    """Each kind of wrong page fails its check, so that the checks above can be trusted."""
     monkeypatch.setattr("tests.docs.fences.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\nassert False, 'seen'\n```\n")
@@ -119,7 +118,7 @@ _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
 def links(page: Path) -> list[str]:
-    """The targets of a page's links within the repository."""
+    """Return the targets of a page's links within the repository."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
@@ -141,7 +140,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    """Check the list of pages. Decisions have a folder of their own, and GitHub's own files are no pages."""
+    """Decisions have their own folder with an index, and GitHub's own files are not pages."""
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target).resolve() for target in links(index)} | {index}
     listed = [page for page in pages() if not {"decisions", "examples", ".github"} & set(page.parts)]

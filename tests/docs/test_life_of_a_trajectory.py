@@ -1,8 +1,6 @@
-"""`docs/life-of-a-trajectory.md` is true of the code. A turn that really takes this way: `test_running.py`.
+"""Tests of the claims of `docs/life-of-a-trajectory.md` about the code, and of the trail of a turn through the topics.
 
-Claims of `docs/life-of-a-trajectory.md` about the code.
-
-A trail that is read while services write: it waits for missing events.
+`test_running.py` follows a real turn. A trail that is read while services write waits for missing events.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _TOPICS = re.compile(r"(Reads|Writes) ([^.]*)\.")
 
 @dataclass(frozen=True)
 class Name:
-    """A function or class that the page links to."""
+    """Function or class that the page links to."""
 
     qualified: str
     path: Path
@@ -47,7 +45,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Step:
-    """One section: the service it happens in, its topics, and its points, each the names of one bullet in order."""
+    """Section of the page: its service, its topics, and the linked names of each bullet in order."""
 
     service: str
     reads: frozenset[str]
@@ -73,12 +71,12 @@ def _names(text: str) -> tuple[Name, ...]:
 
 
 def every_name() -> list[Name]:
-    """Return all links of the page, including those outside bullets."""
+    """Return all linked names of the page, including those outside bullets."""
     return list(dict.fromkeys(_names(PAGE.read_text(encoding="utf-8"))))
 
 
 def definition(name: Name) -> ast.AST | None:
-    """Return the definition of a name in the code, None when there is none."""
+    """Return the definition of `name` in the code, or None if there is none."""
     node_found: ast.AST | None = _tree(name.path)
     for part in name.qualified.split("."):
         body = getattr(node_found, "body", [])
@@ -88,7 +86,7 @@ def definition(name: Name) -> ast.AST | None:
 
 
 def used_by(name: Name) -> set[str]:
-    """The simple names that its definition mentions."""
+    """Return the simple names that the definition of `name` mentions."""
     node = definition(name)
     assert node is not None, f"{name} does not exist"
     named = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
@@ -112,7 +110,7 @@ def test_what_is_named_exists() -> None:
 
 @pytest.mark.parametrize("step", OF_STEP)
 def test_the_order_of_the_story_is_that_of_the_code(step: Step) -> None:
-    """Check that each name of a point is used by an earlier one."""
+    """Each name of a point must be used by the definition of an earlier name."""
     assert step.points, "a step without a function"
     for names in step.points:
         before: set[str] = set()
@@ -163,7 +161,8 @@ def checkpoint(step: int) -> Checkpoint:
 
 
 def test_a_reward_that_came_after_its_topic_was_read_is_waited_for() -> None:
-    """Topics are read one after the other: the experience may hold a reward that the reading of rewards did not see."""
+    """Topics are read one after the other, so an experience may contain a reward that was not yet in the topic when
+    it was read."""
     turn = ask([user("q")])
     run = closed(turn)
     experience = experience_of(run, turn, "function:a", "feedback")
@@ -175,7 +174,7 @@ def test_a_reward_that_came_after_its_topic_was_read_is_waited_for() -> None:
 
 
 def test_a_batch_that_moved_no_weights_is_in_the_next_version() -> None:
-    """One walk in 35 has a batch with equal rewards, from which no version is made."""
+    """In one of 35 walks, a batch has only equal rewards, so that no version is published after it."""
     turn = ask([user("q")])
     run = closed(turn)
     experience = experience_of(run, turn, "feedback")

@@ -1,4 +1,4 @@
-"""Fences that need a running Headrace, on one that was started as in the README."""
+"""Tests of the fences that need a running Headrace, which is started as in the README."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ WAIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One for all pages."""
+    """Yield one running Headrace for all pages."""
     with running(tmp_path_factory.mktemp("stack")) as started:
         yield started
 
 
 async def test_a_turn_takes_the_way_of_the_story(stack: Stack) -> None:
-    """Walk `docs/life-of-a-trajectory.md` with a turn: every step is on the page, and the page has no other.
+    """Follow a turn through `docs/life-of-a-trajectory.md`: its steps are exactly those on the page.
 
-    This comes first on its stack, because waiting experiences of others would enter its batches.
+    This test is the first on its stack, because waiting experiences of others would enter its batches.
     """
     calls = [call(stack, number) for number in range(2 * BATCH)]
     turn_ids = await asyncio.gather(*calls)
@@ -44,7 +44,7 @@ async def test_a_turn_takes_the_way_of_the_story(stack: Stack) -> None:
 
 
 async def call(stack: Stack, number: int) -> str:
-    """A session of one turn, judged well or badly in turns. Returns the turn's id."""
+    """Send a session with one turn and alternately good or bad feedback. Return the turn's id."""
     session = f"walk-{number}"
     async with httpx.AsyncClient(base_url=stack.gateway, timeout=60) as http:
         answer = await ask(http, session, "Who sent the mail about the meeting?")

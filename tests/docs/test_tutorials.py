@@ -1,8 +1,6 @@
-"""Each tutorial is walked from its top to its end: its files, its commands in their order, its services started.
+"""Tests that run each tutorial like a reader: its files in a folder, its commands in order, in its own environment.
 
-Walk of a tutorial as a reader takes it: its files in a folder, its commands in order, in an environment of its own.
-
-The environment sees the packages of the tests' one, and packages that a page installs stay in it.
+The environment sees the packages of the tests' environment; packages that a page installs stay in it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _STOP_S = 90.0
 
 
 class Walk:
-    """One page during its walk. Leaving the block stops all started processes."""
+    """Run of one tutorial page. The end of the `with` block stops all started processes."""
 
     def __init__(self, page: Path, folder: Path) -> None:
         self._page = page
@@ -78,7 +76,7 @@ class Walk:
         return process.stdout
 
     def _start(self, fence: Fence) -> None:
-        """In the background, on free ports; returns once everything is ready."""
+        """Start a command in the background on free ports, and return once all services are ready."""
         command = f"exec {self._with_real_ports(fence.text).strip()} --auto-ports"
         with (self.folder / "up.log").open("wb") as log:
             self._up = subprocess.Popen(
@@ -115,8 +113,10 @@ class Walk:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Create a virtual environment on top of this one: it sees the packages of this one, further ones are installed
-    into it, and members of the repository in the folder come first.
+    """Create a virtual environment on top of this one, and return its environment variables.
+
+    It sees the packages of this environment, further packages are installed into it, and repository packages in the
+    folder come first.
     """
     environment = folder / ".venv"
     venv.create(environment, symlinks=True)
@@ -138,7 +138,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def copy_of_repository(root: Path, target: Path, folders: tuple[str, ...]) -> None:
-    """Parts of the repository, for a page that changes them."""
+    """Copy parts of the repository, for a page that changes them."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=root, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
         if (root / name).exists():
@@ -169,7 +169,7 @@ def test_what_the_page_says_works(page: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_held_out_success_rises_with_nothing_but_the_page(tmp_path: Path) -> None:
-    """A new user's model, agent, reward and gate, and the defaults."""
+    """The page uses a new user's model, agent, reward and gate with default settings."""
     with Walk(OWN_MODEL, tmp_path) as walk:
         output = "".join(walk.walk(fence, 1500) for fence in walk.steps())
     before, after = (float(number) for number in re.findall(r"^([01]\.\d{3})$", output, re.MULTILINE))

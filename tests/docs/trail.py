@@ -1,4 +1,4 @@
-"""The trail of one turn through the topics: each event is found by the ids of those before it."""
+"""Trail of one turn through the topics, in which each event is found by the ids of earlier events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ E = TypeVar("E", bound=Event)
 
 @dataclass
 class Trail:
-    """Steps that `follow` has taken, in the order of the story: topics as the page names them."""
+    """Steps that `follow` has found, in the order of the page, with topics as the page names them."""
 
     turn_id: str
     steps: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Trail:
 
 
 class Missing(Exception):
-    """The trail ends: the event has not been written yet."""
+    """Raised when the next event of a trail has not been published yet."""
 
 
 class Log:
@@ -62,7 +62,7 @@ async def read(bus: str) -> Log:
 
 
 def follow(log: Log, turn_id: str) -> Trail:
-    """Raises `Missing` with the topic at which the trail ends."""
+    """Follow the turn through the topics. Raises `Missing` with the topic at which the trail ends."""
     trail = Trail(turn_id)
 
     def step(kind: type[E], matching: list[E]) -> E:

@@ -1,4 +1,4 @@
-"""The compose files as Compose reads them: `.env.example` filled in, and the secrets that it requires."""
+"""Compose files as Docker Compose reads them, with the variables of `.env.example` and the required secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN_IMAGES = {"inference-vllm": "headrace-inference-vllm", "trainer-trinity": "h
 
 
 def variables(path: Path) -> dict[str, str | None]:
-    """Variables of a file with their default, None when Compose refuses to go on without."""
+    """Return the variables of a file with their defaults, or None for a variable that Compose requires."""
     defaults: dict[str, str | None] = {}
     for use in _VARIABLE.finditer(path.read_text(encoding="utf-8")):
         if use["kind"] is not None or use["name"] not in defaults:
@@ -37,7 +37,7 @@ def env_example() -> dict[str, str]:
 
 
 def filled(path: Path, **values: str) -> dict[str, Any]:
-    """The file with every variable replaced; `values` win over `.env.example`."""
+    """Return the file with all variables replaced. `values` override `.env.example`."""
     chosen = {**env_example(), **SECRETS, **values}
 
     def value(use: re.Match[str]) -> str:
@@ -50,13 +50,13 @@ def filled(path: Path, **values: str) -> dict[str, Any]:
 
 @cache
 def services(**values: str) -> dict[str, Service]:
-    """Of the main file. The result is shared: read it only."""
+    """Return the services of the main file. The result is shared, so callers must not change it."""
     containers: dict[str, Service] = filled(MAIN, **values)["services"]
     return containers
 
 
 def ours() -> dict[str, Service]:
-    """Those that are built here."""
+    """Return the services whose images are built in this repository."""
     return {name: service for name, service in services().items() if "build" in service}
 
 
@@ -65,7 +65,8 @@ def image_of(container: str) -> str:
 
 
 def service_of(container: str) -> str:
-    """Return the service of one of our containers: the part before the hyphen. The rest of the name is the device of
-    the service.
+    """Return the service of one of our containers: the part of its name before the hyphen.
+
+    The rest of the name is the device of the service.
     """
     return container.partition("-")[0]

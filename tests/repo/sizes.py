@@ -1,4 +1,4 @@
-"""Prints the sizes of the repository with their limits: `python -m tests.repo.sizes [REVISION]`."""
+"""Print the sizes of the repository with their limits: `python -m tests.repo.sizes [REVISION]`."""
 
 from __future__ import annotations
 

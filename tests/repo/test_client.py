@@ -1,4 +1,4 @@
-"""Limits for the client that user programs install and for the adapters: few dependencies, quick imports."""
+"""Tests of the limits of the client and the adapters that user programs install: few dependencies and fast imports."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_no_file_imports_other_peoples_packages_at_its_top() -> None:
 
 
 def test_all_adapters_together_are_imported_in_no_time() -> None:
-    """The limit is in processor time, so that other work on the machine does not decide the result."""
+    """The limit is in CPU time, so that other work on the machine does not decide the result."""
     names = [f"headrace_integrations.{part}" for part in sorted(ADAPTERS | PRIMITIVES)]
     code = (
         "import json, sys, time; began = time.process_time(); from importlib import import_module\n"

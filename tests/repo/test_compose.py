@@ -1,8 +1,7 @@
-"""docker-compose.yml: required parts of each container, and existing settings (`make check NAME=compose` runs it).
+"""Tests of docker-compose.yml, of proxies, and of monitoring files (also run by `make check NAME=compose`).
 
-Clients of our own services ignore the proxies of the environment, which would see their keys.
-
-Dashboards, alerts and scrape targets name existing things: metrics, labels, services and ports.
+Each container has its required parts and valid settings. Clients of our own services ignore proxy variables, because a
+proxy would see their keys. Dashboards, alerts and scrape targets name existing metrics, labels, services and ports.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(
 
 @each_of_ours
 def test_the_data_folder_can_be_written(name: str) -> None:
-    """The image's own folder is read-only, and a service that cannot write to `data_dir` is never ready."""
+    """The image's root file system is read-only, and a service that cannot write to `data_dir` is never ready."""
     assert "/var/lib/headrace" in services()[name]["tmpfs"]
 
 
@@ -162,7 +161,7 @@ def test_a_profile_has_one_that_serves_and_one_that_trains(profile: str) -> None
 
 @pytest.mark.parametrize("name", OWN_IMAGES)
 def test_what_is_compiled_at_the_start_can_be_loaded(name: str) -> None:
-    """A tmpfs refuses programs and libraries by default, and Triton's are in /tmp; workers share memory."""
+    """By default, a tmpfs refuses programs and libraries, but Triton's are in /tmp. Workers use shared memory."""
     assert "/tmp:exec" in services()[name]["tmpfs"]
     assert services()[name]["shm_size"]
 
@@ -186,7 +185,7 @@ def test_env_example_explains_every_variable_and_no_other() -> None:
 
 
 def test_env_example_shows_the_defaults() -> None:
-    """Variables that the file sets on purpose are exempt: those of the example and the required ones."""
+    """Variables that the file sets on purpose are exempt: those of the example, and required ones."""
     chosen = {"SETTINGS_FILE", "EXTRA_PACKAGES"}
     for name, default in (variables(MAIN) | variables(EXAMPLE)).items():
         if default is not None and name not in chosen:
@@ -269,7 +268,7 @@ WORDS = {"sum", "rate", "increase", "max", "by", "histogram_quantile", "or", "an
 
 
 def catalogue() -> dict[str, set[str]]:
-    """Every series of our services, with its labels."""
+    """Return the labels of every metric of our services by metric name."""
     for member in ("runtime", *sorted({service_of(name) for name in ours()})):
         import_module(f"headrace_{member}.metrics")
     labels_by_metric: dict[str, set[str]] = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
@@ -284,7 +283,7 @@ def catalogue() -> dict[str, set[str]]:
 
 
 def expressions(path: Path) -> list[tuple[str, str]]:
-    """Every query of a dashboard or of the alerts, with the text that names its labels."""
+    """Return every query of a dashboard or of the alerts, with the text that names its labels."""
     if path.suffix == ".json":
         panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
         return [(target["expr"], target["legendFormat"]) for panel in panels for target in panel["targets"]]

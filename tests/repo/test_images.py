@@ -1,4 +1,5 @@
-"""Contents of the images: exactly the packages of each service, with versions and hashes of the workspace lock."""
+"""Tests that each image contains exactly the packages of its service, with versions and hashes of the workspace
+lock."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
 
 
 def test_all_locks_have_one_version_of_the_grammar_library() -> None:
-    """Masks of other versions may differ, and a trainer drops answers that a replica with another version held."""
+    """Masks of other versions may differ, and a trainer drops answers of a replica with another grammar library."""
     texts = [
         path.read_text() for folder in ("requirements", "deploy/requirements") for path in (ROOT / folder).iterdir()
     ]

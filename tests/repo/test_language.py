@@ -1,10 +1,9 @@
-"""Source, tests, benchmarks, examples and docs code stay within the limits of plain language.
-
-`docs/glossary.md` names classes that exist, and `docs/pitfalls.md` names real tests.
+"""Tests that all code stays within the limits of plain language, and that the glossary and the pitfalls name existing
+code.
 
 The measures are names without a noun, docstring sentences without a head noun, and pronouns in docstrings. The rules
-are in CONTRIBUTING.md. The measures are a thermometer: replacing one empty word by another lowers the figure
-and helps no reader.
+are in CONTRIBUTING.md. The measures are only indicators: replacing one vague word by another lowers the figure and
+helps no reader.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ _PRONOUNS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Empty names per 1,000 lines, headless docstring sentences in percent, pronouns per 1,000 words of docstrings."""
+    """Vague names per 1,000 lines, headless docstring sentences in percent, and pronouns per 1,000 words of
+    docstrings."""
 
     names: float
     headless: float
@@ -88,7 +88,7 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
-    """Yield every string that stands as a statement of a module, class or function."""
+    """Yield the docstring of every module, class, function and attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for child in node.body:

@@ -1,7 +1,4 @@
-"""No regular expression of Headrace takes more than linear time on any text.
-
-Regular expressions of our source, and the texts that make a backtracking engine slow on each of them.
-"""
+"""Tests that every regular expression of Headrace takes linear time on texts that slow down a backtracking engine."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _SHORT_MAX_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One regular expression in our source. `pattern` is None where it is put together while the program runs."""
+    """Regular expression in our source. `pattern` is None if it is built at run time."""
 
     path: str
     line: int
@@ -75,7 +72,7 @@ def uses(root: Path, paths: Sequence[str]) -> Iterator[Use]:
 
 
 def slowest(pattern: str | bytes, flags: int, methods: frozenset[str], seed: int) -> tuple[float, str] | None:
-    """Return the growth of the time and the text, repr and cut, for the first text with superlinear time."""
+    """Return the growth of the time and a shortened repr of the first text with superlinear time, or None."""
     compiled = re.compile(pattern, flags)
     runs = [_runner(compiled, method) for method in sorted(_ways(methods))]
     for prefix, pump, suffix in _attacks(compiled, random.Random(seed)):
@@ -345,7 +342,7 @@ def test_comparisons_of_texts_are_bounded(word: str) -> None:
 
 
 def test_patterns_of_fields_use_the_linear_engine() -> None:
-    """Pydantic's default is Rust's engine; `regex_engine="python-re"` would backtrack."""
+    """Pydantic uses Rust's linear engine by default; `regex_engine="python-re"` would backtrack."""
     users = {path for path in _tracked() if "python-re" in (ROOT / path).read_text()}
     assert users == set()
 

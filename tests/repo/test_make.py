@@ -1,8 +1,7 @@
-"""Commands of make that pages and messages name exist, former names of targets still run the same, and programs load.
+"""Tests of make targets, of service start-up, and of package metadata.
 
-Every service starts thin: help without heavy imports, and a clear refusal of useless settings.
-
-Metadata of the distributions: one version, the fields that an index shows, and sizes that are counted.
+The targets that pages and messages name exist, and former names still work. Services show their help without heavy
+imports, and refuse unused settings. Distributions share one version and have the fields that an index shows.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FORMER = {
 
 
 def named_commands() -> set[tuple[str, str]]:
-    """Return target and name of every command of make in pages and messages; change logs keep former names."""
+    """Return the target and NAME of every make command in pages and messages. Change logs may have former names."""
     command = ["git", "ls-files", *NAMED_IN, ":!*CHANGELOG*"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {match for path in listed for match in COMMAND.findall((ROOT / path).read_text(encoding="utf-8"))}
@@ -152,7 +151,7 @@ def test_services_announce_the_topics_that_name_them(topic: topics.Topic) -> Non
 
 @pytest.mark.parametrize("name", MODULES)
 def test_an_announcement_is_light(name: str) -> None:
-    """Every program that lists the installed services imports it."""
+    """Every program that lists the installed services imports their `ServiceInfo`."""
     code = f"""
 import sys
 from headrace_runtime import services

@@ -1,6 +1,5 @@
-"""`make check NAME=mutants` can do its work: its planted faults and its files exist, and a trial distinguishes alive
-from dead.
-"""
+"""Tests of `make check NAME=mutants`: its injected faults and files exist, and it distinguishes detected from
+undetected faults."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
 def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
-    """`make check NAME=mutants` tries all of them."""
+    """`make check NAME=mutants` tries all injected faults."""
     verdict = try_mutant(fault.mutant(), 300)
     assert verdict.outcome == "killed", verdict.output
 
 
 def test_a_worker_is_given_mutants_of_its_own_place_alone() -> None:
-    """Another worker may have taken the last of them between two looks."""
+    """Another worker may have taken the last mutant between two checks."""
     mutants = [Mutant(str(number), file, "", TESTS) for number, file in enumerate(("a.py", "a.py", "b.py"))]
     waiting = Waiting(mutants)
     assert waiting.take() == mutants[0]

@@ -1,4 +1,4 @@
-"""Servers of tests: none outlives a test killed with -9, and no two tests get the same port."""
+"""Tests of servers that tests start: none survives a test killed with -9, and no two tests get the same port."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_seed_that_a_test_sets_makes_no_ports() -> None:
 @pytest.mark.kafka
 @pytest.mark.usefixtures("few_ports")
 def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    """Seen in CI: Kafka would not format its folder, and the reason was lost."""
+    """In CI, Kafka failed to format its folder, and the reason was lost."""
     presence.need("kafka")
     node = KafkaNode(tmp_path)
     node._controller_port = node.port

@@ -1,6 +1,7 @@
-"""A renamed setting is renamed in the harnesses that give it to a service, too: some of them run once in a release.
+"""Tests that test harnesses use existing setting names, and that settings have tiers.
 
-Settings are in tiers: few that users set, which the pages show as the services describe them.
+Some harnesses run only once for each release. Pages show the few settings that users set with the descriptions of the
+services.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def test_the_page_names_the_common_ones(described: Described) -> None:
 
 
 def test_a_section_stands_once_in_the_reference(described: Described) -> None:
-    """Tiers are an order inside a table: TOML takes no table twice."""
+    """Tiers only order settings inside a table, because TOML does not permit a table twice."""
     tables = re.findall(r"^\[[\w.]+\]$", as_toml(described), re.MULTILINE)
     assert len(set(tables)) == len(tables)
 
@@ -115,7 +116,7 @@ def test_init_sets_what_follows_from_the_size_of_the_base(tmp_path: Path) -> Non
 
 
 def _uncommented(reference: str) -> dict[str, object]:
-    """Return the committed reference as settings: every commented default set."""
+    """Return the committed reference as settings, with every commented default set."""
     lines = [re.sub(r"^#(?=[a-z]\w* = (?!\.\.\.$))", "", line) for line in reference.splitlines()]
     return tomllib.loads("\n".join(lines))
 

@@ -1,6 +1,7 @@
-"""Checks of the site before the build: navigation, links, no external resources, conversion of pages, and figures.
+"""Tests of the documentation site before its build: navigation, links, resources, conversion of pages, and figures.
 
-`make docs` builds the site in a separate environment and checks the output."""
+`make docs` builds the site in a separate environment and checks the output.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_the_navigation_names_pages_that_exist_each_once() -> None:
 
 
 def test_every_page_is_two_clicks_from_the_front_page() -> None:
-    """The navigation is on each page, and a page that it does not name is linked from a page that it names."""
+    """The navigation is on each page, and a page outside the navigation is linked from a page in it."""
     first = set(navigation())
     second = set(first)
     for page in first & set(pages()):
@@ -129,7 +130,7 @@ def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
 
 
 def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
-    """Each report has the shape that its target writes, with only the values that pages name."""
+    """Each report has the format that its target writes, with only the values that pages name."""
     simulation_report = {"faults": {"kill": 2, "stop": 3}, "checks": {"p1": 4}, "failed": [{"seed": 1}], "seeds": 5}
     learned = [
         {"name": f"left by a correction: batch of 8, after {after}: weights", "value": value}
@@ -211,7 +212,7 @@ def test_what_builds_the_site_is_pinned_with_hashes_and_names_no_host() -> None:
 
 
 def _rows(routes: list[Any]) -> set[tuple[str, str]]:
-    """Return method and path of each route, without converters and without the HEAD of a GET."""
+    """Return the method and path of each route, without path converters and without the HEAD of a GET."""
     return {
         (method, re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path))
         for route in routes

@@ -1,10 +1,7 @@
-"""Rules that keep the repository a pleasure to read. They only ever get stricter.
+"""Tests of repository rules, which may only become stricter.
 
-No package of Headrace imports another one by a string, where the import contracts could not see it.
-
-Command, SDK and runtime have one copy of everything: a second one would not learn what the first has learnt.
-
-Finds duplicates: runs of equal lines in two places of some packages.
+No package imports another by a string, which would bypass the import contracts. Code is not duplicated: equal runs of
+lines in two places are reported.
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ _SAYS_SOMETHING = re.compile(r"\w")
 
 
 class Place(NamedTuple):
-    """A line of a file."""
+    """Line of a file."""
 
     path: Path
     line: int
 
 
 def blocks(paths: Iterable[Path]) -> list[tuple[Place, Place]]:
-    """Each pair of places where `LINES` lines in a row are the same; the first one and any later one."""
+    """Return each pair of places at which `LINES` consecutive lines are equal: the first one and any later one."""
     seen: dict[tuple[str, ...], list[Place]] = defaultdict(list)
     for path in paths:
         lines = list(_normalised(path.read_text(encoding="utf-8")))
@@ -47,7 +44,7 @@ def blocks(paths: Iterable[Path]) -> list[tuple[Place, Place]]:
 
 
 def _normalised(source: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, without indentation, comments, docstrings, imports and lone brackets."""
+    """Yield the numbered lines without indentation, comments, docstrings, imports and lone brackets."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
@@ -66,7 +63,7 @@ SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path /
 
 
 def tracked(pattern: str = "*") -> list[Path]:
-    """Return the tracked files. A linked folder is none; its files are listed where they lie."""
+    """Return the tracked files. A linked folder is omitted, since its files are listed at their own path."""
     listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
@@ -135,7 +132,7 @@ def test_metrics_are_made_in_their_catalogue_only() -> None:
 
 
 def test_whoever_catches_wrong_json_catches_deep_json() -> None:
-    """A thousand brackets raise `RecursionError`, which is no `ValueError`."""
+    """A thousand nested brackets raise `RecursionError`, which is not a `ValueError`."""
     careless = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -208,7 +205,7 @@ PROCESSES = {("headrace_cli", "headrace_trainer.trinity_yaml")}
 
 
 def module_strings(path: Path) -> Iterator[tuple[int, str]]:
-    """Return the line and the text of each string of a file that is the name of a module of Headrace."""
+    """Yield the line and the text of each string in a file that is the name of a Headrace module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             file = node.value.replace(".", "/")
@@ -231,7 +228,7 @@ def test_a_module_named_by_a_string_is_one_that_the_package_may_import(package: 
 
 
 def attribute_strings(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Return line, module and name of each string of a file that has the form of an entry point, `module:name`."""
+    """Yield the line, module and name of each string in a file that has the form of an entry point, `module:name`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             module, _, name = node.value.partition(":")
@@ -240,8 +237,9 @@ def attribute_strings(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def defines(module: str, name: str) -> bool:
-    """Return whether a module of Headrace has a name at its top level. It is parsed, since torch may not be
-    installed.
+    """Return whether a module of Headrace defines `name` at its top level.
+
+    The module is parsed and not imported, since torch may not be installed.
     """
     for package in PACKAGES:
         for end in (".py", "/__init__.py"):
@@ -317,7 +315,7 @@ def test_a_planted_duplicate_is_found(tmp_path: Path) -> None:
 
 
 def test_one_module_computes_quantiles_of_student() -> None:
-    """The coefficients of the expansion, and quantiles for 1 to 4 degrees of freedom, appear in no source."""
+    """No source contains the coefficients of the expansion, or quantiles for 1 to 4 degrees of freedom."""
     written = re.compile(r"92_?160|\b12\.706|\b4\.302\d|\b3\.182\d|\b2\.776\d")
     sources = [
         path

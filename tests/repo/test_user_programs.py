@@ -1,4 +1,4 @@
-"""A user's program gets named environment variables and no others, whichever service or command starts it."""
+"""Tests that a user's program gets only named environment variables, whichever service or command starts it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _start_gate(folder: Path, out: Path) -> None:
 
 
 async def _start_copy_of_gate(folder: Path, out: Path) -> None:
-    """Start the program as an actor on a Ray worker does: its settings have no workers, and names for copies."""
+    """Start the gate program as an actor on a Ray worker does: without workers, and with names of passed variables."""
     command = (sys.executable, str(_program(folder, out, NAMED)))
     async with Gate(GateSettings(command=command, ray=GateRaySettings(environment=(PASSED,)))).session():
         pass
@@ -162,7 +162,7 @@ STARTS = {"create_subprocess_exec", "create_subprocess_shell", "Popen", "run", "
 
 
 def _starts_without_environment(path: Path) -> list[int]:
-    """Return the lines of calls that start a process and hand over the whole environment of this one."""
+    """Return the lines of calls that start a process with the whole environment of this process."""
     lines = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

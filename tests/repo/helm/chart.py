@@ -1,6 +1,4 @@
-"""The chart as a server gets it, for a few sets of values: objects, Pods, containers, and the environment of their
-processes.
-"""
+"""Helm chart rendered for several sets of values: objects, Pods, containers, and the environment of their processes."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ OFF = ("--set", "single.enabled=false,bus.address=kafka:9092,database.urlSecret.
 
 
 def _files(*names: str) -> tuple[str, ...]:
-    """Of values, one over the other."""
+    """Return the helm arguments for several values files, of which later ones override earlier ones."""
     return tuple(word for name in names for word in ("--values", str(CHART / f"values-{name}.yaml")))
 
 
@@ -66,7 +64,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Render the chart for the newest Kubernetes of which the repository has schemas."""
+    """Render the chart for the newest Kubernetes version whose schemas are in the repository."""
     return helm("template", "headrace", str(CHART), "--kube-version", VERSIONS[-1], *arguments)
 
 
@@ -78,7 +76,7 @@ def text(variant: str) -> str:
 
 
 def objects(variant: str) -> list[Object]:
-    """The objects are parsed again for each caller, so a caller may change them."""
+    """Return the rendered objects of a variant. They are parsed for each call, so callers may change them."""
     return [document for document in yaml.safe_load_all(text(variant)) if document]
 
 
@@ -89,7 +87,7 @@ def of_kind(variant: str, kind: str) -> dict[str, Object]:
 
 @dataclass(frozen=True)
 class Container:
-    """One container of a workload, with its Pod and the settings file that it is given."""
+    """Container of a workload, with its Pod and its settings file."""
 
     workload: Object
     pod: Object
@@ -106,11 +104,11 @@ class Container:
 
     @property
     def mounts(self) -> dict[str, str]:
-        """Names of the mounted volumes by path."""
+        """Return the names of the mounted volumes by path."""
         return {mount["mountPath"]: mount["name"] for mount in self.spec["volumeMounts"]}
 
     def volume(self, name: str) -> Object:
-        """Return a volume of the Pod, or the template from which each replica gets a claim of its own."""
+        """Return a volume of the Pod, or the volume claim template of its StatefulSet."""
         claims = {
             volume_claim["metadata"]["name"]: volume_claim
             for volume_claim in self.workload["spec"].get("volumeClaimTemplates", ())
@@ -121,7 +119,7 @@ class Container:
         return source
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the process, with the values of Secrets, fields and `$(NAME)`."""
+        """Return the environment of the process, with the values of Secrets, field references and `$(NAME)`."""
         seen: dict[str, str] = {}
         for variable in self.spec["env"]:
             assert variable["name"] not in seen, f"{self.label} has {variable['name']} twice"
@@ -130,7 +128,7 @@ class Container:
 
 
 def containers(documents: list[Object]) -> Iterator[Container]:
-    """Yield the containers of every workload among the objects, with those of initialization."""
+    """Yield the containers and init containers of every workload among the objects."""
     settings = next(
         document["data"]["headrace.toml"]
         for document in documents
@@ -144,7 +142,7 @@ def containers(documents: list[Object]) -> Iterator[Container]:
 
 
 def kubeconform(rendered: str, version: str) -> str:
-    """Return the errors by the schemas, or an empty string. A kind without a schema is wrong."""
+    """Return the errors by the schemas, or an empty string. A kind without a schema is an error."""
     folders = (SCHEMAS / f"v{version}", SCHEMAS / "custom")
     locations = [f"-schema-location={folder}/{{{{.ResourceKind}}}}{{{{.KindSuffix}}}}.json" for folder in folders]
     process = subprocess.run(
@@ -158,7 +156,7 @@ def kubeconform(rendered: str, version: str) -> str:
 
 
 def values() -> Object:
-    """The defaults."""
+    """Return the default values."""
     loaded: Object = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     return loaded
 

@@ -1,4 +1,4 @@
-"""Every test here needs helm."""
+"""Fixture that requires helm for all tests in this folder."""
 
 from __future__ import annotations
 

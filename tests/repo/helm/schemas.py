@@ -1,8 +1,8 @@
-"""Gathers the schemas that rendered charts are held to: `python -m tests.repo.helm.schemas FOLDER MODULE@VERSION...`
+"""Collect the JSON schemas for rendered charts: `python -m tests.repo.helm.schemas FOLDER MODULE@VERSION...`.
 
-Those of Kubernetes come from the package kubernetes-validate in FOLDER, an environment; those of custom resources from
-the definitions in Go modules, which Go's checksum database vouches for. They go to FOLDER/schemas as kubeconform reads
-them.
+The schemas of Kubernetes come from the package kubernetes-validate in the environment FOLDER. Those of custom resources
+come from the definitions in Go modules, which Go's checksum database verifies. FOLDER/schemas has the layout that
+kubeconform reads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _module_folder(module: str) -> Path:
 
 
 def _custom(definition: dict[str, Any], target: Path) -> None:
-    """One file for each kind; the last version of a definition is the one that is stored."""
+    """Write one schema file for each kind, from the last version of its definition."""
     spec = definition["spec"]
     for version in spec["versions"]:
         name = f"{spec['names']['kind'].lower()}-{spec['group'].split('.')[0]}-{version['name']}.json"
@@ -61,7 +61,7 @@ def _custom(definition: dict[str, Any], target: Path) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """The schema, with names that it does not know refused, as a server drops them without a word."""
+    """Return the schema with `additionalProperties` refused, because a server silently drops unknown names."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Rights of Pods, the folders that they write, and their end when a node is drained."""
+"""Tests of the permissions of Pods, of the folders that they write, and of their shutdown when a node is drained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 @each_variant
 def test_a_pod_has_no_more_rights_than_it_needs(variant: str) -> None:
-    """Kubernetes' own profile `restricted`, and a file system that cannot be written."""
+    """Pods satisfy Kubernetes' profile `restricted`, and have a read-only root file system."""
     for container in containers(objects(variant)):
         assert container.pod["securityContext"]["runAsNonRoot"] is True
         assert container.pod["securityContext"]["runAsUser"] == 10001, "the user of the images"
@@ -32,7 +32,7 @@ def test_a_pod_has_no_more_rights_than_it_needs(variant: str) -> None:
 
 @each_variant
 def test_the_data_folder_and_tmp_can_be_written(variant: str) -> None:
-    """A service may lose files of `data_dir` outside of its volumes, but without the folder it is never ready."""
+    """A service may lose files of `data_dir` outside its volumes, but is never ready without the folder."""
     for container in containers(objects(variant)):
         writable = {mount["mountPath"] for mount in container.spec["volumeMounts"] if not mount.get("readOnly")}
         assert {"/tmp", DATA} <= writable, container.label
@@ -89,9 +89,7 @@ def test_the_broker_is_there_before_the_others_and_after_them() -> None:
 
 @each_variant
 def test_an_unready_service_is_not_restarted(variant: str) -> None:
-    """`/health` answers 503 while there is no version to serve. The watchdog that the image runs ends a process that
-    hangs.
-    """
+    """`/health` returns 503 while there is no version to serve. The watchdog of the image ends a process that hangs."""
     for container in containers(objects(variant)):
         assert "livenessProbe" not in container.spec
         assert not {"command", "args"} & container.spec.keys(), "the image's own entry point"

@@ -1,4 +1,4 @@
-"""Kubernetes, KEDA and the Prometheus operator know every rendered field, and the chart knows every value.
+"""Tests that Kubernetes, KEDA and the Prometheus operator know every rendered field, and the chart every value.
 
 helm and kubectl accept the commands of docs/guides/kubernetes.md and of the chart's README.
 """
@@ -54,7 +54,7 @@ def test_names_are_unique(variant: str) -> None:
     ],
 )
 def test_a_wrong_field_is_noticed(kind: str, path: tuple[Any, ...], wrong: object) -> None:
-    """The check above could not otherwise be trusted."""
+    """The check above can fail: a wrong field is reported."""
     document: Any = next(candidate for candidate in objects("production") if candidate["kind"] == kind)
     assert kubeconform(yaml.safe_dump(document), VERSIONS[-1]) == ""
     inner = document
@@ -65,7 +65,7 @@ def test_a_wrong_field_is_noticed(kind: str, path: tuple[Any, ...], wrong: objec
 
 
 def test_the_schema_of_values_is_closed_and_complete() -> None:
-    """Each table of the schema refuses other names, unless its names are the user's; each default is in it."""
+    """Each table of the schema refuses unknown names, unless users choose the names, and contains each default."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     assert schema["properties"].keys() - {"global"} == values().keys()
     for table in _tables(schema):
@@ -127,7 +127,7 @@ _INSTALL = {"--wait": 0, "--timeout": 1}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the commands run: the page's files, the chart, and settings."""
+    """Return a folder with the page's files, the chart, and settings, in which the commands run."""
     for fence in fences(PAGE):
         if fence.file:
             (tmp_path / fence.file).write_text(fence.text, encoding="utf-8")

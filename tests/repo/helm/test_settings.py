@@ -1,4 +1,4 @@
-"""Checks of the chart with the settings code of the services: real names, values, ports and command lines."""
+"""Tests of the chart with the settings code of the services: names, values, ports and command lines."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_every_selector_finds_pods(variant: str) -> None:
 
 
 def test_images_are_those_that_are_built() -> None:
-    """By the compose file, and the broker's by the list of `make lock`."""
+    """Services' images are those of the compose file, and the broker's image is in the list of `make lock`."""
     composed = {container["image"] for container in ours().values()}
     named = re.search(r"^IMAGES := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     built = {f"headrace-{name}" for name in named[1].split()} if named else set()
@@ -122,7 +122,7 @@ def test_images_are_those_that_are_built() -> None:
 
 
 def test_every_service_of_the_compose_file_is_there() -> None:
-    """The console needs users and a proxy with TLS, so a value turns it on."""
+    """The console needs users and a TLS proxy, so the chart disables it by default."""
     composed = {container["build"]["args"]["SERVICE"] for container in ours().values()}
     assert {container.service for container in containers(objects("production"))} == composed - {"console"}
     assert {container.service for container in containers(objects("judge"))} == {*composed, "broker"} - {"console"}
@@ -148,7 +148,7 @@ def test_the_console_reaches_every_other_service(tmp_path: Path) -> None:
 
 
 def test_resources_are_those_of_the_compose_file() -> None:
-    """Chart and compose file set the same memory limits, so that a plan made for one of them holds for the other."""
+    """Chart and compose file set equal memory limits, so that a capacity plan for one also holds for the other."""
     for container in containers(objects("claims")):
         limit = container.spec["resources"]["limits"]["memory"]
         assert limit.lower().removesuffix("i") == services()[container.service]["mem_limit"], container.label
@@ -263,7 +263,7 @@ def test_scaling_looks_at_every_topic_of_the_service() -> None:
     ],
 )
 def test_a_variable_that_is_no_setting_is_noticed(variable: str, value: str, message: str, tmp_path: Path) -> None:
-    """Kubernetes itself adds the last variable where service links are on."""
+    """Kubernetes itself adds the last variable if service links are enabled."""
     container = next(container for container in containers(objects("claims")) if container.service == "collector")
     container.spec["env"].append({"name": variable, "value": value})
     with pytest.raises(SettingError, match=message):
