@@ -6,6 +6,7 @@ Fences that call a running Headrace run in `test_running.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -74,12 +75,15 @@ def test_a_change_that_a_page_makes_fits_the_code(fence: Fence) -> None:
     assert process.returncode == 0, f"{fence.label}: {process.stderr}"
 
 
+_command_tree = functools.cache(get_command)
+
+
 @pytest.mark.parametrize(
     "fence", [fence for fence in all_fences() if fence.language == "console"], ids=lambda fence: fence.label
 )
 def test_commands_that_are_only_shown_exist_with_these_options(fence: Fence) -> None:
     for line in _HEADRACE.findall(fence.text.replace("\\\n", " ")):
-        group = get_command(app)
+        group = _command_tree(app)
         words = shlex.split(line, comments=True)
         while isinstance(group, TyperGroup) and words and not words[0].startswith("-"):
             assert words[0] in group.commands, f"{fence.label}: no command {words[0]!r} in: headrace {line}"
