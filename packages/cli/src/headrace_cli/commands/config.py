@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ import typer
 from headrace_cli.commands.shared import Commands, command, console, echo, service_names, table
 
 if TYPE_CHECKING:
+    from headrace.errors import UsageError
     from headrace_runtime.services import ServiceInfo
 
 
@@ -23,8 +26,6 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
     rubrics, the gate program (with a simulated gateway), keys, the database, the bus and its topics. The ports of all
     services must be free.
     """
-    import os
-
     from rich.markup import escape
 
     from headrace_operations.settings_reference import check_services
@@ -65,8 +66,6 @@ def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str
 
 def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
     """Return the problems of the ports; none if Headrace already runs on this data directory and uses them."""
-    import os
-
     from headrace.errors import UsageError
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of, make
@@ -105,6 +104,7 @@ def reference(
     services = installed()
     if service is not None and service not in services:
         raise UsageError(f"service {service!r} is not installed; the installed services are {', '.join(services)}")
+    _require_folder(output)
     with console(stderr=True).status("reading the settings of the services"):
         text = as_toml(
             describe_settings({service: services[service]} if service else services), only=service, tier=tier
@@ -112,16 +112,32 @@ def reference(
     _print_or_write(text, output)
 
 
-def _print_or_write(text: str, output: Path | None) -> None:
+def _require_folder(file: Path | None) -> None:
+    """Raise `UsageError` for a file in no folder, before seconds are spent on its content."""
+    if file is not None and not file.parent.is_dir():
+        raise _unwritable(file, os.strerror(errno.ENOENT))
+
+
+def _unwritable(file: Path, reason: str | None) -> UsageError:
     from headrace.errors import UsageError
 
+    return UsageError(f"{file}: cannot be written ({reason}); name a file in an existing folder")
+
+
+def _existing(file: Path) -> UsageError:
+    from headrace.errors import UsageError
+
+    return UsageError(f"{file}: exists already; name another file, or remove it first")
+
+
+def _print_or_write(text: str, output: Path | None) -> None:
     if output is None:
         echo(text, end="")
         return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{output}: cannot be written ({error.strerror}); name a file in an existing folder") from None
+        raise _unwritable(output, error.strerror) from None
 
 
 def schema(
@@ -136,6 +152,7 @@ def schema(
     from headrace_operations.settings_reference import as_json_schema, describe_settings
     from headrace_operations.supervisor.plan import installed
 
+    _require_folder(output)
     with console(stderr=True).status("reading the settings of the services"):
         text = json.dumps(as_json_schema(describe_settings(installed())), indent=1)
     _print_or_write(text + "\n", output)
@@ -153,12 +170,12 @@ def init(
     For a base on this machine the file also sets the values that follow from its size: learning rate, tokens of a pass,
     and LoRA where all weights need more memory than a machine of 16 GB has for the trainer.
     """
-    import os
-
-    from headrace.errors import UsageError
     from headrace_operations.settings_reference import describe_settings, starter_file, suggest_values
     from headrace_operations.supervisor.plan import installed
 
+    _require_folder(file)
+    if file.exists():
+        raise _existing(file)
     with console(stderr=True).status("reading the settings of the services"):
         services = installed()
         values = {"trainer.base": base, "trainer.model": model}
@@ -168,9 +185,9 @@ def init(
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError:
-        raise UsageError(f"{file}: exists already; name another file, or remove it first") from None
+        raise _existing(file) from None
     except OSError as error:
-        raise UsageError(f"{file}: cannot be written ({error.strerror}); name a file in an existing folder") from None
+        raise _unwritable(file, error.strerror) from None
     echo(f"{file} is written; check it with `headrace config check {file}`")
 
 
