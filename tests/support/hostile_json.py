@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 
 from headrace_schemas.values import ids
 from headrace_schemas.values.ids import decode_name
+from tests.support.seeds import draw_seed
 from tests.support.turns import ask, closed, user
 
 SESSION = "s"
@@ -88,11 +89,20 @@ def _trajectory() -> dict[str, Any]:
     return {**fields, "context": {"expected": "42"}, "tools": [TOOL], "task_id": "task"}
 
 
-def kinds_everywhere(body: dict[str, Any], names: Iterable[str] = ()) -> Iterator[Any]:
-    """Yield `body` with each of `KINDS` as a whole, at each of its places, and at each of the top-level `names`."""
+def kinds_everywhere(
+    body: dict[str, Any], names: Iterable[str] = (), kinds_per_place: int = len(KINDS)
+) -> Iterator[Any]:
+    """Yield `body` with each of `KINDS` as a whole, at each of its places, and at each of the top-level `names`.
+
+    Args:
+        body: a valid body.
+        names: top-level names, whether or not `body` has them.
+        kinds_per_place: number of kinds at each place, a sample by the seed of the running test.
+    """
     yield from KINDS
+    chance = random.Random(draw_seed())
     for path in (*_paths(body), *((name,) for name in names if name not in body)):
-        for kind in KINDS:
+        for kind in chance.sample(KINDS, kinds_per_place):
             changed = copy.deepcopy(body)
             target: Any = changed
             for name in path[:-1]:

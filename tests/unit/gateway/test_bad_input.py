@@ -31,7 +31,7 @@ from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import Feedback, Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, strict, until
-from tests.support.hostile_json import bases, kinds_everywhere
+from tests.support.hostile_json import KINDS, bases, kinds_everywhere
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
@@ -202,14 +202,17 @@ async def test_a_type_or_a_role_that_is_no_text_is_refused_by_name(
     assert answer.json()["error"]["param"].startswith(field)
 
 
+@pytest.mark.parametrize("kinds_per_place", [3, pytest.param(len(KINDS), marks=pytest.mark.long)])
 @pytest.mark.parametrize(("route", "body"), bases(), ids=lambda value: value if isinstance(value, str) else "")
-async def test_no_value_of_another_type_fails_the_gateway(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+async def test_no_value_of_another_type_fails_the_gateway(
+    tmp_path: Path, route: str, body: dict[str, Any], kinds_per_place: int
+) -> None:
     replica = FakeReplica(grammars=("response_format", "tool_choice"))
     names = (*MODELS[route].model_fields, *OTHER_NAMES.get(route, ()))
     statuses: Counter[int] = Counter()
     async with replica.running(), gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE) as served:
         await until(lambda: served.publisher.connected)
-        for changed in kinds_everywhere(body, names):
+        for changed in kinds_everywhere(body, names, kinds_per_place):
             answer = await served.client.post(route, json=changed)
             assert answer.status_code in {200, 202, 400, 403, 404, 422}, (json.dumps(changed), answer.text)
             statuses[answer.status_code] += 1

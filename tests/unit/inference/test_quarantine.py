@@ -202,15 +202,15 @@ async def test_requests_cannot_end_the_engine(
 ) -> None:
     version = models.first.version
     poison(engine._models[version][0], monkeypatch)
-    innocent = [asyncio.create_task(sample(engine, prompt_of(9, salt), version, max_tokens=60)) for salt in range(4)]
-    for salt in range(12):
+    innocent = [asyncio.create_task(sample(engine, prompt_of(9, salt), version, max_tokens=30)) for salt in range(4)]
+    for salt in range(6):
         lost = engine.generate([*prompt_of(5, salt), *POISON, 9], Sampling(), version, [Start()], stream=True)
         with pytest.raises(EngineFailed, match="PoisonedError"):
             async for _ in lost:
                 pass
     assert engine.alive
     results: list[Tokens] = await asyncio.gather(*innocent)
-    assert [len(tokens.token_ids) for tokens in results] == [60] * 4
+    assert [len(tokens.token_ids) for tokens in results] == [30] * 4
     assert engine.in_flight() == 0
 
 
