@@ -144,26 +144,26 @@ def test_only_shards_of_the_index_are_fetched(hub: FakeHub, client: Client) -> N
     assert set(content_of(client.resolve(NAME)["folder"])) == {*expected, ORIGIN_FILE}
 
 
-@pytest.mark.parametrize(
-    "index", [b"", b"[]", b"{}", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": [1]}}', b"[" * 100_000, b"\xff"]
-)
-def test_an_index_that_maps_no_weights_to_files_is_refused(hub: FakeHub, client: Client, index: bytes) -> None:
+def test_an_index_that_maps_no_weights_to_files_is_refused(hub: FakeHub, client: Client) -> None:
     weights = {"model-00001-of-00001.safetensors": b"weights"}
     small_files = {name: data for name, data in FILES.items() if name != "model.safetensors"}
-    hub.repositories[NAME].commit({**small_files, **weights, "model.safetensors.index.json": index})
-    refused = client.resolve(NAME)
-    assert refused["kind"] == "SettingError"
-    assert "does not map weights to files" in refused["error"]
+    indexes = (b"", b"[]", b"{}", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": [1]}}', b"[" * 100_000, b"\xff")
+    for index in indexes:
+        hub.repositories[NAME] = HubRepository()
+        hub.repositories[NAME].commit({**small_files, **weights, "model.safetensors.index.json": index})
+        refused = client.resolve(NAME)
+        assert refused.get("kind") == "SettingError", index[:50]
+        assert "does not map weights to files" in refused["error"], index[:50]
 
 
-@pytest.mark.parametrize("commit", ["../../elsewhere", "main", "a" * 41, ""])
-def test_a_commit_that_is_no_digest_becomes_no_folder(hub: FakeHub, client: Client, commit: str) -> None:
+def test_a_commit_that_is_no_digest_becomes_no_folder(hub: FakeHub, client: Client) -> None:
     repository = hub.repositories[NAME]
-    repository.commits[commit] = dict(FILES)
-    repository.branches["main"] = commit
-    refused = client.resolve(NAME)
-    assert refused["kind"] == "SettingError"
-    assert "the hub answers with the commit" in refused["error"]
+    for commit in ("../../elsewhere", "main", "a" * 41, ""):
+        repository.commits[commit] = dict(FILES)
+        repository.branches["main"] = commit
+        refused = client.resolve(NAME)
+        assert refused.get("kind") == "SettingError", commit
+        assert "the hub answers with the commit" in refused["error"], commit
 
 
 def test_a_folder_has_precedence_over_the_hub(hub: FakeHub, client: Client) -> None:
