@@ -94,7 +94,7 @@ def _growth(run: Callable[[Any], object], prefix: str, pump: str, suffix: str, *
         return attack.encode() if is_bytes else attack
 
     for length in _SHORT_LENGTHS:
-        if min(_seconds(run, text(length)) for _ in range(2)) > _SHORT_MAX_S:
+        if all(_seconds(run, text(length)) > _SHORT_MAX_S for _ in range(2)):
             return float("inf")  # exponential, or of a high degree: the full length would take for ever
     short, long = text(_LENGTH), text(4 * _LENGTH)
     best = float("inf")

@@ -91,6 +91,7 @@ for name in MODULES:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_test_program_is_imported_without_the_paths_of_pytest() -> None:
     command = [sys.executable, "-c", _LOAD_PROGRAMS]

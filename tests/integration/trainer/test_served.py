@@ -143,7 +143,7 @@ def plant(folder: Path, target: Path, *, scale: float) -> Path:
     return target
 
 
-@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("layers", [2, pytest.param(12, marks=pytest.mark.long)])
 async def test_the_block_of_the_lora_guide_is_served_and_trained_on_a_cpu(
     engine: TorchEngine, tmp_path: Path, layers: int
 ) -> None:

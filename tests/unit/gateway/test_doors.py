@@ -14,6 +14,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -207,8 +208,19 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("route", ["/v1/feedback", "/feedback", "/commit", "/v1/trajectories", "/v1/responses"])
-@pytest.mark.parametrize("kind", HEAVY)
+ROUTES = ("/v1/feedback", "/feedback", "/commit", "/v1/trajectories", "/v1/responses")
+
+
+def _marks(route: str, kind: str) -> Sequence[pytest.MarkDecorator]:
+    """Each route and each kind once, and the tokens of a trajectory; the other pairs are long."""
+    quick = kind == "values" or route == "/v1/feedback" or (route, kind) == ("/v1/trajectories", "tokens")
+    return () if quick else (pytest.mark.long,)
+
+
+@pytest.mark.parametrize(
+    ("route", "kind"),
+    [pytest.param(route, kind, marks=_marks(route, kind)) for kind in HEAVY for route in ROUTES],
+)
 async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, route: str, kind: str) -> None:
     body = HEAVY[kind]()
     longest_s = 0.0

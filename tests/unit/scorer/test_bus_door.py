@@ -33,7 +33,8 @@ from tests.unit.scorer.conftest import Rig, half, scorer
 from tests.unit.scorer.test_scorer import reward
 
 EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
-RECORDS = 150
+each_number = pytest.mark.parametrize("records", [50, pytest.param(150, marks=pytest.mark.long)])
+"""Number of hostile records on the topic."""
 NAMED = {
     "invalid_event", "invalid_json", "too_many_values", "too_many_sources", "reserved_source", "unknown_field",
     "foreign_end_reason", "foreign_session_key", "no_branches", "captured_turn", "impossible_time", "turn_taken",
@@ -54,6 +55,7 @@ async def flood(
     stream: Bench,
     topic: str,
     chance: random.Random,
+    records: int,
     good: Callable[[], Event],
     after: Callable[[], Awaitable[None]] = nothing,
 ) -> Counter[bool]:
@@ -61,7 +63,7 @@ async def flood(
     (False) ones."""
     valid_bodies = bodies(topic)
     seen: Counter[bool] = Counter()
-    for _ in range(RECORDS):
+    for _ in range(records):
         value = json.dumps(mutated(chance.choice(valid_bodies), chance)).encode()
         before = len(stream.sent(DeadLetter))
         await stream.deliver(stream.append(topic, value), *stream.produce(good()))
@@ -77,9 +79,10 @@ def chance() -> random.Random:
     return random.Random(draw_seed())
 
 
+@each_number
 @pytest.mark.parametrize("topic", ["turns", "feedback", "session-ends"])
 async def test_the_collector_goes_on_behind_any_record(
-    database_url: str, data_dir: Path, topic: str, chance: random.Random
+    database_url: str, data_dir: Path, topic: str, chance: random.Random, records: int
 ) -> None:
     sound_turns: list[Turn] = []
 
@@ -88,8 +91,8 @@ async def test_the_collector_goes_on_behind_any_record(
         return sound_turns[-1]
 
     async with collector(database_url, data_dir) as stream:
-        seen = await flood(stream, topic, chance, good)
-        for _ in range(RECORDS // 20):  # a step closes some at a time
+        seen = await flood(stream, topic, chance, records, good)
+        for _ in range(max(records // 20, 5)):  # a step closes some at a time
             await pass_time(stream, 1000)
         assert {letter.reason for letter in stream.sent(DeadLetter)} <= NAMED
         closed_turns = {name for trajectory in stream.sent(Trajectory) for name in trajectory.turn_ids}
@@ -97,9 +100,10 @@ async def test_the_collector_goes_on_behind_any_record(
     assert min(seen[True], seen[False]) > 5, "some are taken and some are refused"
 
 
+@each_number
 @pytest.mark.parametrize("topic", ["trajectories", "feedback", "rewards"])
 async def test_the_scorer_goes_on_behind_any_record(
-    database_url: str, data_dir: Path, topic: str, chance: random.Random
+    database_url: str, data_dir: Path, topic: str, chance: random.Random, records: int
 ) -> None:
     sound_runs: list[Trajectory] = []
 
@@ -110,10 +114,10 @@ async def test_the_scorer_goes_on_behind_any_record(
     async with scorer(database_url, data_dir, half) as rig:
         for body in bodies("trajectories"):  # what the feedback and the rewards of the examples are about
             await rig.stream.deliver(Trajectory.from_json(json.dumps(body).encode()))
-        seen = await flood(rig.stream, topic, chance, good, rig.run_functions)
+        seen = await flood(rig.stream, topic, chance, records, good, rig.run_functions)
         await rig.deliver(*(feedback(session=run.session_id, value=1.0) for run in sound_runs[:3]))
         await rig.deliver(*(reward(run, "judge:tone", 1.0) for run in sound_runs[:3]))
-        for _ in range(RECORDS // 20):
+        for _ in range(max(records // 20, 5)):
             await rig.pass_time(1000)
         assert {letter.reason for letter in rig.stream.sent(DeadLetter)} <= NAMED
         scored = {
