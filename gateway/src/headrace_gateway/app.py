@@ -1,5 +1,4 @@
-"""The composition root: the parts of the gateway, the tasks that run with its HTTP server, and the order in which
-they stop."""
+"""Composition root of the gateway: its parts, the tasks that run beside its HTTP server, and their shutdown order."""
 
 from __future__ import annotations
 
@@ -54,7 +53,8 @@ log = get_logger(__name__)
 
 
 async def run(common: Common, settings: GatewaySettings) -> None:
-    """Serve until cancelled. Open requests then end first, and events that the bus did not take stay in the spool."""
+    """Serve until cancelled. Then open requests end first, and events that were not sent to the bus stay in the
+    spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     keys = read_keys(settings)
     values = common.section_of("scorer", SourceValues)
@@ -160,9 +160,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
 def trinity_door(
     app: ASGIApp, settings: GatewaySettings, security: SecuritySettings | None = None
 ) -> AbstractAsyncContextManager[int]:
-    """Open the same pages at `gateway.trinity_port`, where one is set; yield the port, or 0.
+    """Serve the same application at `gateway.trinity_port`, if it is set. The context yields the port, or 0.
 
-    Open this port after the other one: a socket that was handed over belongs to the other one.
+    This port must be opened after the main port, which uses the inherited socket if there is one.
     """
     if not settings.trinity_port:
         return contextlib.nullcontext(0)
@@ -182,7 +182,9 @@ def spool_folder(common: Common, settings: GatewaySettings) -> Path:
 
 
 def known_folder_of(common: Common, settings: GatewaySettings) -> Path:
-    """Return the folder of the tables' files and of the names that must not be recalled. The folder is next to the
-    spool and, like the spool, belongs to one process."""
+    """Return the folder of the tables' files and of the file with names that must not be recalled.
+
+    The folder is beside the spool and, like the spool, belongs to one process.
+    """
     spool = spool_folder(common, settings)
     return spool.with_name(f"{spool.name}-known")

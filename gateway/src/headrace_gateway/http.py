@@ -71,12 +71,15 @@ class Parts:
 
 
 async def _root(_request: Request) -> Response:
-    """Answer clients that look whether the server is there before their first call, as Claude Code does."""
+    """Respond to clients that test whether the server is available before their first call, as Claude Code does."""
     return PlainTextResponse("Headrace gateway\n")
 
 
 def application(parts: Parts) -> ASGIApp:
-    """`/health` is 200 while chat requests can be served and captured; the bus being away does not change that."""
+    """Return the ASGI application.
+
+    `/health` returns 200 while chat requests can be served and captured, also while the bus is unavailable.
+    """
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     dispatchers = Dispatchers(parts.replica_set.capacity)
@@ -166,7 +169,7 @@ class Counting:
         return await self._app(scope, receive, counted)
 
     def label_of(self, path: str) -> str:
-        """Return the name of the route of a path, whether the route takes the method or not."""
+        """Return the name of the route of a path, also for methods that the route refuses."""
         label = self._labels.get(path)
         if label is not None:
             return label

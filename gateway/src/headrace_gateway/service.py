@@ -1,4 +1,4 @@
-"""The announcement of this service under the entry points `headrace.services`."""
+"""Announcement of this service under the entry points `headrace.services`."""
 
 from __future__ import annotations
 

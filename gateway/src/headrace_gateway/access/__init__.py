@@ -1,1 +1,1 @@
-"""Who may call: keys, limits, and the errors of refusals."""
+"""Access to the gateway: API keys, limits, and the errors of refused requests."""

@@ -1,6 +1,4 @@
-"""Identification of callers: API keys by digest, with the tenant and the scopes that they give, and a check of the
-keys before a start.
-"""
+"""Identification of callers by API key digests, with tenant and scopes, and a check of the keys before the start."""
 
 from __future__ import annotations
 
@@ -79,8 +77,11 @@ class Caller:
 
 
 class KeyRing:
-    """All keys of this gateway. Without any, every caller is `default`: with every scope, or where services share an
-    internal key, with all but `admin`, which needs that key."""
+    """All API keys of this gateway.
+
+    Without keys, every caller is the tenant `default` with every scope. If services share an internal key, only that
+    key has the scope `admin`.
+    """
 
     def __init__(self, keys: Iterable[KeySettings], default_limits: LimitSettings, internal_key: str = "") -> None:
         self._callers = {key.sha256: _caller(key, default_limits) for key in keys}
@@ -92,9 +93,9 @@ class KeyRing:
             self._callers[digest] = Caller(digest, "internal", "default", ALL_SCOPES, None, default_limits)
 
     def identify(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> Caller:
-        """Return the caller by the key in its path (`/t/{key}/...`), else by its bearer token, else by `x-api-key`.
+        """Return the caller by the key in the path (`/t/{key}/...`), else by the bearer token, else by `x-api-key`.
 
-        The path has precedence: clients that can only carry a key there send a made-up bearer token, too.
+        The path has precedence, because clients that can send a key only there also send a meaningless bearer token.
 
         Raises:
             ApiError: 401, the key is missing or unknown.
@@ -120,8 +121,7 @@ class KeyRing:
     def cache_salt(self, tenant: str) -> str:
         """Return the salt that separates a tenant's prompts in the caches of replicas.
 
-        The salt does not reveal the tenant, and all gateways with the same `security.internal_key` compute the same
-        one.
+        The salt does not reveal the tenant. All gateways with the same `security.internal_key` compute the same salt.
         """
         return hmac.new(self._salt_key, tenant.encode(), hashlib.sha256).hexdigest()[:32]
 
@@ -131,7 +131,8 @@ class _KeysFile(Section):
 
 
 def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
-    """The keys of the settings and of `keys_file`. Raises `SettingError`, also for an open gateway beyond loopback."""
+    """Return the keys of the settings and of `keys_file`. Raises `SettingError`, also for an open gateway beyond
+    loopback."""
     keys = settings.keys + (_read_file(Path(settings.keys_file)) if settings.keys_file else ())
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
@@ -168,7 +169,7 @@ def _digest(key: str) -> str:
 
 
 async def check(common: Common, settings: GatewaySettings) -> list[str]:
-    """Raises `SettingError`."""
+    """Check the keys, and return no notes. Raises `SettingError`."""
     common.section_of("scorer", SourceValues)
     read_keys(settings)
     return []

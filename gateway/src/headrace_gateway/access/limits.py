@@ -1,5 +1,6 @@
-"""Requests, choices, tokens, concurrency, stored bytes and body size, per key, per tenant and in total, and the
-calls that the process can hold.
+"""Limits per key, per tenant and in total: requests, choices, tokens, concurrency, stored bytes and body size.
+
+The number of file descriptors bounds the concurrency of the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PER_CALL = 2
 
 
 class Bucket:
-    """An amount that fills up at a rate. The level may go below zero; the debt is then paid first."""
+    """Token bucket. Its level may become negative, and must then be refilled above zero first."""
 
     def __init__(self, per_s: float, burst: float, clock: Clock) -> None:
         self.per_s = per_s
@@ -41,17 +42,19 @@ class Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Take an amount; a negative one is given back."""
+        """Take `amount` from the bucket. A negative amount is returned to the bucket."""
         self._level = min(self._burst, self.level - amount)
 
     def wait_s(self, amount: float) -> float:
-        """Return in how many seconds `amount` is there; 0 when it is there now. More than the burst never is: the whole
-        burst is enough for it."""
+        """Return the seconds until the bucket contains `amount`, or 0 if it already does.
+
+        An amount larger than the burst waits for a full bucket.
+        """
         return max(0.0, (min(amount, self._burst) - self.level) / self.per_s)
 
 
 class Meter:
-    """Buckets of requests and of tokens, and a count of the requests in progress."""
+    """Token buckets for requests and for tokens, and a count of the requests in progress."""
 
     def __init__(self, limits: LimitSettings, clock: Clock) -> None:
         self._limits = limits
@@ -60,7 +63,7 @@ class Meter:
         self.in_progress = 0
 
     def refusal(self, holder: str) -> ApiError | None:
-        """Why one more request cannot begin now, None when it can."""
+        """Return the refusal of one more request, or None if it may begin now."""
         wait_s = self._requests.wait_s(1)
         if wait_s:
             message = f"{holder} may send {self._limits.requests_per_s:g} requests per second"
@@ -68,10 +71,10 @@ class Meter:
         return self._refuse_concurrency(1, holder)
 
     def charge(self, requests: int) -> ApiError | None:
-        """Take requests for the events that a request becomes.
+        """Take requests for the events that a request causes.
 
-        The bucket may go below zero; further requests are then refused before their body is read. A caller with a
-        bucket below zero is refused here.
+        The bucket may become negative; further requests are then refused before their body is read. A caller whose
+        bucket is already negative is refused here.
         """
         if self._requests.level < 0:
             wait_s = self._requests.wait_s(1)
@@ -81,8 +84,10 @@ class Meter:
         return None
 
     def refuse_work(self, choices: int, tokens: int, holder: str) -> ApiError | None:
-        """Why a call of so many choices and tokens cannot begin now, None when it can. One of its choices is counted
-        already."""
+        """Return the refusal of a call with `choices` and `tokens`, or None if it may begin now.
+
+        The request has already counted one of the choices.
+        """
         wait_s = self._tokens.wait_s(tokens)
         if wait_s:
             message = f"{holder} may ask for {self._limits.tokens_per_s:g} tokens per second (tokens_per_s)"
@@ -111,7 +116,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Work:
-    """A call in progress. `used_tokens` is its real use, once known; until then the call counts with all of
+    """Call in progress. `used_tokens` is its actual number of tokens, once known; until then it counts with all
     `tokens`."""
 
     choices: int
@@ -120,10 +125,10 @@ class Work:
 
 
 class RequestLimits:
-    """The meters of one gateway process; several gateways do not share them.
+    """Meters of one gateway process. Several gateways do not share them.
 
-    Where keys belong to several `tenants`, one tenant may use `tenant_share` of the total, so that one tenant cannot
-    exhaust it for the others.
+    If keys belong to several `tenants`, each tenant may use `tenant_share` of the total, so that no tenant can exhaust
+    it.
     """
 
     def __init__(
@@ -188,7 +193,7 @@ class RequestLimits:
                 meter.end(choices - 1, unused)
 
     def charge(self, caller: Caller, events: int) -> None:
-        """For an admitted request that becomes so many events: each counts as a request. Raises `ApiError` 429."""
+        """Count each of `events` of an admitted request as a request. Raises `ApiError` 429."""
         if events <= 1:
             return
         for _, meter in self._meters_of(caller):
@@ -197,7 +202,7 @@ class RequestLimits:
                 raise refusal
 
     def store(self, tenant: str, size_bytes: int) -> None:
-        """Count the stored bytes of a tenant. The method never refuses: answers are kept."""
+        """Count the stored bytes of a tenant. This never refuses, because answers are always stored."""
         self._bucket_of(tenant).take(size_bytes)
 
     @property
@@ -208,7 +213,7 @@ class RequestLimits:
         return min(caller.limits.body_bytes_max, self._total_settings.body_bytes_max)
 
     def _meters_of(self, caller: Caller) -> list[tuple[str, Meter]]:
-        """The meters of the key, of its tenant where there are several, and of all; one each for configured names."""
+        """Return the meters of the key, of its tenant if there are several, and of all callers."""
         key = self._keys.get(caller.key_id)
         if key is None:
             key = self._keys[caller.key_id] = Meter(caller.limits, self._clock)

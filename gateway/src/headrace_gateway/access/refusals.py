@@ -1,4 +1,5 @@
-"""Refusals in the forms of OpenAI's API (`{"error": {"message", "type", "param", "code"}}`) and of Anthropic's."""
+"""Errors of refused requests in the formats of OpenAI's API (`{"error": {"message", "type", "param", "code"}}`) and
+of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Refused):
-    """A refusal with its OpenAI error type and, where trying again helps, after how many seconds."""
+    """Refusal with its OpenAI error type, and with the seconds after which a retry may succeed."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, *, retry_after_s: float | None = None
@@ -60,7 +61,7 @@ class ApiError(Refused):
 
     @property
     def anthropic_status(self) -> int:
-        """The status that Anthropic's API uses: 529 where the server has no room."""
+        """Return the status that Anthropic's API uses: 529 if the server has no capacity."""
         return _OVERLOADED_STATUS if self.status == 503 else self.status
 
     def anthropic_body(self, request_id: str) -> bytes:
@@ -76,7 +77,7 @@ class ApiError(Refused):
 
 
 def _encoded(document: dict[str, object]) -> bytes:
-    """Return the document as JSON. Lone surrogates, which an engine's error may hold, become question marks."""
+    """Return the document as JSON. Lone surrogates, which an engine's error may contain, become question marks."""
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -91,7 +92,7 @@ def is_anthropic(request: Request) -> bool:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Answer a request that is refused on purpose, unknown paths and methods included."""
+    """Return the response to a request that is refused on purpose, including unknown paths and methods."""
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "refused")
         error = ApiError(error.status_code, code, f"{error.detail}; the API's paths are in the gateway's README")
@@ -102,7 +103,7 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 async def crashed(request: Request, _error: Exception) -> Response:
-    """Answer a request that met a bug of the gateway; the server logs the traceback."""
+    """Return the response to a request that failed by a bug of the gateway. The server logs the traceback."""
     return _response(request, ApiError(500, "internal_error", "the gateway failed; its log says why"))
 
 

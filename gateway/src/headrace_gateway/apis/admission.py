@@ -38,7 +38,7 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Shared by all endpoints that take a body."""
+    """Admission of requests, shared by all endpoints that accept a body."""
 
     keys: KeyRing
     limits: RequestLimits
@@ -57,7 +57,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def enter(self, scope: Scope, receive: Receive, required_scope: KeyScope) -> AsyncIterator[AdmittedRequest]:
-        """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
+        """Count the request as in progress, and keep its trace, inside the context. Raises `ApiError`."""
         headers = headers_of(scope)
         caller = self.caller(scope, headers, required_scope)
         with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
@@ -67,9 +67,10 @@ class Admission:
                 yield AdmittedRequest(caller, headers, body)
 
     def _turn(self, tenant: str) -> asyncio.Semaphore:
-        """Return the semaphore that bounds how many feedback and trajectory requests of a tenant are read and
-        published at one time: the event loop serves the calls of others between them. There is one semaphore for
-        each configured tenant."""
+        """Return the semaphore that bounds a tenant's feedback and trajectory requests in progress.
+
+        So the event loop serves other calls between them. There is one semaphore for each configured tenant.
+        """
         return self._turns.setdefault(tenant, asyncio.Semaphore(_TURNS))
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
@@ -83,17 +84,16 @@ class Admission:
     async def publish_many(
         self, caller: Caller, events: Sequence[Event], *, size_bytes: int = 0, copies: int = 1
     ) -> None:
-        """Publish the events of one request of `size_bytes`, each `copies` times. Each is charged as a request of its
-        own, and as stored bytes.
+        """Publish the events of one request of `size_bytes`, each `copies` times.
 
-        Raises `ApiError` 429 or 503.
+        Each copy is charged as a request and as stored bytes. Raises `ApiError` 429 or 503.
         """
         self.limits.charge(caller, len(events) * copies)
         await self.publish(*events)
         self.limits.store(caller.tenant, (size_bytes + len(events) * _ENVELOPE_BYTES) * copies)
 
     async def publish(self, *events: Event) -> None:
-        """Returns once durable. Raises `ApiError` 503."""
+        """Publish `events`, and return once they are durable. Raises `ApiError` 503."""
         try:
             await self.publisher.publish(*events)
         except Unavailable as error:

@@ -23,18 +23,18 @@ _DONE = client_connection.encode(client_connection.DONE)
 
 
 class StreamedAnswer(Protocol):
-    """One streamed answer in the making."""
+    """Writer of one streamed answer."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The response headers in addition to those of a stream."""
+        """Return the response headers in addition to those of a stream."""
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
         """Return the bytes of zero, one or several events. The first chunk sets the `version` of the stream."""
 
     @property
     def ping(self) -> bytes:
-        """The bytes that keep a silent stream open; none where the API has no such event."""
+        """Return the bytes that keep a silent stream open, or none if the API has no such event."""
 
     def end(self) -> bytes:
         """Return the bytes that end the stream. The turn is durable by then."""
@@ -44,7 +44,7 @@ class StreamedAnswer(Protocol):
 
 
 class AnswerShape(Protocol):
-    """How the answers of one API are written."""
+    """Format of the answers of one API."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         """Return the response headers of a plain answer in addition to type and length."""
@@ -77,7 +77,7 @@ def answer_headers(call: ChatCall) -> dict[str, str]:
 
 
 def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
-    """The body of a plain answer."""
+    """Return the body of a plain answer."""
     request = call.request
     body: dict[str, object] = {
         **_head(call, "chat.completion", answer.model),
@@ -92,7 +92,7 @@ def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
 
 
 class Chunks:
-    """Turns the chunks of replicas into the events of one stream."""
+    """Converter of replicas' chunks to the events of one stream."""
 
     def __init__(self, call: ChatCall) -> None:
         self._call = call
@@ -179,8 +179,10 @@ def _message(request: ChatRequest, message: EngineMessage) -> dict[str, JsonValu
 
 
 def _has_content(request: ChatRequest, choice: EngineChoice) -> bool:
-    """Return whether the client must see the choice. Some chunks only carry tokens whose text is held back, and a
-    client that did not request tokens need not see them."""
+    """Return whether the client must receive the choice.
+
+    Some chunks contain only tokens whose text is held back. Clients that did not request tokens do not receive those.
+    """
     delta = choice.delta
     parts = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)
     if any(part for part in parts):

@@ -92,7 +92,7 @@ class Chat:
     """The stored responses, for an API whose requests may refer to them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
+        """Answer one request. Raises `ApiError` before the status is sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
             call, shape = await self.understand(scope, admitted)
             if call.identity.shadow_of is not None:
@@ -176,8 +176,10 @@ class Chat:
             await self.clock.sleep(_ROUTING_POLL_S)
 
     async def _serve(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
-        """Answer the call. If its prompt fits into the context and its `max_tokens` do not, the answer may be as long
-        as the context allows."""
+        """Answer the call.
+
+        If the prompt fits into the context but `max_tokens` does not, the answer may be as long as the context allows.
+        """
         try:
             await self._answer(call, shape, work, client)
         except ApiError as error:
@@ -288,7 +290,7 @@ class TokenCounting:
     fields: dict[str, str]
 
     async def count(self, request: Request) -> Response:
-        """Return the number of tokens that a call with this body would begin from. Raises `ApiError`."""
+        """Return the number of prompt tokens of a call with this body. Raises `ApiError`."""
         chat = self.chat
         async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
             call, _ = await chat.understand(request.scope, admitted)

@@ -75,7 +75,7 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
 
 
 def check(trajectory: Trajectory, models: KnownModels) -> None:
-    """Raises `ApiError` 422 for a trajectory that must not come from outside, or of an unknown model or version."""
+    """Raise `ApiError` 422 for a trajectory that must not be ingested, or that has an unknown model or version."""
     objection = find_objection(trajectory, models)
     if objection is not None:
         code = "invalid_value" if objection.code in _PLAIN else objection.code
@@ -83,14 +83,16 @@ def check(trajectory: Trajectory, models: KnownModels) -> None:
 
 
 async def nothing_known(_model: str) -> KnownModels:
-    """For a gateway that follows no topics."""
+    """Return no known models, for a gateway that reads no topics."""
     return KnownModels()
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsApi:
-    """The endpoints that judge, end or ingest sessions. They answer once the events are durable; consumers check the
-    ids later."""
+    """Endpoints that rate, end or ingest sessions.
+
+    They respond once the events are durable. Consumers check the ids later.
+    """
 
     admission: Admission
     sticky_versions: StickyVersions
@@ -186,8 +188,10 @@ class SessionsApi:
         return self._events(admitted, from_trinity(request)) if request.msg_ids else []
 
     def _teaching(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
-        """Return the fields of the answer that report whether the feedback can train anything, or none if that is
-        unknown."""
+        """Return the fields of the response that report whether the feedback can train anything.
+
+        The result is empty if that is unknown.
+        """
         teaching = self.recent.teaching(events) if events else None
         return {} if teaching is None else teaching.fields()
 

@@ -121,8 +121,10 @@ def _with_token_keys(value: JsonValue) -> object:
 
 
 def _prompt(request: _CompletionRequest) -> tuple[str, tuple[int, ...] | None]:
-    """Return the text and the token ids of the prompt. The text of token ids is their digest: only a replica can read
-    them. Raises `ApiError`."""
+    """Return the text and the token ids of the prompt. Raises `ApiError`.
+
+    A prompt of token ids has their digest as its text, because only a replica can decode them.
+    """
     field = "prompt" if request.prompt_token_ids is None else "prompt_token_ids"
     prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
     if request.prompt is not None and request.prompt_token_ids is not None:
@@ -210,7 +212,7 @@ class _Chunks:
 
 
 class _Pieces:
-    """Writer of the choices of one answer, whole or in pieces."""
+    """Writer of the choices of one answer, plain or in chunks."""
 
     def __init__(self, call: ChatCall) -> None:
         self._request = call.request

@@ -1,1 +1,1 @@
-"""What is recorded of a call: transcript, turn, and the spool of events that the bus has not taken."""
+"""Records of calls: transcripts, turns, and the spool of events that were not yet sent to the bus."""

@@ -1,10 +1,12 @@
-"""The last captured turns of each session, so that a turn that extends one of them refers to it, and so that a replica
-that did not answer them continues their exact tokens.
+"""Latest captured turns of each session.
+
+A later turn refers to an earlier one that it extends, and a replica that did not answer the earlier turns continues
+their exact tokens.
 
 A session of many calls repeats its history in each of them. So `reference` names an earlier turn with the beginning of
-the prompt, and the event contains the rest (`Turn.extends`). A line of such turns begins with a whole turn again once
-it has as many bytes as that one, as video codecs do with key frames. So a reader resolves a turn from at most about
-twice the bytes of the whole turn, and a session has at most about twice the bytes that its turns add.
+the prompt, and the event contains the rest (`Turn.extends`). A chain of such turns begins again with a complete turn
+once it has as many bytes as the complete turn, like key frames of video codecs. So a reader resolves a turn from at
+most about twice the bytes of the complete turn, and a session has at most about twice the bytes that its turns add.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SAMPLED_TOKEN_BYTES = 18
 
 @dataclass(frozen=True, slots=True)
 class CapturedTurn:
-    """The parts of a turn that a later turn of the session may share."""
+    """Parts of a turn that a later turn of the session may share."""
 
     turn_id: str
     version: str
@@ -75,7 +77,7 @@ class CapturedTurns:
     """Memory of captured turns, bounded by `bytes_max`; 0 disables references. Thread-safe."""
 
     def __init__(self, bytes_max: int, *, recalls: bool = False) -> None:
-        """`recalls`: turns of earlier processes are read from the bus, until `end_recall`."""
+        """Create the memory. With `recalls`, turns of earlier processes are read from the bus until `end_recall`."""
         self.remembers = bytes_max > 0
         """Whether any turn is remembered."""
         self._is_recalling = recalls
@@ -103,7 +105,7 @@ class CapturedTurns:
                 self._add(identity, turn)
 
     def end_recall(self) -> None:
-        """Turns of earlier processes have been read."""
+        """Stop to recall, because all turns of earlier processes have been read."""
         with self._lock:
             self._is_recalling = False
             self._own.clear()
@@ -119,9 +121,10 @@ class CapturedTurns:
 def reference(
     call: ChatCall, prompt: bytes, assignment: UnitAssignment | None, earlier: Sequence[CapturedTurn]
 ) -> tuple[TurnReference, CapturedTurn] | None:
-    """Return the reference to the earlier turn that shares most tokens, with that turn, or None to store a turn whole.
+    """Return a reference to the earlier turn that shares most tokens, with that turn, or None to store the turn
+    complete.
 
-    Turns of another arm of a rollout are not used, because the registry stores the turns of one arm alone.
+    Turns of another rollout arm are not used, because the registry stores the turns of one arm only.
     """
     best: tuple[int, int, CapturedTurn] | None = None
     for turn in earlier:
@@ -147,10 +150,10 @@ def reference(
 def unseen_answer(
     call: ChatCall, version: str, replica: Replica, earlier: Sequence[CapturedTurn]
 ) -> tuple[CapturedTurn, int] | None:
-    """Return the newest turn, with its choice, that `call` continues, unless `replica` has answered it in its present
-    life and knows its calls by their ids.
+    """Return the newest turn, and its choice, that `call` continues, unless `replica` itself knows its tokens.
 
-    Other versions may have other tokenizers, so only turns of this version count.
+    A replica knows the tokens of the answers that it has sampled since its start. Other versions may have other
+    tokenizers, so only turns of `version` count.
     """
     continued = [
         (turn, choice)

@@ -1,4 +1,5 @@
-"""Publishes events to the bus, or to the spool while the bus is away. `publish` returns once they are durable (P1)."""
+"""Publisher of events to the bus, or to the spool while the bus is unavailable. `publish` returns once they are
+durable (P1)."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ Span = contextlib.AbstractContextManager[object]
 
 
 class Publisher:
-    """Sends directly while the spool is empty. Otherwise everything goes through it, so that a session keeps its order.
+    """Publisher that sends directly to the bus while the spool is empty.
 
-    An event may reach the bus twice (acknowledged too late, or sent again after a crash), with the same id.
+    Otherwise all events pass through the spool, so that a session keeps its order. An event may reach the bus twice
+    with the same id (after a late acknowledgement or a crash).
     """
 
     def __init__(
@@ -75,8 +77,7 @@ class Publisher:
 
     @property
     def lacks_room(self) -> str | None:
-        """Return the reason why no more events can be made durable, or None: the spool has reached its bound, or its
-        disk."""
+        """Return the reason why no more events can be made durable (limit of the spool, or full disk), or None."""
         if self._spool.full:
             return f"the spool is full {self._why()}; capture.spool_bytes_max bounds it"
         away = self._producer is None or self._spool.events > 0
@@ -94,15 +95,16 @@ class Publisher:
             )
 
     def _why(self) -> str:
-        """Why events wait in the spool."""
+        """Return the reason why events wait in the spool."""
         if self._away or self._producer is None:
             return "and the bus is away"
         return "and is being sent to the bus, which is there; try again"
 
     async def publish(self, *events: Event) -> None:
-        """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them.
+        """Publish `events`, and return once all are durable.
 
-        Then none of them is sent later: the producer is dropped with its unsent events.
+        Raises `Unavailable` if neither the bus nor the disk accepts them. Then none of them is sent later, because the
+        producer is dropped with its unsent events.
         """
         if self._spool.events == 0 and self._producer is not None:
             try:
@@ -133,7 +135,7 @@ class Publisher:
         self._spooled.set()
 
     async def run(self) -> None:
-        """Keep a connection to the bus and drain the spool into it. Cancelled by the owner."""
+        """Keep a connection to the bus, and send the spooled events, until the owner cancels this."""
         self._shares.load(await self._spool.tenants())
         while True:
             try:
@@ -183,9 +185,10 @@ class Publisher:
             await self._spooled.wait()
 
     async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
-        """aiokafka retries by itself, and a producer that is dropped during a retry would never end.
+        """Wait for `sending` without a timeout.
 
-        A bus that comes back without its topics gets them again.
+        aiokafka retries by itself, and a producer that is dropped during a retry would never end. If the bus has lost
+        its topics, they are created again.
         """
         task = asyncio.create_task(sending)
         try:
@@ -201,7 +204,7 @@ class Publisher:
             task.cancel()
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
-        """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
+        """Send the events in stages, because an end may be sent only once the turns of its session are acknowledged."""
         read = [(_event(item), logs.span(item.traceparent)) for item in batch]
         try:
             for stage in in_stages(read, lambda pair: pair[0]):
@@ -214,7 +217,7 @@ class Publisher:
                 await self._send_alone(producer, item)
 
     async def _send_alone(self, producer: EventProducer, item: Spooled) -> None:
-        """Send one spooled event; after three tries its dead letter, so that the spool goes on."""
+        """Send one spooled event. After three failed attempts, send its dead letter, so that the spool continues."""
         reason = ""
         for _ in range(TRIES):
             try:
@@ -227,7 +230,7 @@ class Publisher:
         return await self._send(producer, [(dead_letter("gateway", record, "unsendable", reason), None)])
 
     async def _send(self, producer: EventProducer, events: Sequence[tuple[Event, Span | None]]) -> None:
-        """Each in its span; without one it belongs to the request that is being answered."""
+        """Send each event in its trace span. Events without a span belong to the request that is being answered."""
         ends = await self._ends([event for event, _ in events])
         records: list[Outgoing] = []
         for number, (event, span) in enumerate(events):
@@ -238,7 +241,7 @@ class Publisher:
         await producer.send_raw(records)
 
     async def _ends(self, events: Sequence[Event]) -> Ends:
-        """The end offsets of the logs now, if an event needs them."""
+        """Return the present end offsets of the logs, if any of `events` needs them."""
         if self._log_ends is None or not any(_is_about_session(event) for event in events):
             return {}
         return await self._log_ends.ends()
@@ -250,19 +253,18 @@ class Publisher:
 
 
 def _is_about_session(event: Event) -> bool:
-    """Whether an event is matched with a run of its session by offsets (docs/decisions/0002)."""
+    """Return whether an event is matched with a run of its session by offsets (docs/decisions/0002)."""
     return isinstance(event, Feedback) and not event.msg_ids and event.level != "task"
 
 
 def _is_for_all_partitions(event: Event) -> bool:
-    """A tenant's commit, and feedback about a task."""
+    """Return whether the event is a tenant's commit or feedback about a task."""
     commit = isinstance(event, SessionEnd) and event.scope == "tenant"
     return commit or (isinstance(event, Feedback) and event.level == "task")
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """Return the record of an event, or one for each partition if the event concerns several sessions: every reader
-    has to receive it."""
+    """Return the record of an event, or one record for each partition if the event concerns several sessions."""
     if _is_for_all_partitions(event):
         partitions = sorted(await producer.partitions(event.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]

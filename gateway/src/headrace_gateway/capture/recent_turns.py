@@ -1,6 +1,4 @@
-"""Memories of recent calls: requests that come again although their answer was on its way, and the trainability of
-the last responses.
-"""
+"""Memory of recent calls: repeated requests whose first answer may not have arrived, and trainable responses."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ _Key = tuple[str, str]
 
 
 def no_signals(_model: str, _version: str) -> LearnedSignals | None:
-    """For a gateway that follows no topics."""
+    """Return no signals, for a gateway that reads no topics."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """Whether feedback can train anything, and the reason why not, in the words of the account."""
+    """Result whether feedback can train anything, and the reason if not, in the words of the turn account."""
 
     teaches: bool
     reason: str | None = None
@@ -54,7 +52,7 @@ class _Response(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether every algorithm that learns from rewards can train it."""
+        """Return whether every algorithm that learns from rewards can train the response."""
         return self.untrained is None and self.no_logprobs is None
 
 
@@ -79,10 +77,10 @@ class RecentTurns:
             self._sampled_sessions.set(tenant, response.session_key, True)
 
     def teaching(self, events: Sequence[Feedback]) -> Teaching | None:
-        """Return whether the events of one feedback can train anything, or None if that is unknown.
+        """Return whether the events of one feedback request can train anything, or None if that is unknown.
 
-        A preference needs both of its answers. All other feedback teaches if one of its responses can be trained.
-        Feedback about a session or a task is unknown: turns that follow may be trained.
+        A preference needs both of its answers. Other feedback needs one trainable response. The result for a session or
+        task is unknown, because later turns may be trainable.
         """
         first = events[0]
         if not first.has_content or not any(event.msg_ids for event in events):
@@ -145,7 +143,7 @@ class RepeatedRequests:
         return earlier.turn_id if earlier.is_lost or is_recent else None
 
     def disconnected(self, call: ChatCall) -> None:
-        """Record that the client went away before the end of the answer."""
+        """Record that the client disconnected before the end of the answer."""
         request = self._find(call)
         if request is not None:
             request.is_lost = True

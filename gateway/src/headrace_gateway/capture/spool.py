@@ -1,8 +1,7 @@
-"""Events that the bus could not take yet: durable, in order, bounded in total and for each tenant, one process at a
-time, each with a digest.
+"""Spool of events that were not yet sent to the bus: durable, ordered, bounded in total and for each tenant.
 
-The room for work that is under way is allocated before that work begins (`has_reserve`), so that a disk that fills up
-meanwhile refuses new requests only, and none that are in progress.
+One process at a time owns the spool, and each event has a digest. The space for work in progress is allocated before
+that work begins (`has_reserve`), so that a disk that becomes full refuses only new requests.
 
 An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
 turns that it ends, nor feedback the turns that it is about. Sessions are independent. A batch takes as many round trips
@@ -60,7 +59,7 @@ class Shares:
 
 
 def tenant_of(item: Spooled) -> str:
-    """The tenant of an event; empty for events without one, such as dead letters."""
+    """Return the tenant of an event, or an empty string for events without one, such as dead letters."""
     try:
         event = from_json(item.value)
     except ValueError:
@@ -73,15 +72,16 @@ def tenant_of(item: Spooled) -> str:
 
 
 class Spool:
-    """Use as an async context manager.
+    """Spool of one gateway process, which is an async context manager.
 
-    `append` returns after fsync; appends that come together share one. `oldest` and `remove` are the drain's.
+    `append` returns after fsync; concurrent appends share one fsync. Only the task that drains the spool calls `oldest`
+    and `remove`.
     """
 
     def __init__(
         self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES, guard: disk.DiskGuard | None = None
     ) -> None:
-        """`guard` is that of the disk: while it is short and the bus away, new requests are refused."""
+        """Create the spool. While the disk of `guard` is short and the bus is unavailable, new requests are refused."""
         self._folder = folder
         self._bytes_max = bytes_max
         self._log = SpoolLog(folder, reserve_bytes, guard)
@@ -93,7 +93,12 @@ class Spool:
         self._coming_bytes = 0
 
     async def __aenter__(self) -> Spool:
-        """Raises `SettingError` when another process has this spool, `SpoolBroken`. Waits for a disk without room."""
+        """Open the spool. Waits while the disk is full.
+
+        Raises:
+            SettingError: another process owns this spool.
+            SpoolBroken: a file cannot be read.
+        """
         await disk.retry_while_full(lambda: self._run(self._log.open))
         self._measure()
         self._want_room()
@@ -109,7 +114,7 @@ class Spool:
 
     @property
     def events(self) -> int:
-        """The number of waiting events, including those that are being written."""
+        """Number of waiting events, including those that are being written."""
         return self._log.events + self._coming_events
 
     @property
@@ -118,16 +123,18 @@ class Spool:
 
     @property
     def full(self) -> bool:
-        """No room for new requests. Events of requests in progress are still taken; concurrency bounds them."""
+        """Whether new requests are refused. Events of requests in progress are still accepted; concurrency bounds
+        them."""
         return self.bytes >= self._bytes_max
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the disk has no room for new requests, or None."""
+        """Reason why the disk has no space for new requests, or None."""
         return self._log.trouble
 
     async def append(self, events: Sequence[Spooled]) -> None:
-        """Returns once they are on the disk. Raises `Unavailable` when the disk refuses: then none of them is there."""
+        """Append `events`, and return once they are on the disk. Raises `Unavailable` if that fails; then none is
+        stored."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, written))
         self._coming_events += len(events)
@@ -143,14 +150,14 @@ class Spool:
             raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
 
     async def tenants(self) -> Mapping[str, int]:
-        """Bytes that wait, by the tenant that the events name."""
+        """Bytes of waiting events by tenant."""
         return await self._run(self._tenants)
 
     async def oldest(self, limit: int) -> list[Spooled]:
         return await self._run(lambda: self._log.oldest(limit))
 
     async def remove(self, events: Sequence[Spooled]) -> None:
-        """Forget events that `oldest` returned: the bus has them."""
+        """Remove events that `oldest` returned, because the bus has acknowledged them."""
         await self._run(lambda: self._log.remove(events))
         self._measure()
 
@@ -203,10 +210,10 @@ __all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]
 
 
 def in_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
-    """`items` in the order in which they may be sent, each stage after all of the one before is acknowledged.
+    """Return `items` in stages. Each stage may be sent once the previous stage is acknowledged.
 
-    Within a stage they stand as they came. The end of everything that a tenant has waits for all before it, and all
-    after it wait for it.
+    Items keep their order within a stage. A tenant's commit waits for all items before it, and all items after it wait
+    for it.
     """
     stages: list[list[T]] = []
     last: dict[str, tuple[int, str]] = {}

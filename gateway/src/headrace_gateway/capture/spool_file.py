@@ -1,13 +1,13 @@
-"""The files of the spool: their format, and each file allocated whole before its first record. Damage affects only the
-damaged records.
+"""Files of the spool. Each file is allocated completely before its first record, and damage affects only the damaged
+records.
 
-A segment is a file of a fixed size, allocated before it is used, with records one behind the other:
+A segment is a file of a fixed size with consecutive records:
 
     magic 4 | payload length 4 | sequence 8 | CRC of these 4 | payload | BLAKE2b-16 of sequence and payload
 
-The magic is no UTF-8 and payloads are, so no payload holds one. Behind a record with a damaged header the next one is
-found by its magic and its header's CRC; a damaged payload is stepped over by its length. Either costs that record
-alone.
+The magic is not valid UTF-8 but payloads are, so no payload contains it. After a record with a damaged header, the next
+record is found by its magic and the CRC of its header. A record with a damaged payload is skipped by its length. In
+both cases only the damaged record is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLOT_BYTES = _SLOT.size + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Spooled:
-    """One event as it waits. `value` is its bare JSON."""
+    """Waiting event. `value` is its JSON without an envelope."""
 
     topic: str
     value: bytes
@@ -51,7 +51,7 @@ class Spooled:
 
 @dataclass(frozen=True, slots=True)
 class ScannedRecord:
-    """A range of bytes in a segment. Without an event: bytes that never were a record."""
+    """Range of bytes in a segment. Without an event, the bytes are not a record."""
 
     event: Spooled | None
     end: int
@@ -103,7 +103,7 @@ def _remains(raw: bytes, file_name: str) -> Spooled | None:
 
 
 def _header(data: bytes, at: int) -> tuple[int, int] | None:
-    """Sequence and payload length, when a whole record may lie here."""
+    """Return sequence and payload length if a complete record may begin at `at`, else None."""
     if data[at : at + 4] != MAGIC or at + OVERHEAD_BYTES > len(data):
         return None
     header = data[at : at + _HEADER.size]
@@ -128,7 +128,7 @@ def _digest(seq: int, payload: bytes) -> bytes:
 
 
 class SegmentOffset(NamedTuple):
-    """A byte of a segment."""
+    """Offset of a byte in a segment."""
 
     number: int
     byte: int
@@ -136,7 +136,7 @@ class SegmentOffset(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """`end` is where the next record goes; behind it are zeros."""
+    """Segment file. `end` is the offset of the next record; all bytes after it are zero."""
 
     number: int
     path: Path
@@ -164,8 +164,10 @@ class Segment:
 
     @classmethod
     def existing(cls, folder: Path) -> list[Segment]:
-        """Return the segments of an earlier process, the oldest first. `end` is the end of the file: its content has
-        to be read."""
+        """Return the segments of an earlier process, the oldest first.
+
+        `end` is the end of the file until its content has been read.
+        """
         segments = []
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
             if path.stem.isdigit():
@@ -205,10 +207,10 @@ class Segment:
 
 
 class Position:
-    """The position up to which the bus has everything: two slots, written in turn and each with a digest.
+    """Position up to which the bus has acknowledged all events: two slots, written alternately, each with a digest.
 
-    A slot that is damaged or was lost in a power cut leaves the older one: some events are then sent again, with the
-    same ids. Slots are overwritten in place, and a disk that refuses even that costs no more.
+    If a slot is damaged or lost in a power failure, the older slot is valid: some events are then sent again with the
+    same ids. Slots are overwritten in place, so that no disk space is needed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,7 +243,7 @@ class Position:
 
 
 def _pwrite(handle: int, data: bytes, at: int) -> int:
-    """All of `data`; a disk that takes a part and no more raises at the next try."""
+    """Write all of `data` at `at`. A disk that accepts only a part raises `OSError` at the next attempt."""
     view, written = memoryview(data), 0
     while written < len(data):
         written += os.pwrite(handle, view[written:], at + written)

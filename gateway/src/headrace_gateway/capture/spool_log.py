@@ -1,6 +1,7 @@
-"""The spool's files together: append behind the last, read from the first, and one always allocated ahead.
+"""Log of all spool files: records are appended to the last file and read from the first, and one file is allocated
+ahead.
 
-All methods block and belong to one thread.
+All methods block, and must be called from one thread.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _DATABASE = "spool.db"
 
 
 class SpoolBroken(HeadraceError):
-    """A file of the spool that cannot be read at all. The file may hold turns and is never removed automatically."""
+    """Raised if a file of the spool cannot be read at all. The file may contain turns and is never removed
+    automatically."""
 
 
 class SpoolLog:
-    """The log of spooled events.
+    """Log of spooled events.
 
-    About `reserve_bytes` are allocated ahead, so that `append` needs no new room on the disk. `trouble` is the reason
-    why half of that could not be allocated, or why the disk is short.
+    About `reserve_bytes` are allocated ahead, so that `append` needs no new disk space. `trouble` is the reason why
+    half of that could not be allocated, or why the disk is short.
     """
 
     def __init__(self, folder: Path, reserve_bytes: int, guard: disk.DiskGuard | None = None) -> None:
@@ -49,7 +51,13 @@ class SpoolLog:
         self.bytes = 0
 
     def open(self) -> None:
-        """Raises `SettingError` when another process has this folder, `SpoolBroken`, `DiskFull` without any room."""
+        """Open the log.
+
+        Raises:
+            SettingError: another process owns this folder.
+            SpoolBroken: a file cannot be read.
+            DiskFull: the disk is full.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -72,7 +80,7 @@ class SpoolLog:
         self.allocate_ahead()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the log. Further calls have no effect."""
         for segment in (*self._segments, *self._spares):
             segment.close()
         self._segments, self._spares = [], []
@@ -82,7 +90,7 @@ class SpoolLog:
             self._lock = None
 
     def append(self, events: Sequence[Spooled]) -> None:
-        """All of them, on the disk. Raises `OSError`, and then none of them is there."""
+        """Append all `events` durably. Raises `OSError`, and then none of them is stored."""
         self._blank_refused()
         before: dict[Segment, int] = {}
         reached: dict[Segment, int] = {}
@@ -108,7 +116,7 @@ class SpoolLog:
         self.allocate_ahead()
 
     def oldest(self, limit: int) -> list[Spooled]:
-        """Return the next events. Damaged records are among them, with their `damage`."""
+        """Return the next events. Damaged records are included, with their `damage`."""
         self._handed = []
         at = self._at
         for event, at in self._records():
@@ -121,11 +129,11 @@ class SpoolLog:
         return [event for event, _ in self._handed]
 
     def waiting(self) -> Iterator[Spooled]:
-        """Yield all that `oldest` would return, one batch after the other."""
+        """Yield all events that `oldest` would return, batch after batch."""
         return (event for event, _ in self._records() if event is not None)
 
     def _records(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
-        """Yield the records of the files from the position on, each with the position behind it."""
+        """Yield the records of the files from the position on, each with the position after it."""
         for segment in list(self._segments):
             if segment.number < self._at.number:
                 continue
@@ -134,14 +142,14 @@ class SpoolLog:
                 yield scanned.event, SegmentOffset(segment.number, scanned.end)
 
     def remove(self, events: Sequence[Spooled]) -> None:
-        """Forget the events that `oldest` returned last, or the first part of them."""
+        """Remove the events that `oldest` returned last, or the first of them."""
         handed, self._handed = self._handed[: len(events)], self._handed[len(events) :]
         self.events = max(0, self.events - len(handed))
         self.bytes = max(0, self.bytes - sum(len(event.value) for event, _ in handed))
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Allocate room for requests in progress. Never raises: `trouble` is set if there is too little."""
+        """Allocate space for requests in progress. Never raises: `trouble` is set if there is too little."""
         try:
             shortage = self._guard.shortage() if self._guard is not None else None
             if shortage is not None:
@@ -208,8 +216,10 @@ class SpoolLog:
                 segment.delete()
 
     def _count(self, segment: Segment) -> bool:
-        """Count the waiting events of a segment of an earlier process; return whether there are any. Sets the
-        position of its next record."""
+        """Count the waiting events in a segment of an earlier process, and return whether there are any.
+
+        This sets the position of the segment's next record.
+        """
         start = self._at.byte if segment.number == self._at.number else 0
         end = start
         for scanned in scan(segment.read(start), start, segment.path.name):

@@ -16,7 +16,7 @@ from headrace_schemas.http.replica_api import Resume
 
 @dataclass(slots=True)
 class CallSoFar:
-    """A tool call in the making."""
+    """Tool call whose tokens are still arriving."""
 
     id: str = ""
     name: str = ""
@@ -29,7 +29,7 @@ class CallSoFar:
 
 @dataclass(slots=True)
 class ChoiceSoFar:
-    """One choice in the making."""
+    """Choice whose tokens are still arriving."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -69,7 +69,8 @@ class ChoiceSoFar:
 
 @dataclass(slots=True)
 class Transcript:
-    """The whole call so far. `version` is the first one that the engine reported; a resumed stream keeps it."""
+    """Tokens and texts of all choices so far. `version` is the first version that the engine reported, also after a
+    resume."""
 
     replica_id: str = ""
     replica_started_at: datetime | None = None
@@ -114,16 +115,16 @@ class Transcript:
 
     @property
     def begun(self) -> bool:
-        """Whether there is more than an opening: a token, or the end of a choice."""
+        """Whether a token or the end of a choice has arrived."""
         return any(choice.token_ids or choice.finish_reason for choice in self.choices.values())
 
     @property
     def sampled(self) -> int:
-        """Tokens of all choices."""
+        """Number of sampled tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def finished(self, choices: int) -> bool:
-        """Whether all `choices` have ended."""
+        """Return whether all `choices` have ended."""
         ended = [choice for choice in self.choices.values() if choice.finish_reason is not None]
         return len(ended) == choices
 

@@ -1,1 +1,1 @@
-"""What a request says: its body, identity and context, checked and in the form that the gateway works with."""
+"""Parsing of requests: bodies, identity and context, checked and in the gateway's internal form."""

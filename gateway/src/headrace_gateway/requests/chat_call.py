@@ -73,13 +73,15 @@ class ChatCall:
 
     @property
     def opens_a_run(self) -> bool:
-        """Whether it is the first call of a run in an implied session. Earlier runs may share its key, not its
-        version."""
+        """Whether this is the first call of a run in an implied session. Earlier runs may have the same session key.
+
+        A new run does not keep the version of earlier runs.
+        """
         return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers by which a replica shares its places and its time (`headrace_schemas.http.replica_api`)."""
+        """Headers by which a replica divides its rows and its time (`headrace_schemas.http.replica_api`)."""
         background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
         return {SESSION_HEADER: self.identity.session_key, **background}
 
@@ -89,16 +91,15 @@ class ChatCall:
         return self.identity.purpose == "eval"
 
     def without_max_tokens(self) -> ChatCall:
-        """Return the call without a limit of its own for the replica, reported as a field without an effect.
+        """Return the call without `max_tokens` for the replica, and report the field as one without effect.
 
-        Quotation marks inside of JSON strings are escaped, so the first match is the field itself: messages, which
-        stand before it, have no such field.
+        Quotation marks inside JSON strings are escaped, so the first match is the field itself.
         """
         field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
         return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))
 
     def body(self, version: str, resume: Resume | None = None, history: History | None = None) -> bytes:
-        """The request for a replica that serves `version`."""
+        """Return the request body for a replica that serves `version`."""
         parts = [b'{"model":', to_json(version), b","]
         if self.cache_salt:
             parts += [b'"cache_salt":', to_json(self.cache_salt), b","]
@@ -151,7 +152,7 @@ def canonical_request(
 
 
 def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
-    """Return `asked_json` with the fields that we always request from an engine: the exact ids and logprobs."""
+    """Return `asked_json` with the fields that the gateway always requests from an engine: exact ids and logprobs."""
     top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
     return asked_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
 
@@ -161,7 +162,7 @@ def digest_of(model: str, asked_json: bytes) -> str:
 
 
 def _for_template(message: Message, encoded: bytes) -> bytes:
-    """Return a message as chat templates expect it: content is always there, as one text."""
+    """Return a message as chat templates expect it: its content is always one text."""
     if isinstance(message.content, str):
         return encoded
     fields: dict[str, JsonValue] = message.model_dump(mode="json", exclude_none=True)

@@ -1,8 +1,8 @@
-"""Messages as clients send them: OpenAI's format, the fields that SDKs add when they echo an answer, and a memory of
-the messages of recent requests.
+"""Messages as clients send them: OpenAI's format, fields that SDKs add to echoed answers, and a memory of recent
+messages.
 
-A client sends its whole conversation with each call. Only messages of a plain form are remembered, whose reading
-depends on nothing but themselves.
+A client sends its whole conversation with each call. Only messages whose parsing depends on no other state are
+remembered.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _part_text(part: Any, info: ValidationInfo) -> str:
 
 
 def says_something(value: JsonValue) -> bool:
-    """Return False for null, "", [], {}, and for a value that only holds such values.
+    """Return False for null, "", [], {}, and for a container of only such values.
 
-    SDKs send an answer's message back with fields of their own. An empty field has no effect, whatever its name; false
-    and 0 have one.
+    SDKs echo an answer's message with additional fields. An empty field has no effect, whatever its name; false and 0
+    have an effect.
     """
     if isinstance(value, dict):
         return any(map(says_something, value.values()))
@@ -144,7 +144,7 @@ class ChatMessage(Model):
 
     @cached_property
     def event(self) -> Message:
-        """The message as events carry it, without the fields that SDKs added."""
+        """Message in the form of events, without the fields that SDKs added."""
         assert self.role != "function", "`with_tools` translates such messages"
         reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
         calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
@@ -159,7 +159,7 @@ class ChatMessage(Model):
 
     @cached_property
     def event_json(self) -> bytes:
-        """The message as it is written into an event."""
+        """JSON of the message in an event."""
         return message_json(self.event)
 
 
@@ -173,7 +173,7 @@ ReadMessage = Annotated[ChatMessage, WrapValidator(_read)]
 
 
 def message_json(message: Message) -> bytes:
-    """Return a message as it is written into an event."""
+    """Return the JSON of a message in an event."""
     return message.model_dump_json(exclude_none=True).encode()
 
 
@@ -194,7 +194,7 @@ class MessageMemory:
             return self._messages.get(tenant, key)
 
     def set(self, tenant: str, key: bytes, message: ChatMessage, size_bytes: int) -> None:
-        """Remember a message, and forget others that there is no room for."""
+        """Remember a message, and evict others if the memory is full."""
         with self._lock:
             self._messages.set(tenant, key, message, size_bytes)
 
@@ -207,7 +207,7 @@ class KnownMessages:
         self._tenant = tenant
 
     def read(self, value: Any, validate: Callable[[Any], ChatMessage]) -> ChatMessage:
-        """Return the message that `validate` makes of `value`, from the memory if it is there."""
+        """Return the message that `validate` parses from `value`, from the memory if it is remembered."""
         key = _key_of(value)
         message = None if key is None else self._memory.get(self._tenant, key)
         if message is None:
@@ -218,7 +218,7 @@ class KnownMessages:
 
 
 def _key_of(value: Any) -> bytes | None:
-    """Return a key by which equal messages are known, or None for a message that is read anew each time."""
+    """Return a key that is equal for equal messages, or None for a message that is not remembered."""
     if not isinstance(value, dict) or not value.keys() <= _FIELDS or value.get("role") == "function":
         return None
     return to_json(value) if isinstance(value.get("content"), str | None) else None

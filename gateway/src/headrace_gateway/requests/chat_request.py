@@ -91,9 +91,9 @@ def with_tools(request: ChatRequest) -> ChatRequest:
 
 
 def old_fields(message: EngineMessage) -> dict[str, JsonValue]:
-    """Return the field with the first call of an answer, or with its part in a delta; no field without one.
+    """Return the old field `function_call` with the first call of an answer or delta, or no field without a call.
 
-    The form has room for one call. The turn records all of them.
+    The old format has only one call. The turn records all of them.
     """
     first = next((call.function for index, call in message.indexed_calls if index == 0), None)
     return {} if first is None else {FUNCTION_CALL: first.model_dump(exclude_none=True)}
@@ -189,7 +189,7 @@ class ChatRequest(Model):
 
     @property
     def sampling(self) -> Sampling:
-        """The client's own choice, with OpenAI's defaults where it made none."""
+        """Sampling parameters of the client, with OpenAI's defaults for the others."""
         fields: dict[str, Any] = {
             "grammar": grammar_of(self.response_format, self.tool_choice),
             "temperature": self.temperature,
@@ -207,12 +207,12 @@ class ChatRequest(Model):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The abilities that the request requires of a replica (`Replica.grammars`)."""
+        """Abilities that the request requires of a replica (`Replica.grammars`)."""
         return constrained_fields(self.response_format, self.tool_choice)
 
     @property
     def raw_prompt(self) -> RawPrompt | None:
-        """The prompt of a text completion; None where the chat template renders the messages."""
+        """Prompt of a text completion, or None if the chat template renders the messages."""
         return None
 
     @property
@@ -221,7 +221,7 @@ class ChatRequest(Model):
 
     @property
     def user(self) -> JsonValue:
-        """The user whom the caller names, in either of OpenAI's fields."""
+        """User id that the client sends in either of OpenAI's fields."""
         extra = self.model_extra or {}
         return extra.get("safety_identifier") or extra.get("user")
 
@@ -258,7 +258,7 @@ def checked_chat(request: ChatRequest, context: RequestContext) -> ChatRequest:
 
 
 def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> None:
-    """Report what the answer is not held to: keywords of a schema without `strict` that no grammar can hold."""
+    """Report keywords of a schema without `strict` that no grammar can enforce on the answer."""
     schemas: list[tuple[str, JsonValue]] = []
     if requires_call(request.tool_choice):
         functions = [tool.function for tool in request.tools or ()]

@@ -1,4 +1,4 @@
-"""The client's end of one request: server-sent events, sending, and noticing when the client has gone.
+"""Connection to the client of one request: server-sent events, sending, and detection of disconnects.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
 """
@@ -21,7 +21,7 @@ _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"
 
 
 class ClientConnection:
-    """`watched` begins once the request body has been read."""
+    """Connection to a client. `watched` must begin after the request body has been read."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -34,7 +34,7 @@ class ClientConnection:
 
     @contextlib.asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-        """Watches the connection while the body runs: sets `disconnected`, and calls `on_gone` once."""
+        """Watch the connection inside the context. After a disconnect, set `disconnected` and call `on_gone` once."""
         watch = asyncio.create_task(self._until_gone(on_gone))
         try:
             yield
@@ -52,7 +52,7 @@ class ClientConnection:
 
     @contextlib.asynccontextmanager
     async def pinged(self, ping: bytes, interval_s: float) -> AsyncIterator[None]:
-        """Send `ping` while the body runs, whenever a stream that has begun was silent for `interval_s`."""
+        """Send `ping` inside the context whenever a stream that has begun was silent for `interval_s`."""
         pings = asyncio.create_task(self._ping(ping, interval_s)) if ping else None
         try:
             yield
@@ -75,18 +75,18 @@ class ClientConnection:
 
 
 class EventTooLarge(Exception):
-    """An event did not end within its bound."""
+    """Raised for an event that is larger than its limit."""
 
 
 class Splitter:
-    """Bytes as they come, events' data out. Comments and other fields are skipped."""
+    """Parser of server-sent events from bytes in any portions. Comments and other fields are skipped."""
 
     def __init__(self, event_bytes_max: int) -> None:
         self._rest = b""
         self._max = event_bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that `data` completes. Raises `EventTooLarge`."""
+        """Return the data of every event that `data` completes. Raises `EventTooLarge`."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -117,5 +117,5 @@ def encode(data: bytes, kind: str = "") -> bytes:
 
 
 def encode_typed(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return events whose field `type` is their kind, one after the other."""
+    """Return `events` encoded in order, with the field `type` as their kind."""
     return b"".join(encode(to_json(event), event["type"]) for event in events)

@@ -1,4 +1,4 @@
-"""The fields that we read of a replica's answer: a vLLM server's chat completions.
+"""Fields of a replica's response that the gateway reads: those of a vLLM server's chat completions.
 
 These models also list the fields that may reach a client: a field that is not declared here never does.
 """
@@ -79,7 +79,7 @@ class EngineMessage(EngineModel):
 
     @property
     def indexed_calls(self) -> Iterator[tuple[int, EngineToolCall]]:
-        """The tool calls with their index: the one that the engine gives, else the position."""
+        """Yield the tool calls with the index that the engine gives, or else with their position."""
         for position, call in enumerate(self.tool_calls or ()):
             yield position if call.index is None else call.index, call
 

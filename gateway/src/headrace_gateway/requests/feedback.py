@@ -1,7 +1,7 @@
-"""Feedback as events, one for each session that it touches, ordered by the end offsets of the logs. Ids are checked
-later (P10).
+"""Conversion of feedback requests to events, one for each session, ordered by the end offsets of the logs.
 
-Each event lists only the turns of its own session, so that all events together are about as large as the request.
+Consumers check the ids later (P10). Each event lists only the turns of its own session, so that all events together are
+about as large as the request.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _events(
 
 
 def check_values_of(event: Feedback, values: SourceValues) -> None:
-    """Check that a feedback is inside the declared ranges of its sources: values that the scorer refuses get no 202.
+    """Check that a feedback event is inside the declared ranges of its sources, so that the scorer does not refuse it
+    later.
 
     Raises:
         ApiError: 400, with the field and the source.
@@ -159,17 +160,18 @@ def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int) -> Non
 
 
 def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
-    """Trinity's reward in our words. The run stays open until its `/commit`, or until it is idle."""
+    """Return a feedback request for Trinity's reward. The run stays open until Trinity's `/commit`, or until it is
+    idle."""
     return FeedbackRequest(
         msg_ids=request.msg_ids, value=request.reward, task_id=request.task_id, run_id=request.run_id
     )
 
 
 def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]) -> dict[str, list[str]]:
-    """Return the turns of each session key, each once, in the order of their first mention.
+    """Return the turns of each session key without duplicates, in the order of their first mention.
 
-    An id of unknown form belongs to the named session, else to the first of the others. Without any session the id gets
-    a key of its own, so that the feedback is kept and counted.
+    An id of unknown format is assigned to the named session, else to the first of the others. Without any session the
+    id gets its own key, so that the feedback is stored and counted.
     """
     named = None if session_id is None else ids.session_key(tenant, session_id)
     turns: dict[str, list[str]] = {} if named is None else {named: []}
@@ -187,8 +189,10 @@ def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]
 
 
 class LogEnds:
-    """Reads end offsets from the bus. Callers that come during a request share the next request, so an answer is
-    never older than its request."""
+    """Reader of end offsets from the bus.
+
+    Callers during a request share the next request, so that a result is never older than the call.
+    """
 
     def __init__(self, offsets: Offsets) -> None:
         self._offsets = offsets
@@ -196,14 +200,14 @@ class LogEnds:
         self._next: asyncio.Task[Ends] | None = None
 
     async def start(self) -> None:
-        """Raises `Unavailable` when the bus does not answer."""
+        """Connect to the bus. Raises `Unavailable` if the bus does not answer."""
         await self._offsets.start()
 
     async def stop(self) -> None:
         await self._offsets.stop()
 
     async def ends(self) -> Ends:
-        """Topic to the end of each partition. Raises `Unavailable`."""
+        """Return the end offset of each partition by topic. Raises `Unavailable`."""
         if self._next is None:
             self._next = asyncio.create_task(self._ask(self._pending))
             self._next.add_done_callback(_retrieve_error)
@@ -217,12 +221,12 @@ class LogEnds:
 
 
 def _retrieve_error(task: asyncio.Task[Ends]) -> None:
-    """The caller may have gone meanwhile."""
+    """Retrieve the exception of a task whose callers may all have been cancelled."""
     if not task.cancelled():
         task.exception()
 
 
 def after(ends: Ends, key: str) -> Mapping[str, int]:
-    """The ends of the partitions of `key`."""
+    """Return the end offsets of the partitions of `key` by topic."""
     hashed = murmur2(key.encode()) & 0x7FFFFFFF
     return {topic: offsets[hashed % len(offsets)] for topic, offsets in ends.items() if offsets}

@@ -29,7 +29,7 @@ _EPOCH_MS_FROM = 100_000_000_000
 
 
 def _number(value: Any) -> Any:
-    """Numbers only: a client that sends "NaN" or "0.5" in quotes has a bug that must not become a reward."""
+    """Return a number. A string such as "NaN" or "0.5" is refused, because it shows a bug of the client."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError("must be a number")
     return value
@@ -40,7 +40,7 @@ def _label(value: Any) -> Any:
 
 
 def _number_or_thumb(value: Any) -> Any:
-    """A thumb up is 1 and a thumb down 0."""
+    """Return a number, where thumbs up is 1 and thumbs down is 0."""
     return float(value) if isinstance(value, bool) else _number(value)
 
 

@@ -1,4 +1,5 @@
-"""Fields that change no recorded distribution: honoured where the chat template can, else accepted and reported."""
+"""Fields that change no recorded distribution: honoured if the chat template supports them, else accepted and
+reported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Reading requests: the forms of a URL, headers as a mapping, a body within its bound, compressed or plain, and
-validation errors as refusals.
+"""Parsing of HTTP requests: URL forms, headers, bodies within their limit, compressed or not, and validation errors.
 
 `/t/{key}` is an API key and `/sessions/{id}` names the session: `http://host:8000/t/KEY/sessions/run-7/v1/...`. Doubled
-slashes are one: AgentScope's client appends `/feedback` to an endpoint that may end with a slash. A slash at the end
-has no meaning, and `/v1` may be missing or doubled: clients differ in whether a base URL ends with it. The server's own
-decoding of percent forms is not used, because it replaces bytes that are no UTF-8 (see `headrace_schemas.values.ids`).
+slashes count as one, because AgentScope's client appends `/feedback` to an endpoint that may end with a slash. A
+trailing slash has no meaning, and `/v1` may be missing or doubled, because clients differ in whether a base URL ends
+with it. The server's own decoding of percent escapes is not used, because it replaces bytes that are not UTF-8 (see
+`headrace_schemas.values.ids`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMES = {"t": KEY, "sessions": SESSION}
 
 
 class _TooLarge(Exception):
-    """The decompressed body is larger than its bound."""
+    """Raised if the decompressed body is larger than its limit."""
 
 
 def decoded(body: bytes, encoding: str, bytes_max: int) -> bytes:
@@ -97,7 +97,7 @@ def _zstd(body: bytes, bytes_max: int) -> bytes:
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers by their names in lower case; of one that is repeated the last counts.
+    """Return the headers by lower-case name. Of a repeated header, the last value counts.
 
     Raises:
         ApiError: 400, a header that names something is repeated with another value.
@@ -149,7 +149,7 @@ async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
 def check_values(
     body: bytes, values_max: int, remedy: str = "send less at once", *, containers_max: int | None = None
 ) -> None:
-    """Raises `ApiError` 413 when `body` holds more JSON values, or objects and lists, than are parsed here."""
+    """Raise `ApiError` 413 if `body` has more JSON values, or objects and lists, than the limits allow."""
     if more_values_than(body, values_max, containers_max):
         containers = (
             f", or more than {containers_max} objects and lists" if (containers_max or values_max) < values_max else ""
@@ -171,7 +171,7 @@ def parse(model: type[M], body: bytes, *, status: int = 400, context: RequestCon
 
 
 def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400) -> ApiError:
-    """The first problem of `error` as a refusal."""
+    """Return the refusal for the first problem of `error`."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = printable(".".join(printable(str(part)) for part in first["loc"][:_DEPTH_SHOWN]))
     if first["type"] == "json_invalid":
@@ -188,7 +188,7 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
 
 
 def unknown_field(name: str, candidates: Iterable[str], status: int = 400) -> ApiError:
-    """The refusal of an unknown field, with a similar known name."""
+    """Return the refusal of an unknown field, with a similar known name."""
     similar = closest(name, candidates)
     hint = f"; did you mean {similar!r}?" if similar else ""
     return ApiError(status, "unknown_field", f"unknown field '{printable(name)}'{hint}", printable(name))

@@ -1,9 +1,9 @@
-"""The identity of a call: session, task, run and purpose, where the first source that names one wins, and its role
-within the session.
+"""Identity of a call (session, task, run and purpose) from the first source that names one, and its role in the
+session.
 
-Coding agents send calls that are no part of the task in the session of the task: a title, a memory, a summary. Such a
-side call is known by a header, by a text of the settings, or by a guess because it offers no tools. The collector
-checks the guess against the other calls of the session.
+Coding agents send calls that are not part of the task in the session of the task, for example to create a title, a
+memory or a summary. Such a side call is identified by a header or by a text of the settings, or assumed if the call
+offers no tools. The collector checks that assumption against the other calls of the session.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class RequestMetadata:
     metadata: Mapping[str, JsonValue]
 
     def label(self, name: str) -> str | None:
-        """The header `X-Session-Id` for `session_id` and so on, else the body's metadata. Raises `ApiError` 400."""
+        """Return the value of the header for `name`, such as `X-Session-Id`, else of the metadata. Raises `ApiError`
+        400."""
         header = self.headers.get(b"x-" + name.replace("_", "-").encode())
         if header is not None:
             return label(decode_name(header), f"X-{name.replace('_', '-').title()}")
@@ -146,7 +147,10 @@ class RequestMetadata:
         return purpose
 
     def shadow_of(self) -> str | None:
-        """Both or neither: the purpose `shadow`, and the session. Raises `ApiError` 400."""
+        """Return the session that a shadow call repeats, or None. Raises `ApiError` 400.
+
+        The purpose `shadow` and the session must be sent together.
+        """
         key = self.label("shadow_of")
         if (self._purpose == "shadow") != (key is not None):
             raise ApiError(400, "invalid_value", "shadow_of: goes with purpose 'shadow', and only with it", "shadow_of")
@@ -222,11 +226,11 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """Return the implied session of a call: a digest of the messages before the first answer, of key, purpose, model,
-    user and the cache key of the prompt.
+    """Return the id of the implied session of a call.
 
-    System prompts do not count, because they may hold a clock. Tool calls, exact tokens and time separate runs with
-    equal openings: the collector divides sessions into runs.
+    The id is a digest of the messages before the first answer, the key, purpose, model, user and the cache key of the
+    prompt. System prompts do not count, because they may contain the time. Runs with equal openings share the session,
+    and the collector divides them.
     """
     digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode("utf-8", "surrogatepass"))
     first = opening(messages)

@@ -1,4 +1,4 @@
-"""Settings and findings that the readers of one request share: bounds, strictness, and the fields that are ignored."""
+"""Context of one request for its parsers: limits, strictness, and the fields that are ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRANSLATION_GROWTH = 4
 
 @dataclass(slots=True)
 class RequestContext:
-    """The rules for one request, and the fields of it that were accepted without an effect."""
+    """Rules for one request, and the fields that were accepted without an effect."""
 
     rules: RequestRules
     bytes_max: int
@@ -45,7 +45,7 @@ class RequestContext:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The names of the ignored fields, each once, in the order of the request."""
+        """Names of the ignored fields without duplicates, in the order of the request."""
         return tuple(self._ignored)
 
     def ignore(self, name: str, reason: str = "it has no effect here") -> None:
@@ -60,7 +60,7 @@ class RequestContext:
         self.report(name)
 
     def report(self, name: str) -> None:
-        """Record that the field `name` has no effect, also where such fields are refused."""
+        """Record that the field `name` has no effect, even if the settings refuse such fields."""
         if len(self._ignored) < _NAMES_MAX:
             self._ignored[name[:_NAME_LENGTH_MAX]] = None
 
@@ -92,7 +92,7 @@ class RequestContext:
 
 
 def context_of(info: ValidationInfo) -> RequestContext:
-    """Return the context of the request that pydantic validates; one with strict rules where there is none."""
+    """Return the context of the request that pydantic validates, or a context with strict rules if there is none."""
     context = (info.context or {}).get(_CONTEXT_KEY)
     return context if isinstance(context, RequestContext) else RequestContext(RequestRules(128, 0, strict=True), 0)
 
@@ -104,7 +104,7 @@ def header_value(ignored: tuple[str, ...]) -> str:
 
 
 def metric_label(name: str) -> str:
-    """Return the metric label of an ignored field: its top-level name if that is a known one, else `other`."""
+    """Return the metric label of an ignored field: its top-level name if that is a known name, else `other`."""
     head = name.partition(".")[0]
     return head if head in _LABELS else "other"
 

@@ -45,7 +45,7 @@ class EarlierItems:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response with what its request added to the conversation."""
+    """Stored response, with the items that its request added to the conversation."""
 
     response_id: str
     body: bytes
@@ -119,7 +119,7 @@ class StoredConversation:
     def extended(
         self, items: Sequence[tuple[str, Any]], size_bytes: int, response_id: str | None = None
     ) -> StoredConversation:
-        """Return the conversation with more items, which are those of the response `response_id` if it is one."""
+        """Return the conversation with further items, which belong to the response `response_id` if it is given."""
         return replace(
             self,
             items=(*self.items, *items),
@@ -190,7 +190,7 @@ class ResponseStore:
         return EarlierItems(tuple(items), sum(response.item_bytes for response in responses))
 
     def bytes_of(self, tenant: str) -> int:
-        """Return how many bytes the entries of `tenant` take."""
+        """Return the bytes that the entries of `tenant` take."""
         with self._lock:
             return self._entries.size_of(tenant)
 
@@ -228,7 +228,7 @@ class ResponseStore:
     def recall(
         self, tenant: str, response: StoredResponse | None, conversation: StoredConversation | None = None
     ) -> None:
-        """Store what an earlier process stored. This process's own state, and what was deleted, is newer."""
+        """Store an entry of an earlier process. Entries and deletions of this process are newer and have precedence."""
         with self._lock:
             if response is not None and not self._is_forgotten(response.response_id):
                 self._set(tenant, response)
@@ -249,7 +249,7 @@ class ResponseStore:
             return self._entries.get(tenant, response_id) is not None
 
     def end_recall(self) -> None:
-        """Turns of earlier processes have been read."""
+        """Stop to recall, because all turns of earlier processes have been read."""
         self._is_recalling = False
 
     def _set(self, tenant: str, entry: Entry) -> None:
@@ -276,8 +276,10 @@ class ResponseStore:
 
 
 class CallerResponses:
-    """The stored responses and conversations that one caller may read: those of its tenant, or of the session that its
-    key is bound to."""
+    """Stored responses and conversations that one caller may read.
+
+    These are the entries of the caller's tenant, or of the session that its key is bound to.
+    """
 
     def __init__(self, store: ResponseStore, caller: Caller) -> None:
         self._store = store
@@ -351,12 +353,12 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_to
 
 
 def named_items(items: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return items with new ids."""
+    """Return items with new ids as pairs."""
     return [(f"{_KINDS.get(item.type, 'item')}_{ids.uuid7().hex}", item) for item in items]
 
 
 def _state_name(conversation: StoredConversation) -> str:
-    """Return the name of the items that the last response left."""
+    """Return the name of the conversation's state after its last response."""
     return f"{conversation.conversation_id}:{conversation.last_response}"
 
 

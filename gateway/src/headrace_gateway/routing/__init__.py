@@ -1,1 +1,1 @@
-"""Which version and replica answer a call, and the stream from it."""
+"""Selection of the version and the replica for a call, and the stream from this replica."""

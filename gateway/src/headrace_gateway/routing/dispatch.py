@@ -1,7 +1,8 @@
-"""The order in which calls go to replicas: fair between tenants and sessions, with evaluations after users.
+"""Order in which calls are sent to replicas: fair between tenants and sessions, with evaluations after users.
 
-A gateway keeps about `WINDOW` times as many choices in flight as all replicas have places. So a replica always has
-work, and a late call does not wait behind all earlier ones. Tenants and sessions with little in flight go at once.
+A gateway keeps about `WINDOW` times as many choices in flight as all replicas have slots. So a replica always has work,
+and a later call does not wait behind all earlier ones. Calls of tenants and sessions with little in flight are sent at
+once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting calls of a tenant: its sessions take turns, and a session keeps its order."""
+    """Waiting calls of a tenant. Its sessions take turns, and each session keeps its order."""
 
     sessions: OrderedDict[str, deque[_Waiting]] = field(default_factory=OrderedDict)
 
@@ -63,7 +64,8 @@ class _Line:
 
 
 class Dispatchers:
-    """A dispatcher for each model, since models have replicas of their own. `capacity` returns the places of one."""
+    """One dispatcher for each model, because models have different replicas. `capacity` returns the slots of a
+    model."""
 
     def __init__(self, capacity: Callable[[str], int]) -> None:
         self._capacity = capacity
@@ -81,7 +83,7 @@ class Dispatchers:
 class Dispatcher:
     """Dispatcher of one model, which counts choices in flight.
 
-    `capacity` returns the places of all replicas that can take calls; without any, calls do not wait here. The limits
+    `capacity` returns the slots of all replicas that can accept calls. If it is 0, calls do not wait here. The limits
     of a tenant bound its waiting calls.
     """
 
@@ -105,7 +107,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting calls."""
+        """Number of waiting calls."""
         return sum(len(queue) for line in self._lines.values() for queue in line.sessions.values())
 
     async def _wait(self, tenant: Tenant, session: str, choices: int) -> None:
@@ -129,7 +131,7 @@ class Dispatcher:
             raise
 
     def _dispatch(self) -> None:
-        """Dispatch the calls that may go: each time one of the tenant with the least in flight."""
+        """Send the calls that may be sent, each time a call of the tenant with the least in flight."""
         blocked: set[Tenant] = set()
         while True:
             tenants = [tenant for tenant in self._lines if tenant not in blocked]
@@ -164,7 +166,10 @@ class Dispatcher:
         return not self._sessions[tenant, session] and users + choices <= 2 * window
 
     def _evaluation_may_go(self, capacity: int, users: int, background: int, choices: int) -> bool:
-        """One at a time goes in any case, so that a gate ends also under a load that never does."""
+        """Return whether an evaluation call with `choices` may be sent now.
+
+        One evaluation call at a time is always sent, so that a gate run also ends under permanent load.
+        """
         if not background:
             return True
         waiting_users = any(not name[0] for name in self._lines)

@@ -1,4 +1,4 @@
-"""One call to one replica, and the meaning of its failure for the next one."""
+"""One HTTP call to one replica, and the meaning of its failure for the next call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from headrace_schemas import Replica
 
 
 class UpstreamCallCancelled(Exception):
-    """The replica hangs, and another replica takes over this call."""
+    """Raised if the replica hangs and another replica takes over this call."""
 
 
 class UpstreamCall:
-    """One call at one replica. `elsewhere` returns whether another replica could take the call now."""
+    """One call to one replica. `elsewhere` returns whether another replica could accept the call now."""
 
     def __init__(self, responded: Callable[[], None], elsewhere: Callable[[], bool]) -> None:
         self.responded = responded
@@ -38,7 +38,8 @@ class UpstreamCall:
 
     @contextlib.asynccontextmanager
     async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Wraps each wait for the replica. Raises `TimeoutError` after `timeout_s`, or `UpstreamCallCancelled`."""
+        """Limit each wait for the replica inside the context. Raises `TimeoutError` after `timeout_s`, or
+        `UpstreamCallCancelled`."""
         if self._cut:
             raise UpstreamCallCancelled
         try:
@@ -52,7 +53,7 @@ class UpstreamCall:
             self._deadline = None
 
     def cancel(self) -> None:
-        """End the wait: the present one, or the next one when it begins."""
+        """Cancel the present wait, or the next one when it begins."""
         self._cut = True
         if self._deadline is not None:
             with contextlib.suppress(RuntimeError):  # the wait has just ended by itself
@@ -74,10 +75,10 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ReplicaFailed(Exception):
-    """This replica did not finish the call; another one, or the same one later, may.
+    """Raised if this replica did not finish the call. Another replica, or the same replica later, may succeed.
 
-    Only `error` (it reached the engine, which failed) is likely to come again. The message holds no text of a user's:
-    it is logged.
+    Only the failure `error` (the engine itself failed) is likely to recur. The message contains no text of a user,
+    because it is logged.
     """
 
     def __init__(self, trouble: Trouble, message: str) -> None:
@@ -86,7 +87,7 @@ class ReplicaFailed(Exception):
 
 
 class Engines:
-    """The HTTP client to all replicas. Use as an async context manager."""
+    """HTTP client of all replicas, which is an async context manager."""
 
     def __init__(self, settings: UpstreamSettings, internal_key: str = "") -> None:
         self._settings = settings
@@ -122,7 +123,7 @@ class Engines:
         self._workers.close()
 
     async def answers(self, replica: Replica) -> bool:
-        """Whether it answers in time on a new connection. Any status, also 404 or 503, counts as alive."""
+        """Return whether the replica answers in time on a new connection. Any status, also 404 or 503, counts."""
         assert self._probes is not None
         try:
             async with self._probes.get(f"{replica.url.rstrip('/')}/health", allow_redirects=False):
@@ -146,7 +147,7 @@ class Engines:
     async def stream(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncGenerator[EngineAnswer]:
-        """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
+        """Yield chunks until `[DONE]`. Raises like `complete` at any point. A stream without `[DONE]` has failed."""
         splitter = client_connection.Splitter(_RESPONSE_BYTES_MAX)
         patience_s: float | None = None  # the first tokens may have to wait for a place
         async with self._opened(replica, body, upstream_call, headers) as response:
@@ -172,7 +173,8 @@ class Engines:
     async def _opened(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with status 200; left early, its connection is closed and the engine stops the work."""
+        """Yield a response with status 200. If the context ends early, the connection is closed and the engine stops
+        the work."""
         assert self._session is not None
         trace = logs.current()
         try:
@@ -236,7 +238,7 @@ def _failure(status: int, body: bytes) -> Exception:
 
 
 def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
-    """Message, code and param of an OpenAI-shaped error; older vLLM servers leave out the outer `error`."""
+    """Return message, code and param of an OpenAI-shaped error. Older vLLM servers omit the outer `error`."""
     try:
         document = json.loads(body)
         inner = document.get("error", document)
@@ -247,7 +249,7 @@ def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices within half a minute that the other machine is gone, also while it waits in silence."""
+    """Return a socket that detects an unreachable host within half a minute, even while it waits in silence."""
     family, kind, protocol, _, _ = address
     watched = socket.socket(family, kind, protocol)
     watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""The models, their names, and the version that each name means now, from the table of the topic `routing`."""
+"""Catalog of models, their names, and the version of each name, from the table of the topic `routing`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ModelCatalog:
         self._rows: dict[str, Routing] = {}
 
     def update(self, key: str, routing: Routing | None) -> None:
-        """Take a row of the table. An older revision than the present one has no effect."""
+        """Apply a row of the table. A revision older than the present one has no effect."""
         if routing is None:
             self._rows.pop(key, None)
         elif key not in self._rows or routing.revision >= self._rows[key].revision:
@@ -59,12 +59,12 @@ class ModelCatalog:
 
     @property
     def names_any_model(self) -> bool:
-        """Whether the settings name a model for all names that are not known."""
+        """Whether the settings give a model for all unknown names."""
         return ANY_NAME in self._aliases
 
     @property
     def is_ready(self) -> bool:
-        """False until there is a model to route to."""
+        """Whether there is a model to route to."""
         return self._loaded() and bool(self._rows)
 
     def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything, *, by_agent: bool = False) -> Target:
@@ -125,7 +125,10 @@ class ModelCatalog:
         return REGISTERED if routing is not None and version in routing.untrained else None
 
     def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, UnitAssignment | None]:
-        """The version for a session that begins now, by the split of the routing; without one it is the champion."""
+        """Return the version and the assignment of a session that begins now, by the split of the routing.
+
+        Without a split the version is the champion.
+        """
         routing = self._rows.get(model)
         if routing is None or routing.champion is None:
             return None, None
@@ -136,18 +139,18 @@ class ModelCatalog:
         return assign_unit(split, routing.champion, by_user or identity.session_key)
 
     def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
-        """Whether one of its rollouts goes on."""
+        """Return whether a rollout of `assignment` is still under way."""
         routing = self._rows.get(model)
         arms = routing.split.arms if routing and routing.split else ()
         return assignment is not None and any(arm.rollout_id in assignment.rollouts for arm in arms)
 
     def usable(self, model: str, version: str) -> bool:
-        """Whether routing still knows `version` and has not withdrawn it."""
+        """Return whether routing contains `version` and has not withdrawn it."""
         routing = self._rows.get(model)
         return routing is not None and version in _versions(routing) and version not in routing.withdrawn
 
     def names(self, may_use: Callable[[str], bool] = _anything) -> list[tuple[str, Routing]]:
-        """Return all names that a caller's `model` may be, with the routing behind each."""
+        """Return all names that the caller may use as `model`, with the routing of each."""
         listed = []
         for model in sorted(filter(may_use, self._rows)):
             routing = self._rows[model]
@@ -165,10 +168,10 @@ class ModelCatalog:
 
 
 def _aliases(routing: Routing) -> dict[str, str]:
-    """Roles first: no name that an operator sets can stand for one."""
+    """Return the version of each alias. Roles such as the champion have precedence over names that an operator sets."""
     return routing.names | {str(role): version for role, version in routing.aliases.items()}
 
 
 def _versions(routing: Routing) -> dict[str, None]:
-    """Aliased and served versions, once each, aliased ones first."""
+    """Return the aliased and then the other served versions without duplicates."""
     return dict.fromkeys([*routing.aliases.values(), *(served.version for served in routing.serve)])

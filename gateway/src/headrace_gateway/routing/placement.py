@@ -1,8 +1,7 @@
-"""The version and the replica that serve a call. A session keeps the version and the arm that it began with until it is
-idle.
+"""Selection of the version and the replica for a call. A session keeps its version and arm until it is idle.
 
-The version is the one that the session is pinned to while a replica can serve it, else the one of the arm that the
-session is drawn into, else the champion.
+The version is that to which the session is pinned while a replica can serve it, else that of the arm to which the
+session is assigned, else the champion.
 """
 
 from __future__ import annotations
@@ -23,16 +22,19 @@ _SESSIONS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The version that a session began with. A session without an `assignment` is no part of a rollout, also of one
-    that began since."""
+    """Version with which a session began. A session without an `assignment` is not part of a rollout, even of a
+    later one."""
 
     version: str
     assignment: UnitAssignment | None = None
 
 
 class StickyVersions:
-    """In memory only: another gateway, or a restart, may choose another version for a session. Within a rollout the
-    assignment is the same then: it follows from the unit and the routing alone."""
+    """Versions of sessions in memory.
+
+    Another gateway, or this one after a restart, may choose another version for a session. Within a rollout the
+    assignment is still the same, because it depends only on the unit and the routing.
+    """
 
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
@@ -67,7 +69,7 @@ class Upstream:
 
 
 class Placement:
-    """Combines catalog, sticky versions and replicas. The relay calls it before every attempt."""
+    """Selection of replicas from catalog, sticky versions and replica set. The relay calls it before every attempt."""
 
     def __init__(self, catalog: ModelCatalog, sticky_versions: StickyVersions, replica_set: ReplicaSet) -> None:
         self._catalog = catalog
@@ -86,7 +88,7 @@ class Placement:
         return upstream
 
     def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
-        """Return the same as `assign` without pinning the session."""
+        """Return the result of `assign` without pinning the session."""
         target = call.target
         pin = None if target.alias != CHAMPION or target.version else self._pin(call)
         current = self._catalog.version_of(target)
@@ -98,17 +100,18 @@ class Placement:
         return None
 
     def has_time(self, call: ChatCall, load_max: float) -> bool:
-        """Whether the replica that would take the call has so many of its places free that no user waits for it."""
+        """Return whether the replica for the call has so many free slots that no user would wait because of the
+        call."""
         upstream = self.choose(call)
         return upstream is not None and upstream.member.load < load_max
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
-        """A replica that can continue a stream, with the version that the stream began with."""
+        """Return a replica that can resume a stream, with the version of the stream, or None."""
         member = self._pick(call, version, avoid, begun=True, resuming=with_tokens)
         return Upstream(version, member) if member else None
 
     def may_resume(self, call: ChatCall, version: str) -> bool:
-        """Return whether a broken stream may wait for a replica: one that has the version, or will have it."""
+        """Return whether a broken stream may wait for a replica that has its version or will load it."""
         holders = self._replica_set.holders(version)
         if not holders:
             return self._catalog.usable(call.target.model, version)
@@ -126,8 +129,7 @@ class Placement:
         return self._replica_set.pick(version, key, avoid, needs=needs, begun=begun, resuming=resuming)
 
     def _pin(self, call: ChatCall) -> Pin | None:
-        """Return the version that the session is pinned to, or a new one. A session whose version is withdrawn gets
-        a new one."""
+        """Return the version to which the session is pinned, or a new one if that version was withdrawn."""
         model, identity = call.target.model, call.identity
         pin = None if call.opens_a_run else self._sticky_versions.get(identity.tenant, identity.session_key, model)
         if pin and self._catalog.usable(model, pin.version):

@@ -1,6 +1,6 @@
-"""Serves a call as long as one replica is alive (P8): tries replicas, waits, and resumes broken streams.
+"""Relay of calls to replicas: it tries replicas, waits, and resumes broken streams while one replica is alive (P8).
 
-Clients notice trouble among replicas only if it lasts longer than `upstream.hold_s`.
+Clients notice failures of replicas only if they last longer than `upstream.hold_s`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 class _RetryBudget:
-    """How long one call may still wait. Progress renews it; time at a replica does not count."""
+    """Time that one call may still wait. Progress renews it, and time at a replica does not count."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class _RetryBudget:
         """Replicas that failed at this very request. They are used again only when there is no other."""
 
     def wait_s(self) -> float:
-        """Raises `ApiError` 503 when there is no more waiting."""
+        """Return the seconds that the call may still wait. Raises `ApiError` 503 if there are none left."""
         left = self._settings.hold_s - self._waited_s
         if left <= 0:
             raise overloaded(f"no replica could serve this within {self._settings.hold_s:g} s: {self._last}")
@@ -58,7 +58,7 @@ class _RetryBudget:
         self._waited_s += seconds
 
     def failed(self, replica_id: str, failure: ReplicaFailed) -> None:
-        """Raises `ApiError` 502 when engines have failed too often at this very request."""
+        """Record a failed attempt. Raises `ApiError` 502 if engines have failed too often at this request."""
         self._last = failure.trouble
         if failure.trouble in ("error", "hung"):
             self.avoid |= {replica_id}
@@ -69,7 +69,7 @@ class _RetryBudget:
 
 
 class Relay:
-    """Serves calls from the replica_set."""
+    """Relay of calls to the replicas of a replica set."""
 
     def __init__(
         self,
@@ -90,7 +90,8 @@ class Relay:
         self._captured = captured
 
     def beside_users(self, call: ChatCall, load_max: float) -> None:
-        """Raises `ApiError` 429 at once when the call would have to wait, or a user would for it."""
+        """Raise `ApiError` 429 at once if the call would have to wait, or if a user would have to wait because of
+        the call."""
         if not self._placement.has_time(call, load_max):
             message = "purpose 'shadow' is served while replicas have time beside users; try again later"
             raise ApiError(429, "users_first", message, retry_after_s=1)
@@ -117,11 +118,11 @@ class Relay:
             return answer, transcript
 
     async def stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
-        """Yield the chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any
+        """Yield the chunks as one uninterrupted stream, each already in `transcript`. Raises like `complete` at any
         point.
 
-        Chunks that only open the answer are held until a token is there: the replica may still fail, and its successor
-        may sample from another prompt and with another version.
+        Chunks before the first token are held back: if the replica fails, its successor may sample from another prompt
+        and with another version.
         """
         async with self._dispatchers.admit(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
             async for chunk in chunks:
@@ -164,7 +165,7 @@ class Relay:
         return self._placement.resume(call, transcript.version, budget.avoid, with_tokens=bool(transcript.sampled))
 
     def _can_move(self, call: ChatCall, transcript: Transcript) -> bool:
-        """Whether another replica could go on with this stream now; one that hangs is never picked."""
+        """Return whether another replica could resume this stream now. A hanging replica never counts."""
         if not transcript.begun:
             return self._placement.choose(call) is not None
         upstream = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))

@@ -1,4 +1,4 @@
-"""The inference replicas as this gateway knows them: heartbeats, its own calls, and the choice for the next call."""
+"""Replicas as this gateway sees them: heartbeats, the gateway's own calls, and the selection for the next call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HELD: frozenset[LoadState] = _BEGUN | {"loading"}
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """One replica. Times are those of our monotonic clock."""
+    """Status of one replica. Times are those of our monotonic clock."""
 
     replica: Replica
     heard_s: float
@@ -52,20 +52,20 @@ class ReplicaStatus:
 
     @property
     def silent_since_s(self) -> float:
-        """Since when its calls have received no byte."""
+        """Time since when the replica's calls have received no byte."""
         return max(self.answered_s, self.owes_since_s)
 
     @property
     def load(self) -> float:
-        """Calls per slot. Our own calls are newer than its heartbeat, but other gateways have calls, too."""
+        """Calls per slot. Our own calls are newer than the heartbeat, which includes calls of other gateways."""
         return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
 
 
 class ReplicaSet:
-    """The replicas of the `replicas` table; `loaded` returns whether its history has been read.
+    """Replicas of the table `replicas`. `loaded` returns whether the table has been read.
 
-    A replica without heartbeats is only called when no other is left: the bus may be the cause. A replica that hangs
-    (see `replica_watch`) is not called at all.
+    A replica without heartbeats is only called if no other is left, because the bus may be the cause. A replica that
+    hangs (see `replica_watch`) is not called at all.
     """
 
     def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
@@ -75,7 +75,7 @@ class ReplicaSet:
         self._news = asyncio.Event()
 
     def update(self, key: str, replica: Replica | None) -> None:
-        """Take a row of the table. After a heartbeat a replica that failed is tried again."""
+        """Apply a row of the table. After a heartbeat, a failed replica is tried again."""
         if replica is None:
             self._members.pop(key, None)
         else:
@@ -117,15 +117,15 @@ class ReplicaSet:
         begun: bool = False,
         resuming: bool = False,
     ) -> ReplicaStatus | None:
-        """Return the replica for one more call, or None if no replica can take it now.
+        """Return the replica for one more call, or None if no replica can accept it now.
 
-        Rendezvous hashing keeps a session where its keys and values are cached. When a replica comes or goes, at most
-        its own sessions move. A full replica passes its calls to the least loaded one.
+        Rendezvous hashing keeps a session at the replica that caches its KV. When a replica is added or removed, at
+        most its own sessions move. A full replica passes its calls to the least loaded one.
 
         Args:
-            needs: The abilities that the replica has to announce.
-            begun: The version has begun the answer elsewhere, so a draining one will do.
-            resuming: Tokens were sampled, too.
+            needs: The abilities that the replica must announce.
+            begun: Whether the version has begun the answer elsewhere, so that a draining replica is sufficient.
+            resuming: Whether tokens of the answer were already sampled.
         """
         now = self._clock.monotonic_s()
         states = _BEGUN if begun else _NEW
@@ -138,7 +138,7 @@ class ReplicaSet:
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
     def capacity(self, model: str) -> int:
-        """Return the places of all replicas with a version of `model` that could take a call now."""
+        """Return the slots of all replicas with a version of `model` that could accept a call now."""
         now = self._clock.monotonic_s()
         holders = [member for member in self._members.values() if _versions_of(member, model)]
         able = [member for member in holders if not member.hung and member.shunned_until_s <= now]
@@ -160,7 +160,7 @@ class ReplicaSet:
 
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
-        """Counts one call while the body runs, which waits for the replica on the line."""
+        """Count one call to the replica inside the context."""
         call = UpstreamCall(lambda: self.responded(member), elsewhere)
         if not member.in_flight:  # until now it had no call to answer
             member.owes_since_s = self._clock.monotonic_s()
@@ -190,9 +190,9 @@ class ReplicaSet:
             self.changed()
 
     def members_to_probe(self, silence_s: float) -> list[ReplicaStatus]:
-        """Replicas that need a health check: silent for `silence_s`, with an answer or a heartbeat overdue.
+        """Return the replicas that need a health check: silent for `silence_s`, with an overdue answer or heartbeat.
 
-        One that was taken out of service long ago is left alone.
+        A replica that was taken out of service long ago is not checked.
         """
         now = self._clock.monotonic_s()
         members = [member for member in self._members.values() if not member.is_probed and member.ask_at_s <= now]
@@ -213,7 +213,7 @@ class ReplicaSet:
         member.strikes = 0
 
     def failed(self, member: ReplicaStatus) -> None:
-        """Avoid it for a while, twice as long each time. Calls that fail together count once."""
+        """Avoid the replica for a while, twice as long after each failure. Concurrent failures count once."""
         self._shun(member, _BACKOFF_MAX_S)
 
     def full(self, member: ReplicaStatus) -> None:
@@ -221,8 +221,7 @@ class ReplicaSet:
         self._shun(member, _FULL_BACKOFF_MAX_S)
 
     def lacks(self, member: ReplicaStatus, version: str) -> None:
-        """Record that the replica does not have `version`, although it announced it. Its next heartbeat counts
-        again."""
+        """Record that the replica does not have `version`, although it announced it, until its next heartbeat."""
         member.missing.add(version)
 
     def _shun(self, member: ReplicaStatus, pause_max_s: float) -> None:

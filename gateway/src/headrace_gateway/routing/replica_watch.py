@@ -1,4 +1,4 @@
-"""Separates hung replicas from slow ones: checks the health of silent replicas, and moves the calls of hung ones.
+"""Detection of hung replicas: checks of the health of silent replicas, and the move of their calls.
 
 A stopped process, or a machine without network, keeps its connections and sends no bytes. A replica that computes a
 long prompt sends no bytes either, but it answers `GET /health`.
@@ -24,7 +24,7 @@ _ATTEMPTS = 2
 
 
 class ReplicaWatch:
-    """Checks silent replicas, and cancels the calls of those that hang."""
+    """Watch that checks silent replicas and cancels the calls of hung ones."""
 
     def __init__(self, replica_set: ReplicaSet, engines: Engines, settings: UpstreamSettings, clock: Clock) -> None:
         self._replica_set = replica_set
@@ -33,7 +33,7 @@ class ReplicaWatch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Probe idle replicas and cut hanging calls, until the owner cancels this."""
+        """Check idle replicas and cancel hanging calls, until the owner cancels this."""
         async with asyncio.TaskGroup() as asking:
             while True:
                 for member in self._replica_set.members_to_probe(PROBE_AFTER_S):
@@ -59,7 +59,8 @@ class ReplicaWatch:
             self._replica_set.hangs(member)
 
     def _cut(self, member: ReplicaStatus) -> None:
-        """Cancel calls that another replica can take. Other calls stay for `hold_s`, and may still be answered."""
+        """Cancel the calls that another replica can accept. Other calls continue for `hold_s`, and may still be
+        answered."""
         hopeless = self._clock.monotonic_s() - member.silent_since_s > self._settings.hold_s
         for call in list(member.calls):
             if hopeless or call.elsewhere():

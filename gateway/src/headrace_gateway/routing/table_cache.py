@@ -1,8 +1,8 @@
-"""A file with the last known rows of a compacted topic, for a gateway that starts while the bus is away.
+"""File with the last known rows of a compacted topic, for a gateway that starts while the bus is unavailable.
 
-The topic decides. The file is used only when reading the topic takes too long, and only until the topic has been read;
-rows that the topic does not have are dropped then. A version that was withdrawn in between is served
-until the bus is back, as it is by a gateway that ran all the time.
+The topic has precedence. The file is used only if reading the topic takes too long, and only until the topic has been
+read; then rows that are not in the topic are dropped. A version that was withdrawn in between is served until the bus
+is available again, as by a gateway that was not restarted.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
 class SourceTable(Protocol[E_co]):
-    """The compacted topic that the cache is a copy of. `headrace_runtime.kafka.consumer.Table` implements it."""
+    """Compacted topic of which the cache is a copy. `headrace_runtime.kafka.consumer.Table` implements it."""
 
     @property
     def loaded(self) -> asyncio.Event:
-        """Set once all that was there at the start has been read."""
+        """Event that is set once all rows that existed at the start have been read."""
 
     @property
     def rows(self) -> Mapping[str, E_co]:
-        """The newest event of each key."""
+        """Newest event of each key."""
 
 
 class TableCache(Generic[E]):
-    """The file of one table. One task (`run`) reads it when the bus is late, and refreshes it every `every_s`.
+    """File of one table. A task (`run`) reads it if the bus is late, and refreshes it every `every_s`.
 
-    `update` receives the rows of the file, as it receives those of the topic from the table. Rows that `accepts`
-    refuses are left out, as the table leaves them out.
+    `update` receives the rows of the file like those of the topic. Rows that `accepts` refuses are skipped.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class TableCache(Generic[E]):
         """The file is used, or was used, in place of the topic."""
 
     async def run(self, every_s: float = 2.0) -> None:
-        """Until cancelled by the owner."""
+        """Read and refresh the file until the owner cancels this."""
         rows: dict[str, E] = {}
         try:
             async with asyncio.timeout(self._wait_s):
@@ -86,7 +85,7 @@ class TableCache(Generic[E]):
             await asyncio.sleep(every_s)
 
     def _read(self) -> dict[str, E]:
-        """In a thread. A line that is damaged costs its row."""
+        """Return the rows of the file; called in a thread. A damaged line loses only its row."""
         try:
             lines = self._path.read_bytes().splitlines()
         except OSError:
@@ -103,7 +102,7 @@ class TableCache(Generic[E]):
         return rows
 
     def _write(self, rows: Iterable[E]) -> None:
-        """In a thread. Whole or not at all."""
+        """Write `rows` to the file atomically; called in a thread."""
         text = b"".join(row.to_json() + b"\n" for row in rows)
         if text == self._written:
             return

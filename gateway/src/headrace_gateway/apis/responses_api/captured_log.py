@@ -1,7 +1,7 @@
-"""The newest turns on the bus, from which a gateway that was restarted remembers the sessions in progress.
+"""Reader of the newest turns on the bus, by which a restarted gateway remembers the sessions in progress.
 
-So their next turns are small, replicas that were restarted, too, continue their exact tokens, and clients may refer to
-their responses.
+Then the next turns of these sessions are small, restarted replicas also continue their exact tokens, and clients may
+refer to their responses.
 """
 
 from __future__ import annotations
