@@ -29,17 +29,18 @@ from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.values.ids import derived_id, giver_of
 from headrace_schemas.values.text import printable, storable
 
-_STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
-_REST = re.compile(_STRING, re.DOTALL)
-_TOKEN = re.compile(rb'"' + _STRING + rb"|([\[{,])", re.DOTALL)
-_PORTION_BYTES = 1_048_576
+_STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'
+_REST = re.compile(_STRING + rb'(")?', re.DOTALL)
+_WHOLE_STRING = re.compile(rb'"' + _STRING + rb'"', re.DOTALL)
+_PORTION_BYTES = 262_144
 """Bytes between two releases of the interpreter lock."""
 
 
 def more_values_than(body: bytes, values_max: int, containers_max: int | None = None) -> bool:
     """Return whether `body` contains more than `values_max` values or more than `containers_max` objects and lists.
 
-    Values are counted by the characters that separate and open them, so `body` need not be valid JSON.
+    Values are counted by the characters that separate and open them, so `body` need not be valid JSON. The strings are
+    removed first, because these characters mean nothing in them.
     """
     opened_max = values_max if containers_max is None else containers_max
     opening = body.count(b"[") + body.count(b"{")
@@ -47,24 +48,25 @@ def more_values_than(body: bytes, values_max: int, containers_max: int | None = 
         return False
     count = opened = at = 0
     inside = False
-    while True:
+    while at < len(body):
         end = min(at + _PORTION_BYTES, len(body))
         if inside:
             rest = _REST.match(body, at, end)
             assert rest is not None, "the pattern matches the empty string"
             at, inside = rest.end(), rest.group(1) is None
+            if inside and end == len(body):
+                return False
         if not inside:
-            for token in _TOKEN.finditer(body, at, end):
-                if token.group(2):
-                    count += 1
-                    opened += token.group(2) != b","
-                elif token.group(1) is None:  # a string that goes on in the next portion
-                    at, inside = token.end(), True
-                if count > values_max or opened > opened_max:
-                    return True
-            at = at if inside else end
-        if end == len(body):
-            return False
+            outside = _WHOLE_STRING.sub(b"", body[at:end])
+            quote = outside.find(b'"')  # of a string that goes on in the next portion
+            inside = quote >= 0
+            at = end - (len(outside) - quote - 1) if inside else end
+            outside = outside[:quote] if inside else outside
+            opened += outside.count(b"[") + outside.count(b"{")
+            count += outside.count(b"[") + outside.count(b"{") + outside.count(b",")
+            if count > values_max or opened > opened_max:
+                return True
+    return False
 
 
 _REVISION_MAX = 1_000_000_000
