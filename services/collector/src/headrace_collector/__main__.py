@@ -2,9 +2,15 @@
 
 from headrace_collector.service import INFO
 from headrace_collector.settings import CollectorSettings
-from headrace_runtime.main import Service
+from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
 
-SERVICE = Service("collector", INFO.summary, CollectorSettings, "headrace_collector.app:run")
+SERVICE = Service(
+    "collector",
+    INFO.summary,
+    CollectorSettings,
+    "headrace_collector.app:run",
+    garbage_threshold=STREAM_GARBAGE_THRESHOLD,
+)
 
 if __name__ == "__main__":
     SERVICE.main()

@@ -2,7 +2,7 @@
 
 from headrace_judge.service import INFO
 from headrace_judge.settings import JudgeSettings
-from headrace_runtime.main import Service
+from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
 
 SERVICE = Service(
     "judge",
@@ -10,6 +10,7 @@ SERVICE = Service(
     JudgeSettings,
     "headrace_judge.app:run",
     "headrace_judge.app:check",
+    garbage_threshold=STREAM_GARBAGE_THRESHOLD,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m headrace_scorer`."""
 
-from headrace_runtime.main import Service
+from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
 from headrace_scorer.service import INFO
 from headrace_scorer.settings import ScorerSettings
 
@@ -10,6 +10,7 @@ SERVICE = Service(
     ScorerSettings,
     "headrace_scorer.app:run",
     "headrace_scorer.functions.process:check",
+    garbage_threshold=STREAM_GARBAGE_THRESHOLD,
 )
 
 if __name__ == "__main__":
