@@ -36,6 +36,50 @@ def compute(cpu_s: float) -> str:
     return threading.current_thread().name
 
 
+async def test_large_work_of_a_tenant_waits_for_its_own_and_not_before_that_of_others() -> None:
+    threads, order = WorkerThreads(2, inline_bytes=10), list[str]()
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def work(name: str) -> None:
+        order.append(f"{name} begins")
+        begun.release()
+        assert release.wait(10)
+        order.append(f"{name} ends")
+
+    try:
+        flood = [asyncio.create_task(threads.run(11, lambda: work("flood"), "mallory")) for _ in range(3)]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(threads.run(11, lambda: work("other"), "alice"))
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=10)
+        assert order == ["flood begins", "other begins"]
+        release.set()
+        await asyncio.gather(other, *flood)
+        ours = [entry for entry in order if entry.startswith("flood")]
+        assert ours == ["flood begins", "flood ends"] * 3
+        flood = [asyncio.create_task(threads.run(11, lambda: None, "mallory")) for _ in range(3)]
+        await asyncio.sleep(0)
+        flood[1].cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        assert [task.cancelled() for task in flood] == [False, True, False]
+    finally:
+        threads.close()
+
+
+@pytest.mark.parametrize("company", [False, True])
+async def test_a_tenant_rests_after_long_work_while_others_have_requests(company: bool) -> None:
+    threads = WorkerThreads(1, inline_bytes=10)
+    try:
+        await threads.run(11, lambda: time.sleep(0.5), "mallory")
+        if company:
+            await threads.run(11, lambda: None, "alice")
+        began_s = time.monotonic()
+        await threads.run(11, lambda: None, "mallory")
+        assert (time.monotonic() - began_s > 0.4) == company
+    finally:
+        threads.close()
+
+
 async def test_one_long_callback_is_seen_and_many_short_ones_are_none() -> None:
     async with blocked() as block:
         compute(0.15)

@@ -175,7 +175,7 @@ class SessionsApi:
             check_values(admitted.body, kind.values_max, containers_max=kind.containers_max)
             return read(admitted)
 
-        return await self.workers.run(len(admitted.body), checked)
+        return await self.workers.run(len(admitted.body), checked, admitted.caller.tenant)
 
     def _feedback(self, admitted: AdmittedRequest) -> tuple[list[Feedback], int]:
         """Return the events of a feedback and how often each is sent."""

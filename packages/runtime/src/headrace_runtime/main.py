@@ -31,7 +31,7 @@ from headrace_runtime.storage.files import private_folder
 from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
-_SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0001
 """Longest time that one thread keeps the interpreter from the event loop, if no library call keeps it longer. With
 Python's default of 5 ms one large request would delay each step of every other request."""
 _OWNER_ALONE = 0o077

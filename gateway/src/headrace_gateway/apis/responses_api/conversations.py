@@ -178,7 +178,8 @@ class Conversations:
             added = [resolved(item, f"items.{number}", context) for number, item in enumerate(items)]
             return parsed, _Added(named_items(added), size_of(added), bytes_max)
 
-        return await self.workers.run(len(admitted.body) + view.bytes_referred_by(admitted.body, bytes_max), read)
+        size_bytes = len(admitted.body) + view.bytes_referred_by(admitted.body, bytes_max)
+        return await self.workers.run(size_bytes, read, admitted.caller.tenant)
 
     async def _page(self, items: Any, size_bytes: int, *, has_more: bool) -> Response:
         def write() -> Response:

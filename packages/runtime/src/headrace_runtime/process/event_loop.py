@@ -20,7 +20,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
@@ -40,8 +40,12 @@ _SHORT_S = 0.005
 _WAITED_AGE_S = 0.02
 """Age at which the waiting time for a core is read again. Reading it in each iteration would cost too much."""
 T = TypeVar("T")
-_LARGE_BYTES = 262_144
+_LARGE_BYTES = 131_072
 """Work on more bytes runs in a separate thread, so that it does not delay smaller work."""
+_REST, _REST_FROM_S, _REST_S_MAX = 2.0, 0.02, 5.0
+"""After work of over `_REST_FROM_S` its tenant's next work of that kind starts `_REST` times as long later, while other
+tenants have requests. The interpreter lock is theirs in the meantime."""
+_COMPANY_S = 1.0
 _INLINE_BYTES_MAX = 32_768
 """Work on more bytes would delay the event loop noticeably: parsing may take half a microsecond per byte."""
 
@@ -179,6 +183,42 @@ async def run_off_loop(size_bytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if size_bytes > _INLINE_BYTES_MAX else work()
 
 
+class _TenantTurns:
+    """Order in which the tasks of one tenant use one kind of worker threads: one at a time, with a rest after long ones
+    while other tenants work, so that a flood of large bodies waits for itself and not before the requests of others."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._waiting: dict[str, int] = {}
+        self._rests_until_s: dict[str, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def take(self, tenant: str, has_company: Callable[[], bool]) -> AsyncIterator[None]:
+        """Wait for the tenant's turn, and keep it during the block. Only tenants with tasks or rests are remembered."""
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+        try:
+            async with self._locks.setdefault(tenant, asyncio.Lock()):
+                rest_s = self._rests_until_s.pop(tenant, 0.0) - time.monotonic()
+                if rest_s > 0 and has_company():
+                    await asyncio.sleep(rest_s)
+                began_s = time.monotonic()
+                try:
+                    yield
+                finally:
+                    ended_s = time.monotonic()
+                    if ended_s - began_s > _REST_FROM_S:
+                        self._forget_rests(ended_s)
+                        self._rests_until_s[tenant] = ended_s + min(_REST * (ended_s - began_s), _REST_S_MAX)
+        finally:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant], self._locks[tenant]
+
+    def _forget_rests(self, now_s: float) -> None:
+        for tenant in [tenant for tenant, until_s in self._rests_until_s.items() if until_s <= now_s]:
+            del self._rests_until_s[tenant]
+
+
 class WorkerThreads:
     """Worker threads of one service. The queue is not bounded; callers must bound the number of waiting requests."""
 
@@ -192,13 +232,40 @@ class WorkerThreads:
         self._inline_bytes = inline_bytes
         self._small = ThreadPoolExecutor(threads, "worker")
         self._large = ThreadPoolExecutor(1, "worker-large")
+        self._small_turns, self._large_turns = _TenantTurns(), _TenantTurns()
+        self._seen_s: dict[str, float] = {}
+        """When each tenant last had work, for the tenants that were seen in the last second."""
 
-    async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Run `work`, which processes about `size_bytes`, and return its result."""
+    async def run(self, size_bytes: int, work: Callable[[], T], tenant: str | None = None) -> T:
+        """Run `work` and return its result.
+
+        Args:
+            size_bytes: the approximate number of bytes that `work` processes.
+            work: the function to run.
+            tenant: the tenant whose request it is. Its larger work is done one after the other.
+        """
+        if tenant is not None:
+            self._note(tenant)
         if size_bytes <= self._inline_bytes:
             return work()
-        pool = self._large if size_bytes > _LARGE_BYTES else self._small
-        return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+        is_large = size_bytes > _LARGE_BYTES
+        pool = self._large if is_large else self._small
+        turns = self._large_turns if is_large else self._small_turns
+        turn = turns.take(tenant, lambda: self._others(tenant)) if tenant is not None else contextlib.nullcontext()
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+
+    def _note(self, tenant: str) -> None:
+        now_s = time.monotonic()
+        self._seen_s.pop(tenant, None)
+        self._seen_s[tenant] = now_s  # the newest is the last
+        while now_s - next(iter(self._seen_s.values())) > _COMPANY_S:
+            del self._seen_s[next(iter(self._seen_s))]
+
+    def _others(self, tenant: str) -> bool:
+        """Return whether other tenants had work in the last second."""
+        since_s = time.monotonic() - _COMPANY_S
+        return any(name != tenant and seen_s > since_s for name, seen_s in self._seen_s.items())
 
     def close(self) -> None:
         """Cancel waiting work. Running work continues to its end."""
