@@ -291,6 +291,19 @@ async def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path) -> None:
         assert served.turns == []
 
 
+@pytest.mark.parametrize(("prompt_tokens", "attempts"), [(99, 2), (100, 1)])
+async def test_a_prompt_that_fills_the_context_alone_is_tried_once(
+    tmp_path: Path, prompt_tokens: int, attempts: int
+) -> None:
+    without = f"the maximum context length is 100 tokens, you asked for {prompt_tokens} in the messages"
+    faults = [Fault(status=400, message=f"{without} and 7 for the completion"), Fault(status=400, message=without)]
+    replica = FakeReplica(faults=faults)
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat(max_tokens=7)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, without)
+    assert len(replica.requests) == attempts
+
+
 def test_a_header_holds_printable_names_and_a_metric_known_ones() -> None:
     assert header_value(("tools.web\r\nx: y", "é")) == "tools.web__x__y, _"
     assert [metric_label(name) for name in ("tools.web_search", "media.image", "x-of-a-client")] == [

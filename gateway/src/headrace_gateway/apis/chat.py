@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -55,6 +56,11 @@ _ANSWERED_BYTES = 100
 _STORED_PROMPT_BYTES = 6
 """Estimated bytes of a prompt token in the dead letter of a call."""
 _PROMPT_TOKEN_BYTES = 4
+_PROMPT_LENGTH = re.compile(
+    r"the maximum context length is (\d{1,18}) tokens, you asked for (\d{1,18}) in the messages"
+)
+"""Message of a replica about a prompt. If that alone fills the context, the call is not tried without `max_tokens`: to
+render and to tokenize a long prompt is expensive."""
 _ANSWER_TOKENS = 1024
 """Expected tokens of a choice of a request without a limit."""
 
@@ -116,7 +122,9 @@ class Chat:
         )
         referred_bytes = 0 if view is None else view.bytes_referred_by(admitted.body, bytes_max)
         size_bytes = len(admitted.body) + referred_bytes
-        request, shape = await self.workers.run(size_bytes, lambda: self.read(admitted.body, context))
+        request, shape = await self.workers.run(
+            size_bytes, lambda: self.read(admitted.body, context), admitted.caller.tenant
+        )
         await self._routing_is_known()
         by_agent = PURPOSE_HEADER not in admitted.headers
         target = self.catalog.resolve(request.model, admitted.caller.may_use, by_agent=by_agent)
@@ -186,6 +194,9 @@ class Chat:
             unfit = error.code == CONTEXT_LENGTH_EXCEEDED and call.sampling.max_tokens is not None
             if not unfit or client.started or self.settings.strict:
                 raise
+            lengths = _PROMPT_LENGTH.match(str(error))
+            if lengths is not None and int(lengths[2]) >= int(lengths[1]):
+                raise ApiError(error.status, error.code, lengths[0], error.param) from None
             metrics.IGNORED_FIELDS.labels("max_tokens").inc()
             await self._answer(call.without_max_tokens(), shape, work, client)
 

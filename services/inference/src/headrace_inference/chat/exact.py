@@ -235,5 +235,9 @@ def _chain_digest(digest: bytes, message: Message) -> bytes:
     return hashlib.sha256(digest + _canonical(parts)).digest()
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+"""One encoder for all messages: `json.dumps` would build one for each."""
+
+
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _CANONICAL.encode(value).encode()
