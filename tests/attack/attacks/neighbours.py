@@ -75,6 +75,7 @@ class Innocent:
     requests: int = 0
     failures: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
+    """The sessions without an empty answer, from which the judge would abstain."""
 
     def seconds(self, *spans: tuple[float, float]) -> list[float]:
         """Return the durations of calls that began within one of the spans."""
@@ -87,16 +88,17 @@ class Innocent:
             for number in range(10**9):
                 session = f"alice-{number}"
                 body = {"model": MODEL, "messages": [{"role": "user", "content": f"Hello {number}"}], "max_tokens": 8}
-                responses = []
+                responses, texts = [], []
                 for _ in range(2):
                     began_s = time.monotonic()
                     answer = await self._post(http, "/v1/chat/completions", body, {"x-session-id": session})
                     self.calls.append((began_s, time.monotonic() - began_s))
                     responses.append(answer.get("id"))
+                    texts += [choice["message"]["content"] or "" for choice in answer.get("choices", ())]
                     await asyncio.sleep(0.02)
                 judged = await self._post(http, "/v1/feedback", {"msg_ids": responses, "value": number % 2})
                 ended = await self._post(http, f"/v1/sessions/{session}/end", {})
-                if judged and ended:
+                if judged and ended and all(text.strip() for text in texts):
                     self.sessions.append(session)
 
     async def _post(
