@@ -55,8 +55,7 @@ async def test_large_work_of_a_tenant_waits_for_its_own_and_not_before_that_of_o
         assert order == ["flood begins", "other begins"]
         release.set()
         await asyncio.gather(other, *flood)
-        ours = [entry for entry in order if entry.startswith("flood")]
-        assert ours == ["flood begins", "flood ends"] * 3
+        assert [entry for entry in order if entry.startswith("flood")] == ["flood begins", "flood ends"] * 3
         flood = [asyncio.create_task(threads.run(11, lambda: None, "mallory")) for _ in range(3)]
         await asyncio.sleep(0)
         flood[1].cancel()

@@ -146,14 +146,14 @@ def check_json(value: object) -> None:
     characters = 0
     while level:
         _check_plain(level)
-        others = [item for item in level if type(item) not in _PLAIN]
-        nested = [item for item in others if not isinstance(item, str)]
+        rest = [item for item in level if type(item) not in _PLAIN]
+        texts = [item for item in rest if isinstance(item, str)]
+        nested = [item for item in rest if not isinstance(item, str)]
         mappings = [item for item in nested if isinstance(item, Mapping)]
         lists = [item for item in nested if isinstance(item, list | tuple)]
         values += sum(map(len, mappings)) + sum(map(len, lists))
         if values > JSON_VALUES_MAX:
             raise _refusal("json", f"must hold at most {JSON_VALUES_MAX} values")
-        texts = (item for item in others if isinstance(item, str))
         characters += _length("".join(chain(texts, chain.from_iterable(mappings))))
         if characters > JSON_CHARACTERS_MAX:
             raise _refusal("json", f"must hold at most {JSON_CHARACTERS_MAX} characters of text and names")

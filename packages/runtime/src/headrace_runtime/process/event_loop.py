@@ -251,7 +251,7 @@ class WorkerThreads:
         is_large = size_bytes > _LARGE_BYTES
         pool = self._large if is_large else self._small
         turns = self._large_turns if is_large else self._small_turns
-        turn = turns.take(tenant, lambda: self._others(tenant)) if tenant is not None else contextlib.nullcontext()
+        turn = turns.take(tenant, lambda: self._has_company(tenant)) if tenant is not None else contextlib.nullcontext()
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
 
@@ -262,7 +262,7 @@ class WorkerThreads:
         while now_s - next(iter(self._seen_s.values())) > _COMPANY_S:
             del self._seen_s[next(iter(self._seen_s))]
 
-    def _others(self, tenant: str) -> bool:
+    def _has_company(self, tenant: str) -> bool:
         """Return whether other tenants had work in the last second."""
         since_s = time.monotonic() - _COMPANY_S
         return any(name != tenant and seen_s > since_s for name, seen_s in self._seen_s.items())
