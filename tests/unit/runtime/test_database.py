@@ -101,6 +101,17 @@ async def test_postgresql_has_a_schema_for_each_service_and_so_many_connections_
     await database.close()
 
 
+async def test_health_of_a_database_does_not_wait_for_a_running_transaction(tmp_path: Path) -> None:
+    database = opened(tmp_path)
+    try:
+        async with database.transaction() as tx:
+            await tx.execute(text("CREATE TABLE t (x INTEGER)"))
+            assert await asyncio.wait_for(database.ready(), 5) is True
+        assert await database.ready() is True
+    finally:
+        await database.close()
+
+
 async def test_a_file_that_cannot_be_opened_is_not_ready(tmp_path: Path) -> None:
     (tmp_path / "db" / "test.sqlite").mkdir(parents=True)
     database = opened(tmp_path)

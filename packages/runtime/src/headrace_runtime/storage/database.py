@@ -101,6 +101,8 @@ _CHECKPOINT_PAGES = 200
 """Number of pages after which SQLite copies its write-ahead log into the database, within a commit. With the default of
 1,000 such a commit in a large database takes 28 ms. With 200 it takes less than 20 ms, and the total work is the same
 (`make bench NAME=state`)."""
+_READS = "headrace_reads"
+"""Execution option of a connection that only reads, and so needs no lock on SQLite."""
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",
@@ -174,12 +176,16 @@ class Database:
         await self.engine.dispose()
 
     async def ready(self) -> bool | str:
-        """Return whether a trivial query works, or the problem if the disk was full in the last transaction."""
+        """Return whether a trivial query works, or the problem if the disk was full in the last transaction.
+
+        The query does not wait for a running transaction.
+        """
         if self._disk_problem is not None:
             return self._disk_problem
         try:
             async with self.engine.connect() as connection:
-                await connection.execute(text("SELECT 1"))
+                await connection.execution_options(**{_READS: True})
+                await connection.execute(text("PRAGMA schema_version" if self.sqlite else "SELECT 1"))
         except (SQLAlchemyError, OSError):
             return False
         return True
@@ -205,7 +211,10 @@ def _sqlite(path: Path) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")  # a read that later writes must not deadlock with another
+        reads = connection.get_execution_options().get(
+            _READS
+        )  # a read that later writes must not deadlock with another
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     @event.listens_for(engine.sync_engine, "invalidate")
     def _abandon(connection: Any, _record: object, _error: object) -> None:
