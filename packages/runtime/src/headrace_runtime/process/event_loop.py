@@ -198,7 +198,7 @@ class _TenantTurns:
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         try:
             async with self._locks.setdefault(tenant, asyncio.Lock()):
-                rest_s = self._rests_until_s.pop(tenant, 0.0) - time.monotonic()
+                rest_s = self._rests_until_s.get(tenant, 0.0) - time.monotonic()
                 if rest_s > 0 and has_company():
                     await asyncio.sleep(rest_s)
                 began_s = time.monotonic()
