@@ -1,1 +1,1 @@
-"""kill -9 of everything under load: `python -m tests.chaos`, and three ledgers that must agree afterwards."""
+"""Chaos tests: kill -9 and other faults of every process under load, and three ledgers that must agree afterwards."""

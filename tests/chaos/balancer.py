@@ -1,6 +1,7 @@
-"""Load balancer of a production setup: health checks, and another gateway after a lost connection.
+"""Load balancer of a production setup, and a TCP proxy that can be cut.
 
-A TCP proxy that can be cut: silently, as when a cable is pulled, or with resets, as when a firewall changes.
+The balancer checks the gateways' health and retries on another gateway after a lost connection. The proxy is cut
+silently, as when a cable is pulled, or with resets, as when a firewall changes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ _TIMEOUT_S = 2.0
 
 
 class Balancer:
-    """`run` keeps the health up to date. The chaos reports every kill to it, so that only ordered kills excuse a
-    failure."""
+    """Load balancer over several gateways.
+
+    `run` updates their health. The test reports every kill to the balancer, so that only a kill excuses a lost
+    connection.
+    """
 
     def __init__(self, http: aiohttp.ClientSession, gateways: Sequence[str]) -> None:
         self._http = http
@@ -31,14 +35,14 @@ class Balancer:
         self._healthy: set[str] = set()
         self._turn = itertools.count()
         self._killed: dict[str, float] = {}
-        """Gateways that were killed and have not been healthy since, and when."""
+        """Gateways that were killed and have not been healthy since, with the monotonic time of the kill."""
         self._returned: dict[str, float] = {}
-        """When each was healthy again after its last kill."""
+        """Monotonic time at which each gateway was healthy again after its last kill."""
         self._refusing: dict[str, float] = {}
         """Gateways with a full disk, and the end of the time in which such a gateway may have answered with 503."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check the health of the gateways until cancelled."""
         while True:
             await asyncio.gather(*(self._check(gateway) for gateway in self._gateways))
             await asyncio.sleep(_INTERVAL_S)
@@ -54,8 +58,9 @@ class Balancer:
             self._healthy.discard(gateway)
 
     def pick(self, session_id: str, avoid: str | None = None) -> str:
-        """A healthy gateway, another than `avoid` if there is one: for every other session the one that it keeps to as
-        long as it is healthy, for the rest the next one in turn.
+        """Return a healthy gateway for a session, if possible another one than `avoid`.
+
+        Every second session keeps the same gateway as long as it is healthy; for the others the gateways take turns.
         """
         able = [gateway for gateway in self._gateways if gateway in self._healthy] or list(self._gateways)
         able = [gateway for gateway in able if gateway != avoid] or able
@@ -70,28 +75,28 @@ class Balancer:
         self._healthy.discard(gateway)
 
     def killing(self, gateway: str) -> None:
-        """Called right before the kill."""
+        """Record that the gateway is killed now. Call it right before the kill."""
         self._killed[gateway] = time.monotonic()
         self._healthy.discard(gateway)
 
     def refusing(self, gateway: str) -> None:
-        """Record that the disk is about to be full: the gateway may answer 503, and has then recorded no turn."""
+        """Record that the gateway's disk is about to be full: from now on it may answer 503 and record no turn."""
         self._refusing[gateway] = math.inf
 
     def refusing_no_more(self, gateway: str) -> None:
         self._refusing[gateway] = time.monotonic()
 
     def may_refuse(self, gateway: str, since_s: float) -> bool:
-        """Whether its disk was full at any time since `since_s` (monotonic)."""
+        """Return whether the gateway's disk was full at any time since `since_s` (monotonic)."""
         return self._refusing.get(gateway, -math.inf) >= since_s
 
     def was_down(self, gateway: str, since_s: float) -> bool:
-        """Whether it was dead, or on its way back, at any time since `since_s` (monotonic)."""
+        """Return whether the gateway was dead, or not healthy again, at any time since `since_s` (monotonic)."""
         return gateway in self._killed or self._returned.get(gateway, -math.inf) >= since_s
 
 
 async def answers(http: aiohttp.ClientSession, url: str, timeout_s: float) -> bool:
-    """Whether a GET is answered with 200 in time."""
+    """Return whether a GET of `url` is answered with 200 within `timeout_s`."""
     with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
         async with asyncio.timeout(timeout_s), http.get(url) as response:
             await response.read()
@@ -103,7 +108,7 @@ _CHUNK = 65_536
 
 
 class Proxy:
-    """Listens on `port` of loopback and passes everything on to `target`."""
+    """TCP proxy that listens on `port` of loopback and forwards all bytes to `target`."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -127,7 +132,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self, *, silent: bool) -> None:
-        """Pass no bytes on. `silent`: connections stay open; else they and new ones are reset."""
+        """Stop forwarding. With `silent`, connections stay open; otherwise old and new connections are reset."""
         self._passing.clear()
         self._refusing = not silent
         if self._refusing:
@@ -135,7 +140,7 @@ class Proxy:
                 stream.transport.abort()
 
     def mend(self) -> None:
-        """Pass the waiting bytes of open connections on, as after a retransmission."""
+        """Forward again, including the bytes that wait in open connections, as after a retransmission."""
         self._refusing = False
         self._passing.set()
 

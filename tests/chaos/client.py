@@ -30,7 +30,7 @@ _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionEr
 
 
 class RequestFailed(Exception):
-    """Error of a request as its user sees it; `status` is the HTTP status of an error answer, else 0."""
+    """Failure of a request as its user sees it. `status` is the HTTP status of an error answer, otherwise 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -45,14 +45,14 @@ class Acked:
     content: str
     """Digest of the text that the user was shown."""
     tokens: str = ""
-    """Digest of the prompt's and the sampled token ids, which every answer carries."""
+    """Digest of the token ids of the prompt and of the answer, which every answer contains."""
     version: str = ""
-    """Version that the answer names."""
+    """Version of the model that the answer names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One accepted verdict."""
+    """Accepted feedback about one session."""
 
     value: float
     gateway: str
@@ -60,30 +60,30 @@ class Verdict:
 
 @dataclass(slots=True)
 class ClientLedger:
-    """Observations of the users. No value comes from the stack's own account."""
+    """Ledger of what the users observed. None of its values comes from the stack's own account."""
 
     acked: dict[str, Acked] = field(default_factory=dict)
-    """By response id."""
+    """Complete answers by response id."""
     feedback_ids: set[str] = field(default_factory=set)
     """Ids of the feedback that was accepted."""
     judged: dict[str, list[Verdict]] = field(default_factory=dict)
-    """By session, in the order in which they were accepted."""
+    """Accepted feedback by session, in the order of acceptance."""
     reached: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Gateways that may have recorded a part of each session, including those that lost their answer."""
+    """Gateways that may have recorded a part of each session, including those whose answer was lost."""
     ended: set[str] = field(default_factory=set)
-    """Sessions with an accepted end."""
+    """Sessions whose end was accepted."""
     failures: list[str] = field(default_factory=list)
     failed_by: Counter[str] = field(default_factory=Counter)
     """Failed requests by kind."""
     requests: int = 0
     retried: int = 0
-    """Attempts that lost their connection to a gateway that had been killed."""
+    """Number of attempts that lost their connection to a killed gateway."""
     refused: int = 0
-    """Attempts that a gateway with a full disk refused, or one that was on its way back."""
+    """Number of attempts that were refused by a gateway with a full disk or by one that was restarting."""
     answered_at: dict[str, float] = field(default_factory=dict)
-    """By session: when the last answer's end arrived, in seconds since 1970."""
+    """Time at which the end of each session's last answer arrived, in seconds since 1970."""
     latencies_s: list[float] = field(default_factory=list)
-    """Number of chat requests, retries included."""
+    """Durations of the answered requests, including their retries, in seconds."""
 
     def failed(self, kind: str, text: str) -> None:
         self.failed_by[kind] += 1
@@ -91,7 +91,7 @@ class ClientLedger:
 
 
 class Client:
-    """Many users at once, on one connection pool."""
+    """Client of many concurrent users with one connection pool."""
 
     def __init__(self, http: aiohttp.ClientSession, balancer: Balancer, ledger: ClientLedger, model: str) -> None:
         self._http = http
@@ -100,7 +100,7 @@ class Client:
         self._model = model
 
     async def ask(self, session_id: str, messages: list[dict[str, str]], **options: object) -> str | None:
-        """Send one turn. Return the model's text, None when the request failed."""
+        """Send one turn. Return the model's text, or None when the request failed."""
         began = time.monotonic()
         headers = {"x-session-id": session_id}
         body = {"model": self._model, "messages": messages, "return_token_ids": True, **options}
@@ -114,7 +114,9 @@ class Client:
         return text
 
     async def feedback(self, session_id: str, value: float, **more: object) -> bool:
-        """Whether it was accepted. `feedback_id` is the client's, so that its retries are one feedback."""
+        """Send feedback and return whether it was accepted. The client sets `feedback_id`, so that a retry is no new
+        feedback.
+        """
         verdicts = self._ledger.judged.get(session_id, [])
         body = {"session_id": session_id, "feedback_id": f"f-{session_id}-{len(verdicts)}", "value": value, **more}
         answer, gateway = await self._request(session_id, "/v1/feedback", body, {})
@@ -132,8 +134,11 @@ class Client:
     async def _request(
         self, session_id: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
     ) -> tuple[list[dict[str, Any]] | None, str]:
-        """Return the answer's JSON objects, one or a stream's chunks, and its version. Return None and record a failure
-        when the request failed.
+        """Send a request with retries.
+
+        Returns:
+            The JSON objects of the answer (one object, or the chunks of a stream) and its version. If the request
+            failed, None instead of the objects; the failure is recorded.
         """
         self._ledger.requests += 1
         deadline = time.monotonic() + DEADLINE_S
@@ -184,7 +189,7 @@ class Client:
 
 
 def _text_and_tokens(answer: list[dict[str, Any]]) -> tuple[str, str]:
-    """Response id and text, of a plain answer or of a stream."""
+    """Return the response id and the text of a plain or streamed answer."""
     parts = [(choice.get("message") or choice.get("delta")) for chunk in answer for choice in chunk["choices"]]
     return answer[0]["id"], "".join((part or {}).get("content") or "" for part in parts)
 
@@ -207,16 +212,18 @@ TURNS_MAX = 5
 TASKS = 24
 VALUES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _REVISED_SHARE = 0.25
-"""Share of the verdicts that are revised."""
+"""Probability that the feedback is revised."""
 _MEAN_TURNS = (1 + TURNS_MAX) / 2
 _SESSIONS_MAX = 240
-"""Sessions that are open at one time; the gateway admits 256 requests of one key."""
+"""Maximum number of open sessions; the gateway admits 256 concurrent requests of one key."""
 _TOPICS = ("invoice", "meeting", "report", "flight", "contract")
 
 
 @dataclass(slots=True)
 class Load:
-    """`run` until `stop` is set; then the sessions that have begun go on to their ends."""
+    """Load of users that arrive at random. `run` starts sessions until `stop` is set; open sessions then continue to
+    the end.
+    """
 
     client: Client
     choose: random.Random
@@ -225,7 +232,7 @@ class Load:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     sessions: int = 0
     seconds: float = 0.0
-    """How long users arrived."""
+    """Seconds during which users arrived."""
 
     async def run(self) -> None:
         slots = asyncio.Semaphore(_SESSIONS_MAX)
@@ -241,7 +248,7 @@ class Load:
             self.seconds = time.monotonic() - began
 
     async def _until(self, moment_s: float) -> None:
-        """Wait until the moment. Sessions that were late for want of a slot start at once."""
+        """Wait until a monotonic time. Sessions that are late, because no slot was free, start at once."""
         if (pause_s := moment_s - time.monotonic()) > 0:
             await asyncio.sleep(pause_s)
 
@@ -263,7 +270,7 @@ class Load:
         await self._judge(session_id, choose)
 
     async def _judge(self, session_id: str, choose: random.Random) -> None:
-        """Play a session. Its last verdict comes before the end or after it."""
+        """Give feedback about a session, sometimes several times, and end it before or after the last feedback."""
         task = {"task_id": f"task-{choose.randrange(TASKS)}"}
         ends = choose.random() < 0.5
         await self.client.feedback(session_id, choose.choice(VALUES), ends_session=ends, **task)

@@ -1,10 +1,8 @@
-"""Three independent ledgers, and the facts on which they must agree.
+"""Three independent ledgers, and a comparison of the facts on which they must agree.
 
-The client's ledger has the answers that arrived, the topics' ledger the captured turns and their outcomes, the
-trainer's
-ledger the experiences in its saved weights.
-
-Facts on the topics by id, read without a consumer group, and every contradiction between them.
+The client's ledger has the answers that users received, `Facts` the captured turns and their outcomes on the topics,
+and the trainer's ledger the experiences in its saved weights. The topics are read without a consumer group;
+contradictions between their events are recorded.
 """
 
 from __future__ import annotations
@@ -30,43 +28,48 @@ from tests.chaos.client import Acked, ClientLedger, digest, tokens_digest
 TOPICS = (*turn_account.TOPICS, Feedback.topic)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 Revision = tuple[str, int]
-"""An experience and one revision of it."""
+"""An experience id and a revision number."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """`add` every event of `TOPICS`, as often as it is on the bus."""
+    """Ledger of the topics. Pass every event of `TOPICS` to `add`, repeated events as well."""
 
     turns: dict[str, Acked] = field(default_factory=dict)
-    """Captured turns: digests of the text and the tokens of each, and its version."""
+    """Captured turns by id: digests of the text and of the tokens, and the version."""
     sampled: dict[tuple[str, int], str] = field(default_factory=dict)
-    """By turn and choice: digest of the version, the sampled token ids and their logprobs."""
+    """Digest of the version, the sampled token ids and their logprobs, by turn and choice."""
     spans: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Digests of the same turns in experiences; a second or another digest is a contradiction."""
+    """Digests of the same turns and choices in experiences. More than one or a different digest is a contradiction."""
     trajectory_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """By turn; more than one is a contradiction."""
+    """Trajectories by turn; more than one is a contradiction."""
     trajectories: dict[str, bool] = field(default_factory=dict)
-    """Whether there is anything to train in it."""
+    """Trajectories by id: whether they contain a part that can be trained."""
     experiences: dict[Revision, str] = field(default_factory=dict)
-    """Revisions, and the trajectory that each is of."""
+    """Trajectory of each revision of an experience."""
     newest: dict[str, tuple[int, str, bool, float | None]] = field(default_factory=dict)
-    """By experience: its newest revision, its session, whether that has a reward, and feedback's value in it."""
+    """Newest revision by experience: its number, its session, whether it has a reward, and the part of the reward that
+    is feedback.
+    """
     verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
-    """Outcomes of each revision by lineage: None for trained, one entry per report."""
+    """Outcomes of each revision by lineage, one entry per report: None for trained, otherwise the reason of the drop.
+    """
     again: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """By lineage, experience and revision: how often it was queued again, because weights went back behind it."""
+    """Number of times that a revision was queued again after a rollback of the weights, by lineage, experience and
+    revision.
+    """
     feedback: set[str] = field(default_factory=set)
     letters: list[str] = field(default_factory=list)
     records: Counter[str] = field(default_factory=Counter)
     redelivered: Counter[str] = field(default_factory=Counter)
-    """Records that repeat an event: allowed, since consumers dedupe by id."""
+    """Number of records that repeat an event. They are allowed, since consumers remove duplicates by id."""
     changed: list[str] = field(default_factory=list)
-    """Events that were repeated with other contents: not allowed."""
+    """Events that were repeated with different contents, which is not allowed."""
     account: turn_account.TurnAccountBuilder = field(default_factory=turn_account.TurnAccountBuilder)
-    """Account of `headrace status`, built in parallel for a comparison."""
+    """Account as `headrace status` computes it, built for a comparison."""
     _history: TurnHistory = field(default_factory=TurnHistory)
     _bodies: dict[str, str] = field(default_factory=dict)
-    """Digest by topic and event id."""
+    """Digest of the event by topic and event id."""
 
     def add(self, event: Event) -> None:
         self.records[event.topic] += 1
@@ -132,7 +135,7 @@ class Facts:
         return True
 
     def trained_twice(self) -> list[str]:
-        """Revisions that a lineage reports as trained more than once, and not as queued again between."""
+        """Return the revisions that a lineage reports as trained twice without being queued again between."""
         return [
             f"experience {name} revision {revision} in lineage {lineage}, {outcomes.count(None)} times"
             for lineage, outcomes_by_revision in self.verdicts.items()
@@ -141,11 +144,13 @@ class Facts:
         ]
 
     def trainings(self, lineage: str, name: str, revisions: Iterable[int]) -> int:
-        """How often `revisions` of an experience may have changed the weights."""
+        """Return how often `revisions` of the experience `name` may have changed the weights."""
         return sum(1 + self.again[lineage, name, revision] for revision in revisions)
 
     def waiting(self, lineage: str) -> dict[str, set[str]]:
-        """Return the open work by kind, e.g. turns without a trajectory. All are empty after catching up."""
+        """Return the open work by kind, for example turns without a trajectory. All sets are empty once the stack has
+        caught up.
+        """
         rewarded = set(self.experiences.values())
         outcomes = self.verdicts.get(lineage, {})
         return {
@@ -164,7 +169,7 @@ def _sampled(version: str, token_ids: Sequence[int], logprobs: Sequence[float]) 
 
 
 class Reader:
-    """Reads on from where the last reading ended."""
+    """Reader of the topics that continues at the end of its previous reading."""
 
     def __init__(self, bus: str, blobs: BlobStore) -> None:
         self._settings = Overrides(None, {}, {}).bus_settings(bus)
@@ -172,7 +177,7 @@ class Reader:
         self._positions: dict[TopicPartition, int] = {}
 
     async def read(self, facts: Facts) -> int:
-        """Add the records that `facts` does not have yet. Return their number."""
+        """Add the records since the previous reading to `facts` and return their number."""
         reader = consumer(self._settings, "chaos")
         await reader.start()
         try:
@@ -197,31 +202,31 @@ class Reader:
 
 
 SHOWN = 5
-"""Examples of each broken promise that the report names."""
+"""Number of examples of each broken promise in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLedger:
-    """The lineage's saved state, read from the blob store after everything has stopped."""
+    """Ledger of the trainer: the saved state of the lineage, read from the blob store after all processes stopped."""
 
     lineage: str
     contributions: Mapping[str, tuple[int, ...]]
-    """By experience: in which steps it changed the weights."""
+    """Steps in which each experience changed the weights."""
     revisions: Mapping[str, tuple[int, ...]]
     waiting: frozenset[str]
-    """Experiences that were read and are not trained yet."""
+    """Experiences that were read and have not been trained yet."""
     steps: int
 
 
 @dataclass(slots=True)
 class Findings:
-    """Result of the comparison. `broken` maps each broken promise to its offenders."""
+    """Result of the comparison. `broken` has the offenders of each broken promise."""
 
     broken: dict[str, list[str]] = field(default_factory=dict)
     table: dict[str, int] = field(default_factory=dict)
 
     def check(self, promise: str, offenders: Iterable[str]) -> None:
-        """Count the offenders against a promise; the promise holds without any."""
+        """Record the offenders against a promise. Without offenders the promise holds."""
         sorted_offenders = sorted(offenders)
         self.table[promise] = len(sorted_offenders)
         if sorted_offenders:
@@ -264,11 +269,11 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
 
 
 def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
-    """Check that the last verdict counts in sessions with one gateway.
+    """Yield sessions whose reward is not the last feedback.
 
-    With two gateways, a verdict that one of them acknowledged may wait in its spool while the bus receives the other,
-    so the
-    log decides the order. The value must still be one of the session's verdicts.
+    With two gateways, feedback that one gateway acknowledged may wait in its spool while the bus receives later
+    feedback of the other, so the order in the log decides. The reward must still be one of the session's feedback
+    values.
     """
     experiences = Counter(session for _, session, *_ in topics.newest.values())
     for _, session, has_reward, value in topics.newest.values():
@@ -332,7 +337,10 @@ def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedge
 
 
 def _doubled(topics: Facts, trainer: TrainerLedger) -> list[str]:
-    """An experience changes the weights at most once per revision unless that is queued again, and once per step."""
+    """Return the experiences that changed the weights too often.
+
+    An experience may change the weights once per revision, unless the revision is queued again, and once per step.
+    """
     return [
         f"experience {name} in steps {list(steps)} with revisions {list(trainer.revisions[name])}"
         for name, steps in trainer.contributions.items()

@@ -1,4 +1,4 @@
-"""Kinds of faults. `NEMESES` lists them; `Nemesis.missing` returns the reason why one cannot strike here."""
+"""Kinds of faults (nemeses), listed in `NEMESES`. `Nemesis.missing` returns the reason why one cannot be used here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class Nemesis(abc.ABC):
-    """Interface of a kind of fault: `prepare` before the stack starts, `strike` on schedule, `heal` once at the end."""
+    """Interface of a kind of fault: call `prepare` before the stack starts, `strike` on schedule, and `heal` once at
+    the end.
+    """
 
     name: ClassVar[str]
 
@@ -38,13 +40,13 @@ class Nemesis(abc.ABC):
 
     @classmethod
     def missing(cls, bus: str) -> str | None:
-        """Return the reason why this fault cannot strike here on this bus, or None if it can."""
+        """Return the reason why this fault cannot be injected on this machine and bus, or None."""
         return None
 
     @classmethod
     @abc.abstractmethod
     def victims(cls, bus: str) -> Sequence[str]:
-        """Return the possible victims."""
+        """Return the services that this fault can hit."""
 
     def prepare(self, machine: str) -> Mapping[str, str]:
         """Return environment variables for the processes of a machine."""
@@ -52,24 +54,24 @@ class Nemesis(abc.ABC):
 
     @abc.abstractmethod
     async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
-        """Strike. Return a short description at once; lasting effects go on in the background."""
+        """Inject the fault. Return a short description at once; lasting effects continue in the background."""
 
     async def heal(self) -> None:
-        """Return when every effect is repaired."""
+        """End all effects and return once they are repaired."""
         await asyncio.gather(*self._lasting.values())
 
     def struck(self, victim: str) -> bool:
-        """Whether the victim still suffers from an earlier strike."""
+        """Return whether an earlier strike still affects the victim."""
         task = self._lasting.get(victim)
         return task is not None and not task.done()
 
     def lasting(self, victim: str, work: Coroutine[None, None, None]) -> None:
-        """Run `work` in the background. It ends the effect of the strike."""
+        """Run `work`, which ends the effect of the strike, in the background."""
         self._lasting[victim] = asyncio.create_task(work)
 
 
 class Kill(Nemesis):
-    """A gateway or replica is killed only while its twin can stand in for it."""
+    """Kill of a process with SIGKILL. A gateway or replica is killed only while its twin is healthy."""
 
     name: ClassVar[str] = "kill"
 
@@ -91,12 +93,12 @@ class Kill(Nemesis):
 
 SHORT_S = (0.5, 6.0)
 LONG_S = 75.0
-"""Longer than a supervisor may take to notice and to start another."""
+"""Duration of a stop in seconds: longer than a supervisor may take to detect it and start another process."""
 LONG_SHARE = 0.25
 
 
 class Stop(Nemesis):
-    """Stop the process without any report: processes that wait for it have to notice by themselves."""
+    """SIGSTOP of a process: other processes receive no error and have to detect that it hangs."""
 
     name: ClassVar[str] = "stop"
 
@@ -118,7 +120,7 @@ class Stop(Nemesis):
 
 
 async def _resume(pid: int, after_s: float) -> None:
-    """Wait, and return early after a kill of the process."""
+    """Send SIGCONT after `after_s`; return early if the process is killed first."""
     deadline = time.monotonic() + after_s
     while alive(pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (a death of somebody else's child has no event)
         await asyncio.sleep(0.1)
@@ -130,7 +132,7 @@ FOR_S = (2.0, 12.0)
 
 
 class Partition(Nemesis):
-    """Each machine reaches the bus through a proxy of its own, whose address the bus advertises to it."""
+    """Network partition: each machine reaches the bus through its own proxy, whose address the bus advertises to it."""
 
     name: ClassVar[str] = "partition"
 
@@ -162,7 +164,7 @@ _CHUNK = 1 << 20
 
 
 class DiskFull(Nemesis):
-    """Fill the disk. This machine may refuse users' requests meanwhile; their load balancer chooses the other one."""
+    """Full disk. The machine may refuse users' requests meanwhile; their load balancer chooses the other machine."""
 
     name: ClassVar[str] = "disk-full"
 
@@ -195,7 +197,7 @@ class DiskFull(Nemesis):
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_mib: int = SIZE_MIB) -> Iterator[None]:
-    """`folder` on a file system of its own while the body runs."""
+    """Mount a small file system at `folder` during the block."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=0755", "tmpfs", str(folder)], check=True)
     try:
@@ -205,7 +207,7 @@ def small_disk(folder: Path, size_mib: int = SIZE_MIB) -> Iterator[None]:
 
 
 def fill(path: Path) -> None:
-    """Take all free space, and then the space that was freed meanwhile."""
+    """Use all free space of the disk, including space that other processes free meanwhile."""
     with path.open("wb", buffering=0) as file:
         for size in (_CHUNK, 4096):
             with contextlib.suppress(OSError):
@@ -223,7 +225,7 @@ SKEW_S = 5.0
 
 
 class Clock(Nemesis):
-    """A step to anywhere within `SKEW_S`, forwards or back."""
+    """Step of a machine's clock by up to `SKEW_S`, forwards or backwards."""
 
     name: ClassVar[str] = "clock"
 
@@ -252,7 +254,9 @@ BLOB_TROUBLES = {"slow": {"delay_s": 1.0}, "failing": {"fail": 0.5}, "away": {"f
 
 
 class BlobTrouble(Nemesis):
-    """`tests/chaos/blob_faults/sitecustomize.py` runs in every service and reads its instructions from a file."""
+    """Slow or failing blob store: `tests/chaos/blob_faults/sitecustomize.py` runs in every service and reads its rates
+    from a file.
+    """
 
     name: ClassVar[str] = "blobs"
 
@@ -286,7 +290,7 @@ class BlobTrouble(Nemesis):
 
 
 class KillPostgres(Nemesis):
-    """The database under the stream services and the registry."""
+    """Kill of the PostgreSQL server that stores the state of the stream services and the registry."""
 
     name: ClassVar[str] = "postgres"
 

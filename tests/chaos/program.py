@@ -1,6 +1,6 @@
-"""Strikes on every process under load, and three ledgers that must agree afterwards.
+"""Chaos test: faults of every process under load, and three ledgers that must agree afterwards.
 
-Report of a run: a short table for people, and the same as JSON.
+The report of a run is a short table for people, and the same values as JSON.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.system.line import Line, at_most
 from tests.system.program import Program, Run
 
 ALWAYS = (LOST, DOUBLE, FAILED, VALUES)
-"""Shown also when they hold; the others only when they do not."""
+"""Promises that the report always shows; the others appear only when they are broken."""
 
 
 def table(outcome: Outcome) -> list[str]:
-    """The three ledgers side by side, then the promises."""
+    """Return the lines of a table with the three ledgers, followed by the promises."""
     client, topics, findings = outcome.client, outcome.topics, outcome.findings
     ms = latencies_ms(client.latencies_s)
     strikes = ", ".join(f"{name} {count}" for name, count in sorted(outcome.strikes.items()))
@@ -99,7 +99,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
 
 
 def rate(outcome: Outcome) -> float:
-    """Answered turns per second while users arrived."""
+    """Return the answered turns per second while users arrived."""
     return len(outcome.client.acked) / outcome.load_s if outcome.load_s else 0.0
 
 
@@ -111,7 +111,7 @@ def latencies_ms(seconds: Sequence[float]) -> dict[str, int]:
 
 
 def _through_several(outcome: Outcome) -> int:
-    """Count the sessions whose verdicts have no order before the log, because no single gateway has received them."""
+    """Count the sessions whose feedback went through several gateways, so that only the log defines its order."""
     return sum(len(outcome.client.reached[session]) > 1 for session in outcome.client.judged)
 
 
@@ -151,7 +151,7 @@ def _play_on(run: Run, bus: str) -> None:
 
 
 def _nemeses(run: Run, bus: str) -> tuple[str, ...]:
-    """Return the requested nemeses that can strike on this bus, and report the others as skipped."""
+    """Return the requested nemeses that are possible on this bus, and report the others as skipped."""
     missing = {name: reason for name in run.options.nemesis if (reason := NEMESES[name].missing(bus))}
     for name, reason in missing.items():
         run.skip(f"{name} on {bus}", reason)
@@ -159,7 +159,7 @@ def _nemeses(run: Run, bus: str) -> tuple[str, ...]:
 
 
 async def _strike(run: Run, options: Options) -> Outcome:
-    """Play the strikes. A signal ends every process that was started."""
+    """Run the stack with its faults. A signal ends every process that the test started."""
     with run.progress(options.strikes, "strikes", estimate=False) as progress:
         task = asyncio.ensure_future(play_strikes(options, progress, run.options.keep))
         loop = asyncio.get_running_loop()

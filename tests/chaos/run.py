@@ -1,4 +1,4 @@
-"""One run: start the stack, load it, break it, let it catch up, stop it, compare the ledgers."""
+"""One run of the chaos test: start the stack, load it, inject faults, wait until it catches up, compare the ledgers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.support import tiny_model
 WARM_UP_S = 3.0
 _DRAIN_S_MAX = 1_800.0
 _QUIET_S = 4.0
-"""Time without new events after which the stack has caught up."""
+"""Seconds without new events after which the stack has caught up."""
 _STALLED_S = 120.0
-"""Time without new events after which missing ones count as lost."""
+"""Seconds without new events after which missing events count as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +53,29 @@ class Outcome:
     topics: Facts
     findings: Findings
     strikes: Counter[str]
-    """By nemesis."""
+    """Number of strikes by nemesis."""
     crashes: list[str]
-    """Deaths without an order: a service gives up on an absent bus, for example, and is restarted."""
+    """Processes that ended without a planned kill, for example because the bus was away; the supervisor restarts them.
+    """
     sessions: int
     load_s: float
     drain_s: float
     fates: dict[str, int] = field(default_factory=dict)
-    """Outcomes of the turns in the account."""
+    """Number of turns in the account by outcome."""
     steps: int = 0
 
 
 async def run(options: Options, progress: ProgressDisplay, keep: Path | None = None) -> Outcome:
-    """Raises `TimeoutError` or `StartFailed` when the stack does not come back: a promise of its own that broke.
+    """Run the test once and return its result.
 
-    `keep` is a folder for data and logs; without one they go when the run ends.
+    Args:
+        options: options of the command line.
+        progress: display to update.
+        keep: folder for data and logs; by default they are removed at the end of the run.
+
+    Raises:
+        TimeoutError: the stack does not become healthy again, which also breaks a promise.
+        StartFailed: a process does not start.
     """
     with contextlib.ExitStack() as scratch:
         folder = keep or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="headrace-chaos-")))
@@ -125,7 +133,7 @@ async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], p
 
 @contextlib.asynccontextmanager
 async def _users(options: Options, stack: Stack, ledger: ClientLedger) -> AsyncIterator[tuple[Load, Balancer]]:
-    """Run users during the block. Open sessions finish after it."""
+    """Run users during the block. Open sessions end after the block."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -149,7 +157,7 @@ async def _break(
     ledger: ClientLedger,
     progress: ProgressDisplay,
 ) -> Counter[str]:
-    """One strike after the other; one that its victim still suffers from is over before the next of its kind."""
+    """Strike according to the schedule. Wait while an earlier fault of the same kind still affects the victim."""
     struck: Counter[str] = Counter()
     began = time.monotonic()
     for number, strike in enumerate(strikes, 1):
@@ -171,7 +179,7 @@ def _keep(folder: Path, target: Path) -> None:
 
 
 async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress: ProgressDisplay) -> float:
-    """Wait until the stack has caught up. Return the duration. The comparison reports events that never come."""
+    """Wait until the stack has caught up, and return the seconds. The comparison reports events that never arrive."""
 
     def pending() -> bool:
         spooled = ledger.acked.keys() - facts.turns.keys() or ledger.feedback_ids - facts.feedback

@@ -1,7 +1,4 @@
-"""Schedule of strikes and victims: a pure function of the seed.
-
-Possible victims of strikes.
-"""
+"""Schedule of strikes: kinds of faults, victims and pauses, as a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Pair = tuple[str, str]
-"""A nemesis and its victim."""
+"""A nemesis, and its victim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """`nemesis` strikes `victim`, `pause_s` after the strike before it. `seed` is for the nemesis's own draws."""
+    """One strike of a schedule: `nemesis` hits `victim`, `pause_s` after the strike before. `seed` is for the nemesis's
+    draws.
+    """
 
     pause_s: float
     nemesis: str
@@ -24,9 +23,10 @@ class Strike:
 
 
 def plan(seed: int, strikes: int, pairs: Sequence[Pair], mean_pause_s: float) -> list[Strike]:
-    """Return the schedule of `strikes` strikes. Every pair comes once per round, in a random order.
+    """Return a schedule of `strikes` strikes. Every pair of nemesis and victim occurs once per round, in random order.
 
-    Pauses are exponential: often several parts are broken together, and sometimes a process dies while it starts.
+    Pauses are exponentially distributed: often several parts are broken together, and some processes die while they
+    start.
     """
     choose = random.Random(seed)
     order = _rounds(choose, pairs)
@@ -50,15 +50,18 @@ PAIRS = {
     "inference": "inference-2",
     "inference-2": "inference",
 }
-"""While one of a pair is down, the other is spared."""
+"""Twin of each service that has one. While one of the two is down, the other is not hit."""
 STREAM = ("collector", "scorer", "judge")
-"""Services that run on machine A and, with a database server, on machine B too."""
+"""Services that run on machine A and, if the database is a server, also on machine B."""
 SINGLE = ("trainer", "registry")
 BUS = {"embedded": "broker", "kafka": "kafka"}
 
 
 def services_on(bus: str) -> tuple[str, ...]:
-    """Every service of both machines; `-2` is machine B's. Two processes cannot share a SQLite file."""
+    """Return all services of both machines; names on machine B end with `-2`.
+
+    Two processes cannot share a SQLite file.
+    """
     twins = tuple(f"{name}-2" for name in STREAM) if bus == "kafka" else ()
     return (*PAIRS, *STREAM, *twins, *SINGLE)
 

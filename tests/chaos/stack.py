@@ -1,8 +1,8 @@
-"""The stack under fire: two machines, each with its own supervisor, and the bus between them.
+"""The stack of the chaos test: two machines, each with its own supervisor, and the bus between them.
 
-Machine A runs the services that `headrace up` starts. Machine B adds a gateway, an inference replica and, where the
-database is a server, a second of each stream service; they share A's bus, blobs and database. The supervisors restart
-dead services. Apache Kafka and PostgreSQL, which no supervisor of ours runs, are restarted here.
+Machine A runs the services that `headrace up` starts. Machine B adds a gateway, an inference replica and, if the
+database is a server, a second process of each stream service; it shares the bus, blobs and database of A. The
+supervisors restart dead services. Apache Kafka and PostgreSQL have no supervisor, so the test restarts them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.support.processes import alive, free_port
 MODEL = "chaos"
 LINEAGE = "main"
 _LIMITS = Limits(stable_s=5.0)
+"""Lifetime in seconds after which a dead service is restarted at once: frequent deaths are no sign of a bug here."""
 _KEY, _PASSWORD = "key-of-both-machines", "password-of-the-bus"
 _KEYED = {"Authorization": f"Bearer {_KEY}"}
-"""Lifetime after which a service is restarted at once: frequent deaths are no sign of a fault here."""
 _READY_S = 300.0
 _CHECK_S = 0.1
 REWARDS = """
@@ -45,18 +45,20 @@ def short(trajectory):
 
 @dataclass
 class Stack:
-    """Use as an async context manager. `folder` keeps everything, logs included, until the caller removes it."""
+    """The processes of both machines, as an async context manager. `folder` keeps all files until the caller removes
+    it.
+    """
 
     folder: Path
     bus_kind: str
     base: Path
     report: Callable[[str], None] = lambda line: None
     environ_of: Callable[[str], Mapping[str, str]] = lambda machine: {}
-    """Additional environment of a machine's processes."""
+    """Function that returns additional environment variables for the processes of a machine."""
     proxies: dict[str, Proxy] = field(default_factory=dict)
     """Proxies between each machine and Kafka."""
     crashes: list[str] = field(default_factory=list)
-    """Deaths without an order."""
+    """Processes that ended without a planned kill."""
     _a: Supervisor = field(init=False)
     _b: Supervisor = field(init=False)
     _kafka: KafkaNode | None = None
@@ -89,7 +91,7 @@ class Stack:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop whatever was started, bus and database last. May be called again."""
+        """Stop all started processes, bus and database last. Repeated calls are allowed."""
         for task in self._reviving:
             task.cancel()
         await asyncio.gather(*self._reviving, return_exceptions=True)
@@ -120,17 +122,17 @@ class Stack:
     # what a nemesis calls
 
     async def spare_twin(self, victim: str) -> None:
-        """Returns once the victim's twin, if it has one, can stand in for it."""
+        """Wait until the victim's twin, if there is one, is healthy."""
         if victim in PAIRS:
             await self._until(partial(self._serves, PAIRS[victim]), f"{PAIRS[victim]} to stand in for {victim}")
 
     async def spare_other_machine(self, machine: str) -> None:
-        """Returns once the other machine's gateway and replica can stand in for this one's."""
+        """Wait until gateway and replica of the other machine are healthy."""
         for victim in ("gateway", "inference"):
             await self.spare_twin(victim if machine == "a" else f"{victim}-2")
 
     async def pid_of(self, victim: str) -> int:
-        """The process id of the victim's present life, once it has one."""
+        """Wait until the victim runs and return its process id."""
 
         async def runs() -> bool:
             self._alarm()
@@ -174,7 +176,7 @@ class Stack:
         return supervisor.url(service)
 
     def trainer_ledger(self) -> TrainerLedger:
-        """Return the contributions of the last save. The trainer must have stopped."""
+        """Return the contributions in the trainer's last save. The trainer must have stopped."""
         saved = LineageStore(self.blobs, LINEAGE).read()
         assert saved is not None, "the trainer never saved its lineage"
         return TrainerLedger(
@@ -230,7 +232,10 @@ class Stack:
         )
 
     def _secrets(self) -> dict[str, object]:
-        """Return the settings on which both machines have to agree; an embedded broker is the bus of both."""
+        """Return the secrets that both machines share.
+
+        Without Kafka, machine A's embedded broker is the bus of both.
+        """
         login = {} if self._postgres is not None else {"bus.password": _PASSWORD}
         return {"security.internal_key": _KEY, **login}
 
@@ -243,7 +248,7 @@ class Stack:
         return (self._b, name.removesuffix("-2")) if name.endswith("-2") else (self._a, name)
 
     async def _serves(self, name: str) -> bool:
-        """Return whether the service lives and reports that it is ready; a replica has also loaded a version."""
+        """Return whether the service runs and reports that it is ready; a replica must also have loaded a version."""
         self._alarm()
         if not await answers(self._http, f"{self.url(name)}/health", 2.0):
             return False
@@ -259,7 +264,7 @@ class Stack:
         return supervisor.pids.get(service)
 
     def _alarm(self) -> None:
-        """Raises when a supervisor has given up."""
+        """Raise an error if a supervisor has given up restarting a service."""
         for machine in ("_a", "_b"):
             if (supervisor := getattr(self, machine, None)) is not None:
                 supervisor.wait(0)
@@ -273,9 +278,10 @@ class Stack:
 
 
 def settings_of_machine_a(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
-    """Return the settings of all services, with short waiting times and the default bounds on loss, order and retries.
+    """Return the settings of all services of machine A, with short waits and the default limits of loss, order and
+    retries.
 
-    Machine B takes those of the services that it runs.
+    Machine B uses the settings of the services that it runs.
     """
     return {
         "inference.heartbeat_s": 0.5,

@@ -1,1 +1,1 @@
-"""Processes that die in the middle of a rollout, and versions whose content differs from their manifest."""
+"""Tests of rollouts: processes that die within a rollout, and versions whose content differs from their manifest."""

@@ -1,8 +1,8 @@
-"""Conditions of a rollout, whichever process dies: of each routing, of their sequence, of the decisions, of the calls,
-and
-of the bus compared with the database. Each function returns the violations.
+"""Invariants of a rollout, whichever process dies, and users whose calls are checked.
 
-Users of a model: new sessions and regular ones, and their feedback, by the answering version.
+The invariants are about single routings, their sequence, the decisions, the calls, and the bus compared with the
+database. Each function returns the violations as texts. `Visitors` plays new sessions and regular ones and gives
+feedback by the answering version.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.rollouts.rig import RolloutRig
 
 _USERS = 4
 _REGULARS = 4
-"""Sessions that begin in the rollout and come back again and again, so that some have had whatever is withdrawn."""
+"""Number of sessions that start in the rollout and return again and again, so that some meet any withdrawn version."""
 _PAUSE_S = 0.05
 _AGAIN_S = 0.2
 _PATIENCE_S = 120.0
-"""Retries of a client after a refused or broken connection, as every client of such a gateway makes them."""
+"""Seconds for which a client retries after a refused or broken connection, as clients of such a gateway do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One that was answered, by the clock `time.monotonic`."""
+    """An answered call, with its times on the clock `time.monotonic`."""
 
     session: str
     began_s: float
@@ -50,7 +50,10 @@ class Call:
 
 
 class Visitors:
-    """Use `visiting`. `rewards`: the share of sessions that are right, by version."""
+    """Users of a model; they make calls during the block `visiting()`.
+
+    `rewards` returns the share of successful sessions of a version.
+    """
 
     def __init__(self, rig: RolloutRig, model: str, rewards: Callable[[str], float]) -> None:
         self._rig = rig
@@ -63,7 +66,7 @@ class Visitors:
         """Errors of failed calls."""
         self.tried_again = 0
         self.turns: dict[str, Turn] = {}
-        """The first captured one of each session, shadows' as well."""
+        """First captured turn of each session, including the sessions of shadows."""
 
     @contextlib.asynccontextmanager
     async def visiting(self) -> AsyncIterator[None]:
@@ -117,7 +120,7 @@ class Visitors:
             return
 
     async def _judge(self) -> None:
-        """A verdict for each session, once its turn is on the bus."""
+        """Send a reward for each session once its turn is on the bus."""
         reader = consumer(self._rig.common.bus, "test-turns")
         await reader.start()
         try:
@@ -138,16 +141,16 @@ class Visitors:
 
 
 def key_of(session: str) -> str:
-    """Session key, as the gateway names it."""
+    """Return the session key that the gateway computes for `session`."""
     return ids.session_key("default", session)
 
 
 SOON_S = 10.0
-"""Limit within which every process has received a decision, on a machine that others use."""
+"""Seconds within which every process must have received a decision, on a busy machine."""
 
 
 def contradictions(routing: Routing) -> list[str]:
-    """Champion, arms, withdrawn and served versions of one record fit together."""
+    """Return contradictions between champion, arms, withdrawn and served versions of one routing."""
     arms = [arm.version for arm in routing.split.arms] if routing.split else []
     served = {routed.version for routed in routing.serve}
     canary = routing.aliases.get("canary")
@@ -174,8 +177,9 @@ def contradictions(routing: Routing) -> list[str]:
 
 
 def in_a_row(seen: Sequence[Routing]) -> list[str]:
-    """Check the routings of one model in their order: revisions grow, a champion was on trial before, a withdrawal is
-    final."""
+    """Check the routings of one model in their order: the revision grows, each new champion was a candidate before, and
+    a withdrawal is final.
+    """
     problems = [problem for routing in seen for problem in contradictions(routing)]
     by_revision: dict[int, Routing] = {}
     for routing in seen:
@@ -196,7 +200,9 @@ def in_a_row(seen: Sequence[Routing]) -> list[str]:
 
 
 def _moved(later: Routing, then: Routing) -> list[str]:
-    """Check that a candidate keeps its sessions under way: salt and slot stay, its share does not shrink."""
+    """Return a problem for each candidate whose sessions changed between two routings: salt and slot must stay the
+    same.
+    """
     before = {arm.version: arm for arm in later.split.arms} if later.split else {}
     after = {arm.version: arm for arm in then.split.arms} if then.split else {}
     return [
@@ -209,7 +215,7 @@ def _moved(later: Routing, then: Routing) -> list[str]:
 
 
 def repeated_decisions(decisions: Sequence[ModelEvent]) -> list[str]:
-    """Return a problem for each step or decision that several of the distinct events record."""
+    """Return a problem for each step or decision that several different events record."""
     steps = Counter(
         (decision.version, decision.rollout.kind, decision.rollout.stage) for decision in decisions if decision.rollout
     )
@@ -222,9 +228,10 @@ def repeated_decisions(decisions: Sequence[ModelEvent]) -> list[str]:
 
 
 def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, withdrawn: str, told_s: float) -> float | None:
-    """Return the seconds until the gateway has the decision: until a session that the split would have given the
-    withdrawn
-    version began and was answered by another one. Sessions from before the rollout do not count.
+    """Return the time at which the gateway had applied the decision to withdraw a version, or None.
+
+    This is the end of the first call after `told_s` of a new session that the old split assigns to the withdrawn
+    version but that another version answers. Sessions from before the rollout do not count.
     """
     sessions: set[str] = set()
     delays_s = []
@@ -237,7 +244,7 @@ def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, withdraw
 
 
 def answered_by(calls: Iterable[Call], withdrawn: str, heard_s: float) -> list[str]:
-    """Calls that a version answered that was out."""
+    """Return a problem for each call that began after `heard_s` and that the withdrawn version answered."""
     late = [call for call in calls if call.version == withdrawn and call.began_s > heard_s]
     return [f"{call.session} was answered by {withdrawn} {call.began_s - heard_s:.1f} s after" for call in late]
 
@@ -245,7 +252,7 @@ def answered_by(calls: Iterable[Call], withdrawn: str, heard_s: float) -> list[s
 async def as_stored(
     database: Database, model: str, ended: str, routing: Routing | None, decisions: Sequence[ModelEvent]
 ) -> list[str]:
-    """Check that bus and database agree in the end, and that the rollout of `ended` is over."""
+    """Check that bus and database agree at the end, and that the rollout of the version `ended` is over."""
     if not decisions:
         return [f"nothing was decided about {model}"]
     async with database.transaction() as tx:

@@ -1,6 +1,7 @@
-"""1,000 versions whose content differs from their manifest, given to a replica with weights; omitted checks.
+"""1,000 versions whose content differs from their manifest, for a replica with weights, and faults of the replica's
+checks.
 
-Versions in six forms of damage: made of real ones, each with a manifest of its own.
+The versions have six kinds of damage. Each is made from a real version and has its own manifest.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from tests.unit.inference.importing.test_folder import damaged, damages
 _WEIGHTS, _ADAPTER, _CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _FELT = ("embed_tokens.weight", "v_proj.weight", "o_proj.weight", "down_proj.weight")
-"""Share of weights that changes every answer of so small a model; a single weight may move less than the tolerance."""
+"""Parts of the names of weights whose change alters every answer of the small model. Other weights may have too little
+effect for the tolerance.
+"""
 
 
 @dataclass(frozen=True)
 class Spoiled:
-    """Damaged version, to be served while `planted` is entered, together with `needs`."""
+    """A damaged version. It is served together with `needs`, within the context `planted`."""
 
     served: ServedVersion
     about: str
@@ -53,7 +56,9 @@ class Spoiled:
 
 
 class Workshop:
-    """Makes them. `models.first` serves already: it is the parent of both others, and the adapter's base."""
+    """Factory of damaged versions. `models.first` is already served; it is the parent of `second` and the adapter's
+    base.
+    """
 
     def __init__(self, models: Models, draw: random.Random) -> None:
         self._models = models
@@ -65,13 +70,13 @@ class Workshop:
         self._sides = itertools.cycle((models.second, models.adapter))
 
     def flipped(self) -> Spoiled:
-        """A bit in the store, of the manifest or of any file."""
+        """Return a version with a flipped bit in the blob store, in its manifest or one of its files."""
         stored, (blob, position, bit) = next(self._sides), next(self._damages)
         where = f"{stored.version}: bit {bit} of byte {position} of {blob.sha256}"
         return Spoiled(stored.served, where, planted=lambda: damaged(self._models.blobs, blob, position, bit))
 
     def tokenizer(self) -> Spoiled:
-        """Another tokenizer: by its digest alone, by its file, or by both."""
+        """Return a version with another tokenizer: only in its digest, only in its file, or in both."""
         return self._tokens("tokenizer_sha256", _TOKENIZER)
 
     def template(self) -> Spoiled:
@@ -86,7 +91,7 @@ class Workshop:
         return Spoiled(self._version(self._models.second, files, **fields), f"another {path}, by its {how}")
 
     def wrong_adapter(self) -> Spoiled:
-        """Under a right manifest: other weights, another strength, or another base."""
+        """Return an adapter with a correct manifest, but with other weights, another scale, or another base."""
         adapter, second = self._models.adapter, self._models.second
         how = self._draw.choice(("weights", "strength", "base"))
         if how == "base":
@@ -99,7 +104,7 @@ class Workshop:
         return Spoiled(self._version(adapter, {_ADAPTER: _saved(drawn)}), "the weights are another adapter's")
 
     def not_applied(self) -> Spoiled:
-        """In some of its layers, by an engine that forgets it, or already where its fingerprint was taken."""
+        """Return an adapter that has no effect in some layers, in the engine, or when its fingerprint was taken."""
         adapter = self._models.adapter
         how = self._draw.choice(("layers", "engine", "fingerprint"))
         if how == "engine":
@@ -114,7 +119,7 @@ class Workshop:
         return Spoiled(self._version(adapter, {_ADAPTER: _saved(tensors)}, **fields), about)
 
     def stale_parent(self) -> Spoiled:
-        """Some of the weights are the parent's, or all, by a trainer that took the fingerprint of these."""
+        """Return a version with some or all weights of its parent. If all, the fingerprint is the parent's, too."""
         first, second = self._models.first, self._models.second
         old, new = self._tensors(first, _WEIGHTS), self._tensors(second, _WEIGHTS)
         if self._draw.random() < 0.3:
@@ -126,7 +131,7 @@ class Workshop:
         return Spoiled(self._version(second, {_WEIGHTS: _saved(mixed)}), f"{len(stale)} of {len(new)} tensors are old")
 
     def _some(self, names: list[str], *felt: str) -> set[str]:
-        """At least one that matters, and whichever else."""
+        """Return a random subset of `names` with at least one name that contains one of `felt`."""
         first = self._draw.choice([name for name in names if any(part in name for part in felt)])
         return {first, *self._draw.sample(names, self._draw.randint(0, len(names) - 1))}
 
@@ -137,7 +142,7 @@ class Workshop:
         return dict(load(self._bytes(stored, path)))
 
     def _version(self, stored: Stored, files: Mapping[str, bytes] | None = None, /, **fields: object) -> ServedVersion:
-        """The version with other files under the same manifest, but for its number."""
+        """Return a version with the same manifest except for `files`, `fields` and a new step number."""
         blobs = {path: self._models.blobs.put(content) for path, content in (files or {}).items()}
         named = tuple(File(path=file.path, blob=blobs.get(file.path, file.blob)) for file in stored.manifest.files)
         fields_of_version = {"step": next(self._number), "files": named, **fields}
@@ -161,11 +166,11 @@ FORMS: Mapping[str, tuple[Callable[[Workshop], Spoiled], float]] = {
     "stale parent": (Workshop.stale_parent, 0.125),
     "adapter not applied": (Workshop.not_applied, 0.125),
 }
-"""How each is made, and which part of all it is. The last three take real weights to be found."""
+"""Factory method of each kind of damage, and its share of all versions. Detecting the last three needs real weights."""
 
 
 def sound(models: Models) -> Iterator[ServedVersion]:
-    """Versions that the same replica has to serve."""
+    """Yield undamaged versions, which the same replica has to serve."""
     yield models.second.served
     yield models.adapter.served
 
@@ -183,11 +188,11 @@ LEFT_OUT: dict[str, tuple[Planted, tuple[str, ...]]] = {
         ("tokenizer", "template"),
     ),
 }
-"""Faults of the replica itself that the same injections find, and which of them do."""
+"""Faults of the replica's own checks, and the kinds of damage that the replica then serves."""
 
 
 class Inspected:
-    """A replica's fleet with the parent loaded."""
+    """A replica's fleet, with the parent version loaded."""
 
     def __init__(self, models: Models, cache: Path) -> None:
         self._models = models
@@ -203,7 +208,7 @@ class Inspected:
         await self._engine.stop()
 
     async def serves(self, served: ServedVersion, *dependencies: ServedVersion) -> str | None:
-        """Return None when the version becomes ready, else the reason. The version is removed afterwards."""
+        """Load a version. Return None if it becomes ready, otherwise the reason. The version is removed afterwards."""
         try:
             self._route(self._models.first.served, *dependencies, served)
             await self._until(lambda: self._state(served) in ("ready", "failed"))
@@ -255,7 +260,7 @@ async def inspected(models: Models, cache: Path) -> AsyncIterator[Inspected]:
 
 
 async def served_faults(replica: Inspected, spoiled_versions: list[Spoiled]) -> list[str]:
-    """Return a sentence for each spoiled version that a user could have met."""
+    """Return a text for each damaged version that the replica would have served."""
     sentences = []
     for spoiled in spoiled_versions:
         with spoiled.planted():
@@ -265,7 +270,7 @@ async def served_faults(replica: Inspected, spoiled_versions: list[Spoiled]) -> 
 
 
 async def lines(folder: Path, count: int, draw: random.Random) -> list[Line]:
-    """Return a line for sound versions, one for each form of fault, and one for each check that is left out."""
+    """Return the lines of undamaged versions, of each kind of damage, and of each check that is left out."""
     models = await asyncio.to_thread(make_models, folder)
     shop = Workshop(models, draw)
     async with inspected(models, folder / "cache") as replica:

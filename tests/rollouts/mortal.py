@@ -1,7 +1,7 @@
 """A registry that dies at given points, as by kill -9: `python -m tests.rollouts.mortal`.
 
-`deaths` in the folder `$MORTAL_FOLDER` has a line for each death to come, for example `promote committed`: the step
-of a rollout and the point within it. The leader that reaches the first line removes it and dies.
+The file `deaths` in the folder `$MORTAL_FOLDER` has a line for each death to come, for example `promote committed`: the
+step of a rollout and the point within the step. The leader that reaches the first line removes it and dies.
 `$MORTAL_FAULT` names a planted fault.
 """
 
@@ -27,25 +27,26 @@ from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"
 MOMENTS = ("before commit", "committed", "half sent", "sent")
-"""Points of a step: in its transaction, after it, with the decision on the bus but no routing, and with both on it."""
+"""Points of a step: within its transaction, after the commit, with the decision but no routing on the bus, with both.
+"""
 _MOVES_AFTER_S = 0.5
 
 
 def sentence(folder: Path, deaths: Iterable[str]) -> None:
-    """Points at which later leaders die, one after the other."""
+    """Write the points at which leaders die, in this order."""
     draft = folder / "deaths.draft"
     draft.write_text("".join(f"{death}\n" for death in deaths), encoding="utf-8")
     draft.rename(folder / "deaths")
 
 
 def sentenced(folder: Path) -> list[str]:
-    """The deaths to come."""
+    """Return the deaths to come."""
     path = folder / "deaths"
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _steps(records: Sequence[Outgoing]) -> set[str]:
-    """Return the steps of rollouts in the records."""
+    """Return the kinds of rollout steps in the records."""
     decisions = [
         ModelEvent.from_json(record.value) for record in records if record.topic == ModelEvent.topic and record.value
     ]
@@ -53,7 +54,7 @@ def _steps(records: Sequence[Outgoing]) -> set[str]:
 
 
 def _is_death_due(folder: Path, kinds: set[str], point: str) -> bool:
-    """Whether the next death is here; it is crossed out."""
+    """Return whether the next death is due at this point, and remove it from the file."""
     first, *rest = sentenced(folder) or [""]
     if first not in {f"{kind} {point}" for kind in kinds}:
         return False
@@ -66,7 +67,7 @@ def _die() -> None:
 
 
 def make_mortal(folder: Path) -> None:
-    """Let this process die at the steps that are due, by replacing methods of the outbox and the producer."""
+    """Let this process die at the points in the file, by replacing methods of the outbox and the producer."""
     add, send = Outbox.add, EventProducer.send_raw
 
     async def adding(self: Outbox, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
@@ -91,7 +92,7 @@ def make_mortal(folder: Path) -> None:
 
 
 def _alias_outside_the_transaction() -> None:
-    """The champion's alias moves by itself, a moment after the promotion."""
+    """Plant a fault: the champion's alias changes in a separate transaction, a moment after the promotion."""
     promote, committed = Transition.promote, Outbox.committed
     moves: list[tuple[str, str]] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -120,7 +121,7 @@ def _alias_outside_the_transaction() -> None:
 
 
 def _half_a_routing() -> None:
-    """A routing that withdraws a version goes out with its arm, and again without."""
+    """Plant a fault: a routing that withdraws a version is sent with the version's arm first, and then without it."""
     send = EventProducer.send_raw
 
     async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:

@@ -1,4 +1,4 @@
-"""Live rollouts whose registries, replicas, gateways and trainers die, on each database."""
+"""Running rollouts whose registries, replicas, gateways and trainers die, on each database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that share their processes."""
+    """Cells that run on the same processes."""
 
     database: str
     cells: tuple[Cell, ...]
@@ -39,7 +39,7 @@ class Group:
 
 
 def groups() -> list[Group]:
-    """Return every group of cells: each victim on each database, and each planted fault."""
+    """Return all groups of cells: each victim on each database, and each planted fault."""
     all_groups = []
     for database in ("sqlite", "postgres"):
         victims = (*(("nobody",) if database == "sqlite" else ()), *VICTIMS)
@@ -64,7 +64,7 @@ def select_cells(group: Group, only: list[str]) -> Group:
 
 @contextlib.contextmanager
 def database_of(group: Group, folder: Path) -> Iterator[str]:
-    """`database.url`."""
+    """Yield the setting `database.url` for the group's database."""
     if group.database == "sqlite":
         yield "sqlite"
         return
@@ -77,7 +77,7 @@ def database_of(group: Group, folder: Path) -> Iterator[str]:
 
 
 async def play_group(group: Group, folder: Path, url: str, draw: random.Random, base: Path | None) -> list[Played]:
-    """Play the cells of a group one after the other."""
+    """Run the cells of a group one after the other."""
     outcomes = []
     async with running(folder, url, group.fault) as rig:
         for cell in group.cells:
@@ -88,7 +88,7 @@ async def play_group(group: Group, folder: Path, url: str, draw: random.Random, 
 
 
 def lines_of(group: Group, outcomes: list[Played]) -> Iterator[Line]:
-    """Yield a line for each cell. A planted fault's line holds when the story noticed it."""
+    """Yield a line for each cell. The line of a planted fault holds when the checks detected the fault."""
     for cell, outcome in zip(group.cells, outcomes, strict=True):
         details = {**asdict(outcome), "problems": outcome.problems[:_SHOWN_MAX]}
         if group.fault:

@@ -1,7 +1,7 @@
-"""A replica without weights that follows routing: `python -m tests.rollouts.replica FOLDER BUS PORT`.
+"""A replica without weights that follows the routing: `python -m tests.rollouts.replica FOLDER BUS PORT`.
 
-It loads the routed versions, announces them as probed and answers with them. While `FOLDER/loading` names a version, no
-other version of its model passes its probe.
+It loads the routed versions, announces them as probed and answers with them. While the file `FOLDER/loading` names a
+version, no other version of its model passes its probe.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tests.support.fake_replica import FakeReplica
 LOADING = "loading"
 _HEARTBEAT_S = 0.2
 _TTL_S = 20.0
-"""A long interval for a machine that others use; gateways detect by themselves that the replica is gone."""
+"""Validity of a heartbeat in seconds: long for a busy machine; gateways detect a dead replica earlier."""
 _DRAIN_BEATS = 15
 _PROBE = Probe(max_abs_delta=0.0, passed=True)
 
 
 class Fleet:
-    """Versions that are loaded, as routing requires."""
+    """The loaded versions, as the routing requires."""
 
     def __init__(self, folder: Path, replica: FakeReplica) -> None:
         self._hold = folder / LOADING
         self._replica = replica
         self._ready: dict[str, int] = {}
-        """With the beats that a version has been unwanted for."""
+        """Loaded versions, with the number of heartbeats for which each has not been routed."""
 
     def beat(self, routed: set[str]) -> tuple[LoadedVersion, ...]:
-        """One step of loading and unloading, and how far each is."""
+        """Take one step of loading and unloading, and return the state of each version."""
         for version in list(self._ready):
             self._ready[version] = 0 if version in routed else self._ready[version] + 1
             if self._ready[version] > _DRAIN_BEATS:
@@ -60,7 +60,7 @@ def _model(version: str) -> str:
 
 
 async def serve(folder: Path, bus: str, port: int) -> None:
-    """Until it is killed."""
+    """Serve until the process is killed."""
     common = Common(data_dir=folder / "data", bus=BusSettings(address=bus))
     blobs = BlobStore.open(common)
     producer = EventProducer(common.bus, "test-replica", blobs)

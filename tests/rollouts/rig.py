@@ -1,6 +1,6 @@
-"""Two registries, a gateway, a replica and a broker as processes, on one database; and the events on their bus.
+"""Processes of a rollout test: two registries, a gateway, a replica and a broker, on one database.
 
-A process that is restarted after each death, as by a supervisor.
+The rig restarts each dead process, as a supervisor does, and records the events on the bus.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from tests.support.service_process import LoggedProcess
 
 
 class KeptProcess(LoggedProcess):
-    """`start`, `kill` (SIGKILL), and repeated calls of `keep`, which restarts a dead process."""
+    """A process that can be killed and restarted.
+
+    `start` it, `kill` it (SIGKILL), and call `keep` repeatedly to restart it after its death.
+    """
 
     def __init__(self, name: str, module: str, folder: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
         super().__init__(name, module, folder / f"{name}.log", port, arguments)
 
     def start(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
-        """With these settings now and whenever it starts again."""
+        """Start the process with these settings, which also apply to restarts."""
         self.set(settings, environ)
         self.begin()
 
@@ -57,16 +60,18 @@ class KeptProcess(LoggedProcess):
             self.begin()
 
     def end(self) -> None:
-        """Whether it was ever started or not."""
+        """Stop the process if it was started."""
         if self._process is not None:
             self.stop()
 
 
 WAIT_S = 240.0
-"""Limit of each wait, for a busy machine; usually a second or two pass."""
+"""Limit of each wait in seconds, for a busy machine; usually a wait takes a second or two."""
 _KEEP_S = 0.1
 _LEASE_S = 30
-"""Lease of a leader that lives without CPU time; the end of a dead leader is noticed at once."""
+"""Lease of the registry's leader in seconds: long enough for a leader without CPU time. A dead leader is detected at
+once.
+"""
 ROLLOUT = {
     "KIND": "canary",
     "SHADOW_UNITS": 6,
@@ -87,7 +92,7 @@ ROLLOUT = {
 
 
 class RolloutRig:
-    """Use `running()`. Every process that dies is started again at once."""
+    """Processes of a rollout test, made by `running()`. Every process that dies is restarted at once."""
 
     def __init__(self, folder: Path, bus: str, database_url: str, fault: str = "") -> None:
         self.folder = folder
@@ -139,7 +144,7 @@ class RolloutRig:
             process.start({**registry, "REGISTRY__PORT": process.port}, {FOLDER: str(self.folder), FAULT: self._fault})
 
     def start_trainer(self, model: str, base: Path) -> KeptProcess:
-        """One that learns a model from scratch, a version of every four experiences."""
+        """Start a trainer that trains `model` from scratch and publishes a version after every four experiences."""
         self.trainer = KeptProcess(f"trainer-{model}", "headrace_trainer", self.folder, free_port())
         trainer_settings = {
             "BASE": str(base), "MODEL": model, "PORT": self.trainer.port, "BATCH_EXPERIENCES": 4,
@@ -156,7 +161,7 @@ class RolloutRig:
             trainer.stop()
 
     async def leader(self) -> KeptProcess:
-        """Wait for the process that holds the lease and lives."""
+        """Wait for the registry that holds the lease and runs, and return its process."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             async with self.database.transaction() as tx:
@@ -175,7 +180,7 @@ class RolloutRig:
         return manifest.version
 
     def routing(self, model: str) -> Routing | None:
-        """Return the valid routing: the highest revision, the last of them."""
+        """Return the valid routing: the latest record with the highest revision."""
         candidates = [routing for routing in self.routings if routing.model == model]
         return max(reversed(candidates), key=lambda routing: routing.revision, default=None)
 
@@ -184,11 +189,11 @@ class RolloutRig:
         return routing.champion if routing else None
 
     def decisions_about(self, model: str) -> list[ModelEvent]:
-        """The decisions about a model, each once."""
+        """Return the decisions about a model without duplicates."""
         return list({decision.decision_id: decision for decision in self.decisions if decision.model == model}.values())
 
     def steps(self, version: str) -> list[str]:
-        """The steps of a version's rollout, in order, with the stage that it was in afterwards."""
+        """Return the steps of a version's rollout in order, each with the stage after it."""
         decisions = self.decisions_about(version.partition("@")[0])
         return [
             f"{decision.rollout.kind} {decision.rollout.stage}"
@@ -205,7 +210,7 @@ class RolloutRig:
             await asyncio.sleep(0.02)
 
     async def keep(self) -> None:
-        """Until cancelled."""
+        """Restart dead processes until cancelled."""
         while True:
             for process in self.processes:
                 process.keep()
@@ -221,7 +226,7 @@ class RolloutRig:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """The processes run and the bus is read."""
+        """Run the processes and read the bus during the block."""
         await topics.ensure(self.common.bus)
         await self.producer.start()
         refuse = DeadLetterSender("test", self.producer)
@@ -243,7 +248,7 @@ class RolloutRig:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, database_url: str, fault: str = "") -> AsyncIterator[RolloutRig]:
-    """Up, in `folder`; stopped in the end."""
+    """Start the processes in `folder`, yield the rig, and stop them after the block."""
     broker = KeptProcess("broker", "headrace_broker", folder, free_port())
     settings = {"DATA_DIR": str(folder / "broker"), "BROKER__KAFKA_PORT": broker.port, "BROKER__PORT": 0}
     broker.start(settings)

@@ -1,4 +1,4 @@
-"""One rollout from its checkpoint to its end, with a process that is killed in each state of it."""
+"""One rollout from its checkpoint to its end, in each state of which one process is killed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from tests.rollouts.replica import LOADING
 from tests.rollouts.rig import WAIT_S, KeptProcess, RolloutRig
 
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
-"""Shares of right sessions."""
+"""Shares of successful sessions of a better and of a worse candidate, and of the champion."""
 STEPS = ["begin 0", "advance 0", "advance 1", "promote 1"]
-"""Steps of an undisturbed better version. A worse one may be detected sooner or later: only its end is fixed."""
+"""Steps of a better version without faults. A worse version may be detected at any time, so only its last step is
+fixed.
+"""
 _AGREE_S = 15.0
-"""Limit until bus and database agree; a registry that sees a difference waits for five seconds."""
+"""Seconds within which bus and database must agree; a registry that sees a difference waits for five seconds."""
 _PAUSE_S_MAX = 0.3
 _EXPERIENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Parameters of a story: the database, the victim, and whether the candidate is better or worse."""
+    """Parameters of a run: the database, the killed process, and whether the candidate is better or worse."""
 
     database: str
     victim: str
@@ -41,11 +43,11 @@ class Cell:
 
 @dataclass(slots=True)
 class Played:
-    """Outcome of a story."""
+    """Result of a run."""
 
     kills: list[dict[str, object]] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
-    """Deaths of registries within a step: the step, and the point in it."""
+    """Deaths of registries within a step: the step, and the point in the step."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     calls: int = 0
@@ -54,7 +56,7 @@ class Played:
 
 
 class Story:
-    """Story of one rollout. Call `play` once. The cell's victim determines the process that dies."""
+    """Run of one rollout. Call `play` once. The process named by the cell's `victim` is killed."""
 
     def __init__(self, rig: RolloutRig, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
         self._rig = rig
@@ -67,7 +69,7 @@ class Story:
         self._first = self._second = ""
         self._count = 0
         self._arms: dict[str, str] = {}
-        """Experiences of the trainer, with the answering version of each."""
+        """Version that answered each experience of the trainer."""
 
     async def play(self) -> Played:
         began_s = time.monotonic()
@@ -92,7 +94,7 @@ class Story:
         return self._out
 
     async def _apart(self) -> list[str]:
-        """Return the facts on which bus and database disagree after the wait."""
+        """Return the differences between bus and database that remain after the wait."""
         deadline = time.monotonic() + _AGREE_S
         while True:
             decisions, routing = self._rig.decisions_about(self._model), self._rig.routing(self._model)
@@ -146,7 +148,7 @@ class Story:
         return self._registered()[1]
 
     async def _learn(self, version: str) -> None:
-        """The trainer gets experiences that the version answered, enough for one version more."""
+        """Send the trainer experiences answered by the version, enough for one more version."""
         from tests.unit.trainer.world import experience  # brings the trainer along
 
         for _ in range(_EXPERIENCES):
@@ -163,7 +165,7 @@ class Story:
         }
 
     def _learned_of(self, version: str) -> list[str]:
-        """Return the experiences that the version answered and whose lesson is in the saved weights."""
+        """Return the experiences answered by the version that the trainer's saved weights contain."""
         from headrace_trainer.experiences.history import History
         from headrace_trainer.lineage.store import LineageStore
 
@@ -180,7 +182,7 @@ class Story:
         ]
 
     async def _on_trial(self) -> None:
-        """Play until the last step; the victim dies once in each state."""
+        """Follow the rollout to its last step, and kill the victim once in each state."""
         states = ("shadow", "canary, first share", "canary, last share")
         for number, state in enumerate(states):
             await self._until(lambda number=number: len(self._steps) > number or self._over, state)  # type: ignore[misc]
@@ -219,7 +221,9 @@ class Story:
         )
 
     async def _out_for_good(self, visitors: Visitors, told_s: float) -> None:
-        """Check that no call is answered by the version once the gateway knows, and that its children never serve."""
+        """Check that the version answers no call once the gateway has the decision, and that its children are never
+        served.
+        """
         splits = [item.split for item in self._rig.routings if item.model == self._model and item.split]
         if splits:
             arguments = (splits[-1], self._first, self._second, told_s)
@@ -292,7 +296,7 @@ class Story:
     # Who dies
 
     def _sentence(self) -> None:
-        """Registries also die within the steps themselves, each in a moment of its own."""
+        """Schedule deaths of registries within the steps themselves, each at another point."""
         if self._cell.victim != "registry":
             return
         last = "promote" if self._cell.end == "better" else "roll_back"
@@ -301,7 +305,7 @@ class Story:
         self._out.deaths = deaths
 
     async def _kill(self, state: str) -> None:
-        """Kill the victim and wait for its successor. The point within the state is drawn."""
+        """Kill the victim at a random time within the state, and wait for its successor."""
         if self._cell.victim == "nobody":
             return
         await asyncio.sleep(self._draw.random() * _PAUSE_S_MAX)

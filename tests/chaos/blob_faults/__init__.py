@@ -1,1 +1,1 @@
-"""Folder for `PYTHONPATH`: its `sitecustomize` disturbs the work of a process on the files of a blob store."""
+"""Folder for `PYTHONPATH` whose `sitecustomize` disturbs a process's access to the files of a blob store."""

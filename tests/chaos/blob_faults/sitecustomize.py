@@ -1,7 +1,8 @@
-"""Module that runs at the start of every process that has this folder on its path.
+"""Fault injection into a blob store's files; Python runs this module in each process with the folder on its path.
 
-Python's audit events come before a file is opened, renamed, linked or listed, whichever library does it. Below a folder
-`blobs`, they take `delay_s` longer, or raise `EIO` with probability `fail`, as the file `CHAOS_BLOBS` specifies.
+Python raises audit events before a file is opened, renamed, linked or listed, for every library. Below a folder
+`blobs`, such an operation takes `delay_s` longer or raises `EIO` with probability `fail`, as the file named in
+`CHAOS_BLOBS` specifies.
 """
 
 from __future__ import annotations
