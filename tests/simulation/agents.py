@@ -1,8 +1,7 @@
-"""Agents that call models through a gateway, send feedback and revise it, and repeat calls without limit.
+"""Agents that call models through a gateway, send feedback and revise it, and retry every request until it succeeds.
 
-An agent that gets no answer makes the same call again, as an SDK does: that is a new turn with the same request.
-
-Observations from outside: requests, acknowledgements, feedback. The checkers compare everything with them.
+An agent that gets no answer makes the same call again, as an SDK does: that is a new turn with the same request. The
+ledger records requests, acknowledgements and feedback from outside; the checkers compare the services' data with it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EndedBy = Literal["end_call", "feedback", "commit", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """Feedback, and the last turn that had been acknowledged when it was given."""
+    """Acknowledged feedback, and the last turn of its run that had been acknowledged before."""
 
     feedback: Feedback
     after: Turn
@@ -46,9 +45,9 @@ class Run:
     feedback: list[Acknowledged] = field(default_factory=list)
     """Acknowledged feedback about the run, in the order of acknowledgement."""
     follows_an_end: bool = False
-    """Whether its session had been ended before it began."""
+    """Whether the run's session had been ended before the run began."""
     over: bool = False
-    """Whether the last of it was acknowledged."""
+    """Whether all requests of the run have been acknowledged."""
 
 
 @dataclass(slots=True)
@@ -57,28 +56,28 @@ class Ledger:
 
     runs: list[Run] = field(default_factory=list)
     requested: dict[str, Turn] = field(default_factory=dict)
-    """Every turn that a gateway was given, acknowledged or not."""
+    """Every turn that was given to a gateway, acknowledged or not."""
     acked: dict[str, Turn] = field(default_factory=dict)
     order: dict[str, list[str]] = field(default_factory=dict)
-    """Run to ids of its acknowledged events, in the order in which they were."""
+    """Ids of the acknowledged events of each run, in the order of acknowledgement."""
     critic: list[Reward] = field(default_factory=list)
-    """Verdicts of a third party about trajectories."""
+    """Rewards that a third party published for trajectories."""
     unsaid: int = 0
-    """Number of verdicts that the third party has still to send."""
+    """Number of rewards that the third party has not sent yet."""
     poison: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    """Places of records that are no events, and the reason that a dead letter shall give."""
+    """Reason for which each record that is no event must be dead-lettered, by topic, partition and offset."""
     astray: set[str] = field(default_factory=set)
-    """Ids of feedback about turns that do not exist."""
+    """Ids of feedback that refers to turns that do not exist."""
 
 
 _ENDS: tuple[tuple[EndedBy, float], ...] = (("end_call", 0.35), ("feedback", 0.35), ("idle", 0.22), ("commit", 0.08))
 
 
 class Publisher(Protocol):
-    """A gateway, seen from outside."""
+    """Interface of a gateway as its clients see it."""
 
     async def version(self) -> str:
-        """Return the version for a new session. Waits until there is one."""
+        """Return the version for a new session; wait until there is one."""
 
     async def publish(self, event: Event) -> bool:
         """Send an event. Return whether the gateway acknowledged it; False means that the gateway died first."""
@@ -92,7 +91,7 @@ class Publisher(Protocol):
 
 
 class Agent:
-    """One run from its first call to its last word."""
+    """An agent that plays one run, from its first call to its last feedback."""
 
     def __init__(
         self, run: Run, publishers: Sequence[Publisher], ledger: Ledger, draw: random.Random, *, evaluation: bool
@@ -118,7 +117,7 @@ class Agent:
             await self._judge(ends=False)
 
     async def _again(self) -> None:
-        """The session goes on after its end: that is another run under the same name."""
+        """Continue the session after its end, which starts another run with the same session id."""
         old = self._run
         await asyncio.sleep(self._draw.expovariate(1.0))
         old.over = True
@@ -194,7 +193,7 @@ class Agent:
         return SessionEnd.model_validate(fields | named | ({"reason": "commit"} if scope == "tenant" else {}))
 
     async def _judge(self, *, ends: bool) -> None:
-        """The last word counts; now and then it is taken back."""
+        """Send feedback several times, of which the last counts; sometimes withdraw it."""
         run = self._run
         self._choose_publisher()
         self._feedback_count += 1
@@ -215,12 +214,14 @@ class Agent:
         run.feedback.append(Acknowledged(feedback, run.turns[-1]))
 
     def _choose_publisher(self) -> None:
-        """Choose any gateway, except when the last one has spooled events: no order holds between two gateways."""
+        """Choose any gateway, or keep the last one while it has spooled events, because two gateways guarantee no
+        common order.
+        """
         if self._publisher.settled:
             self._publisher = self._draw.choice(self._doors)
 
     async def _send(self, event: Event) -> None:
-        """Until it is acknowledged; the same word again is harmless."""
+        """Send an event until it is acknowledged; a repeated event has no effect."""
         while not await self._publisher.publish(event):
             self._choose_publisher()
         self._note(event)
@@ -230,7 +231,7 @@ class Agent:
 
 
 def runs(draw: random.Random, count: int) -> list[Run]:
-    """Return the agents' runs. The last few share a session, two by two."""
+    """Return the agents' runs. The last few runs share sessions in pairs."""
     all_runs = []
     for number in range(count):
         ends_by = draw.choices([name for name, _ in _ENDS], [share for _, share in _ENDS])[0]
@@ -244,7 +245,7 @@ def runs(draw: random.Random, count: int) -> list[Run]:
 
 
 def verdict(trajectory: Trajectory, revision: int, draw: random.Random, now: datetime) -> Reward:
-    """Return the verdict of a third party that scores some trajectories and revises its scores."""
+    """Return the reward that a third party gives a trajectory, or a revision of it."""
     outcome = draw.choices(["scored", "abstained", "parse_error", "withdrawn"], [6, 1, 1, 1])[0]
     return Reward.model_validate(
         {

@@ -1,6 +1,6 @@
-"""A Kafka cluster as a list of lists: logs, consumer groups, and the ways in which it lets its clients down.
+"""A Kafka cluster in memory: logs, consumer groups, and the faults that its clients meet.
 
-Events of the bus: each record is read once, and records that are no events are skipped.
+`Log` reads the events for checkers: each record is read once, and records that are no events are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace_schemas import Event
 from tests.simulation.loop import START, Trace
 
 Away = Literal["silent", "refusing"]
-"""How a bus is away: requests hang and are carried out when it is back, or they fail, some of them carried out."""
+"""Kind of an outage: requests hang and are executed at its end, or they fail, although some of them were executed."""
 
 _LATENCY_S = 0.002
 _PARTITIONS_MAX = 3
@@ -30,14 +30,14 @@ _PARTITIONS_MAX = 3
 
 @dataclass(slots=True)
 class Outage:
-    """Until when, and how."""
+    """An outage of the bus: its end, and its kind."""
 
     until_s: float = 0.0
     how: Away = "silent"
 
 
 class Bus:
-    """Topics as in the topic files, with fewer partitions where there are many; `draw` is its source of chance."""
+    """Topics as in the topic files, with fewer partitions where there are many. `draw` is the source of randomness."""
 
     def __init__(self, draw: random.Random, trace: Trace) -> None:
         self.draw = draw
@@ -48,14 +48,16 @@ class Bus:
         self.groups: dict[str, Group] = {}
         self.outage = Outage()
         self.slow_s = 0.0
-        """Added to the usual latency of a request."""
+        """Additional latency of each request in seconds."""
         self.repeat = 0.0
-        """The share of records that their producer sends twice."""
+        """Share of records that their producer sends twice."""
         self.first: dict[str, int] = {}
-        """Event id to how many records there were on all topics before it first appeared."""
+        """Number of records on all topics before each event id first appeared."""
         self._appended = 0
         self.held_back: dict[TopicPartition, tuple[float, int]] = {}
-        """Partitions that consumers see with a delay: until when, and how far they see until then."""
+        """Partitions whose new records are hidden from consumers: the end of the delay, and the last visible offset
+        until then.
+        """
 
     def create(self, topic: str, partitions: int) -> None:
         """Add a topic that is not in the topic files."""
@@ -105,7 +107,7 @@ class Bus:
         self.held_back[topic_partition] = (asyncio.get_running_loop().time() + seconds, self.end(topic_partition))
 
     def read(self, topic_partition: TopicPartition, offset: int, limit: int) -> list[Record]:
-        """Return the records of a fetch; an empty list while the bus is away."""
+        """Return the records of a fetch, or an empty list during an outage."""
         if self.away:
             return []
         until_s, seen = self.held_back.get(topic_partition, (0.0, 0))
@@ -127,7 +129,7 @@ def _id_of(headers: RawHeaders) -> str:
 
 
 class Member(Protocol):
-    """A consumer in a group."""
+    """Interface of a consumer in a group."""
 
     name: str
 
@@ -135,7 +137,7 @@ class Member(Protocol):
         """Revoke the member's partitions. It may still commit."""
 
     def assigned(self, partitions_of: frozenset[TopicPartition]) -> None:
-        """Assign `partitions` to the member."""
+        """Assign the partitions `partitions_of` to the member."""
 
 
 class Group:
@@ -146,7 +148,7 @@ class Group:
         self._bus = bus
         self.committed: dict[TopicPartition, int] = {}
         self.members: dict[Member, frozenset[str]] = {}
-        """With the topics that each has subscribed to."""
+        """Subscribed topics of each member."""
         self.owners: dict[TopicPartition, Member] = {}
 
     def join(self, member: Member, topics: Iterable[str]) -> None:
@@ -158,13 +160,13 @@ class Group:
             self.rebalance()
 
     def commit(self, member: Member, topic_partition: TopicPartition, offset: int) -> None:
-        """Only the owner's word counts: a member that was left behind is fenced."""
+        """Commit an offset. A member that no longer owns the partition is fenced."""
         if self.owners.get(topic_partition) is member:
             self.committed[topic_partition] = offset
             self._bus.trace("commit", self.name, topic_partition.topic, topic_partition.partition, offset)
 
     def rebalance(self) -> None:
-        """Assign the partitions again. Equal numbers of different topics go together, as in Faust's assignor."""
+        """Assign the partitions anew. Partitions with equal numbers go to the same member, as with Faust's assignor."""
         for member in self.members:
             member.revoked()
         self.owners = {}
@@ -187,26 +189,26 @@ E = TypeVar("E", bound=Event)
 
 
 class Log:
-    """View of an observer that reads every topic from its beginning."""
+    """View of an observer that reads every topic from the beginning."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._read: dict[tuple[str, int], list[Event | None]] = {}
 
     def raw(self, kind: type[E], partition: int) -> list[E | None]:
-        """One partition by offset, None where a record is no event."""
+        """Return the events of one partition by offset, None where a record is no event."""
         decoded: list[E | None] = self._read.setdefault((kind.topic, partition), [])  # type: ignore[assignment]
         new = self._bus.logs[kind.topic][partition][len(decoded) :]
         decoded.extend(_event(kind, record.value) for record in new)
         return decoded
 
     def partitions(self, kind: type[E]) -> list[list[E]]:
-        """Every event of a topic, repetitions included, by partition and in order."""
+        """Return all events of a topic, including repeated ones, by partition and in order."""
         numbers = range(len(self._bus.logs[kind.topic]))
         return [[event for event in self.raw(kind, number) if event is not None] for number in numbers]
 
     def all(self, kind: type[E]) -> Sequence[E]:
-        """Each event once, in order within its partition."""
+        """Return each event once, in order within its partition."""
         events = (event for partition in self.partitions(kind) for event in partition)
         return list({event.event_id: event for event in events}.values())
 

@@ -1,12 +1,13 @@
-"""aiokafka's producer and consumer on the simulated bus, as far as our runtime uses them.
+"""Producer and consumer of aiokafka on the simulated bus, as far as our runtime uses them.
 
-The calls, the exceptions and the guarantees are aiokafka's: a producer keeps the order within a partition and, being
-idempotent, never appends one send twice by itself; a consumer without a group reads from its assigned offset.
-`tests/contract/used` holds them to the behaviour of the embedded broker and Apache Kafka.
+Calls, exceptions and guarantees are aiokafka's: a producer keeps the order within a partition and, being idempotent,
+never appends one send twice by itself; a consumer without a group starts at its assigned offset. `tests/contract/used`
+compares them with the embedded broker and Apache Kafka.
 
-Harsher than the real ones on purpose: a fetch returns a part of the available records, from partitions in any order;
-`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` delays records. Kinder: a record
-without a key goes to partition 0, where aiokafka draws one; our runtime always sends a key.
+They are stricter than the originals on purpose: a fetch returns a part of the available records, from partitions in any
+order; `Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` delays records. They are more
+lenient in one point: a record without a key goes to partition 0 instead of a random one; our runtime always sends a
+key.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from tests.simulation.process import Process, living
 from tests.simulation.world import world
 
 _IN_FLIGHT = 0.3
-"""How often a record that a dying process was about to send has left it already."""
+"""Probability that a record that a dying process was about to send reaches the bus."""
 _OVERHEAD = 21
 """Bytes that aiokafka counts for a record in addition to its key, its value and its headers."""
 
 
 async def connect(bus: Bus) -> None:
-    """Raises `KafkaConnectionError` while the bus is away."""
+    """Wait as for a new connection. Raises `KafkaConnectionError` during an outage."""
     living()
     await asyncio.sleep(bus.latency_s())
     if bus.away:
@@ -53,7 +54,7 @@ async def connect(bus: Bus) -> None:
 
 
 async def ask(bus: Bus, timeout_s: float) -> None:
-    """One request that needs an answer. Raises `KafkaTimeoutError` when the bus does not come back in time."""
+    """Wait as for a request with an answer. Raises `KafkaTimeoutError` if the outage does not end in time."""
     living()
     deadline = asyncio.get_running_loop().time() + timeout_s
     await asyncio.sleep(bus.latency_s())
@@ -76,7 +77,7 @@ class _Send:
 
 
 class Producer:
-    """`aiokafka.AIOKafkaProducer`."""
+    """Replacement of `aiokafka.AIOKafkaProducer`."""
 
     def __init__(self, *, max_request_size: int = 1_048_576, **options: Any) -> None:
         self._bus = world().bus
@@ -89,7 +90,7 @@ class Producer:
         await connect(self._bus)
 
     async def stop(self) -> None:
-        """Flushes, for ever when the bus stays away."""
+        """Flush all records, which never ends if the bus stays away."""
         self._closed = True
         while any(self._waiting.values()):
             living()
@@ -125,7 +126,7 @@ class Producer:
         asyncio.get_running_loop().call_later(after_s + self._bus.latency_s(), self._carry_out, topic_partition)
 
     def _carry_out(self, topic_partition: TopicPartition) -> None:
-        """The oldest request of a partition reaches the bus, or does not."""
+        """Execute the oldest request of a partition, or let it fail."""
         bus, sends = self._bus, self._waiting[topic_partition]
         if self._process.dead:
             if sends and not bus.away and bus.draw.random() < _IN_FLIGHT:
@@ -187,7 +188,7 @@ def _finish(future: asyncio.Future[RecordMetadata], answer: RecordMetadata | Exc
 
 
 class Consumer:
-    """`aiokafka.AIOKafkaConsumer` with partitions assigned by hand, or only asking."""
+    """Replacement of `aiokafka.AIOKafkaConsumer`, with partitions assigned by hand or for requests alone."""
 
     def __init__(self, *, group_id: str | None = None, **options: Any) -> None:
         self._bus = world().bus
@@ -295,7 +296,7 @@ class Consumer:
 
 
 def message_of(record: Record) -> Any:
-    """Record in the form that aiokafka and Faust return."""
+    """Return a record in the form that aiokafka and Faust return."""
     return SimpleNamespace(
         topic=record.topic,
         partition=record.partition,

@@ -1,4 +1,4 @@
-"""One run: a bus, the services on it, agents at work, the faults, and the time in which everything comes to rest."""
+"""One run of the simulation: the bus, the services, the agents, the faults, and the time to finish all work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.simulation.services import Gateway, replica, stream_services
 from tests.simulation.substitutes import BLOBS, common
 
 QUIET_MAX_S = 300.0
-"""How long after the last fault everything may take to settle."""
+"""Seconds after the last fault within which all work must be finished."""
 _AGENTS_MAX_S = 200.0
 
 
@@ -48,7 +48,7 @@ class Cluster:
         """Error of each process's clock, drawn at the start and with each step of the clock."""
         self.slots: list[ProcessSlot] = []
         self.problems: list[str] = []
-        """Actions that no process may take."""
+        """Actions of a process that no process may take."""
         self.blobs = BlobStore(BLOBS)
         self._draw = random.Random(f"town {seed}")  # another word would be another run for each seed
         self._common = common(self.request_timeout_s, folder / "data")
@@ -60,14 +60,14 @@ class Cluster:
         self.trace("took_place", fault)
 
     def thread_delay_s(self) -> float:
-        """For the loop: how long a thread of the running process needs."""
+        """Return the delay of work that the running process gives to a thread, in seconds."""
         process = CURRENT.get()
         if process is not None and process.service == "trainer":
             return self._draw.random() * self.training_s * 2
         return self._draw.random() * 1e-3
 
     async def play(self) -> None:
-        """From the first process to the last event. Raises `rest.Restless` when it does not come to rest."""
+        """Run from the first process to the last event. Raises `rest.Restless` if some work is never finished."""
         await self._prepare()
         for slot in self.slots:
             self.do(slot.run())
@@ -141,7 +141,7 @@ class Cluster:
         return names
 
     async def _criticise(self) -> None:
-        """A third party that reads trajectories and produces rewards by itself, now and then twice."""
+        """Act as a third party that reads trajectories and publishes rewards, sometimes twice."""
         draw = random.Random(f"critic {self.seed}")
         seen: set[str] = set()
         while True:
@@ -167,7 +167,7 @@ class Cluster:
 
 
 def _expected(error: BaseException) -> bool:
-    """Whether a service may end like that, to be started again: something was away for too long."""
+    """Return whether a service may end with this error and be restarted, because a dependency was away for too long."""
     if isinstance(error, BaseExceptionGroup):
         return all(_expected(part) for part in error.exceptions)
     return isinstance(error, Unavailable)

@@ -1,8 +1,7 @@
-"""A database server in memory: SQLite without threads, one writer at a time, connections that fail and processes that
-die in the middle of a commit.
+"""A database server in memory: SQLite without threads, with one writer, failing connections and deaths within a commit.
 
 Services use it through SQLAlchemy and our own driver and transactions. Processes share a server as they would share
-PostgreSQL. The tables are made once by the service's own migrations and copied for every run.
+PostgreSQL. The service's own migrations create the tables once; they are copied for every run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.simulation.world import world
 
 
 class Server:
-    """The database of one service."""
+    """Database of one service."""
 
     def __init__(self, picture: bytes | None = None) -> None:
         self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -37,7 +36,7 @@ class Server:
 
     @property
     def changed(self) -> bool:
-        """Whether the transaction that runs has written anything."""
+        """Return whether the running transaction has written rows."""
         return self.connection.total_changes != self._changes
 
     async def begin(self, session: Session) -> None:
@@ -52,7 +51,7 @@ class Server:
             raise
 
     def release(self, session: Session) -> None:
-        """End the session's transaction, if it has one, without effect."""
+        """Roll back the session's transaction, if there is one."""
         if self.holder is session:
             if self.connection.in_transaction:
                 self.connection.rollback()
@@ -66,7 +65,7 @@ class Server:
 
 
 class Session:
-    """One connection of one process; the driver's counterpart of aiosqlite's `Connection`."""
+    """Connection of one process, in place of aiosqlite's `Connection`."""
 
     _connection = True
 
@@ -91,7 +90,7 @@ class Session:
         return trip()
 
     async def commit(self) -> None:
-        """Commit the transaction. Most faults strike here: see `Mishaps.at_commit`."""
+        """Commit the transaction. Most faults happen here: see `Mishaps.at_commit`."""
         self.check()
         if self._process is None or self._server.holder is not self:
             self._server.commit(self)
@@ -124,7 +123,7 @@ class Session:
         self._server.release(self)
 
     async def create_function(self, *_: Any, **__: Any) -> None:
-        """SQLAlchemy's regular expressions: not used."""
+        """Ignore the function that SQLAlchemy registers for regular expressions, which no service uses."""
 
     def _die(self) -> None:
         self._server.release(self)
@@ -135,14 +134,14 @@ class Session:
 
 
 class SharedDatabase(Database):
-    """`Database` as it is past one machine: several processes use it and the server keeps their transactions apart."""
+    """`Database` that several processes share, as on several machines; the server isolates their transactions."""
 
     @property
     def sqlite(self) -> bool:
         return False
 
     async def close(self) -> None:
-        """The engine serves every process and every run."""
+        """Do nothing, because the engine serves every process of every run."""
 
 
 def open_database(service: str) -> Database:
@@ -151,7 +150,7 @@ def open_database(service: str) -> Database:
 
 @cache
 def _engine(service: str) -> AsyncEngine:
-    """One for all runs, so that statements are compiled once."""
+    """Return the engine of a service. All runs share it, so that statements are compiled once."""
 
     async def connect(*_: Any, **__: Any) -> Any:
         return Session(_template if (process := CURRENT.get()) is None else world().databases[service], process)
@@ -172,7 +171,7 @@ _pictures: dict[str, bytes] = {}
 
 
 async def picture_of(service: str, package: str) -> bytes:
-    """The service's empty database, made by its migrations once per real process."""
+    """Return the image of a service's empty database. The migrations create it once per real process."""
     global _template
     if service not in _pictures:
         _template = server = Server()

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 SPAN_S = 20.0
-"""Faults begin in this span of a run; they may last longer."""
+"""Seconds within which faults begin; they may last longer."""
 SKEW_MAX_S = 5.0
-"""How wrong a clock may be."""
+"""Maximum error of a clock in seconds."""
 _STREAM = ("collector", "scorer")
 _POISONED = ("turns", "feedback", "session-ends", "trajectories", "rewards", "experiences", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind` names the function below that does it."""
+    """A fault of a run. `kind` names the function that injects it."""
 
     at_s: float
     kind: str
@@ -37,7 +37,7 @@ class Fault:
 
 
 def plan(draw: random.Random) -> list[Fault]:
-    """Some faults of some kinds; most runs have most kinds."""
+    """Draw the faults of a run: most kinds occur in most runs, each several times."""
     kinds = draw.choices(list(KINDS), [weight for weight, _ in KINDS.values()], k=draw.randint(8, 20))
     return sorted(
         (Fault(draw.uniform(0.5, SPAN_S), kind, draw.getrandbits(32)) for kind in kinds), key=lambda f: f.at_s
@@ -45,7 +45,7 @@ def plan(draw: random.Random) -> list[Fault]:
 
 
 async def inject(cluster: Cluster, faults: list[Fault]) -> None:
-    """Play the faults. `Cluster.heal` ends the lasting ones at the latest."""
+    """Inject the faults at their times. `Cluster.heal` ends the lasting ones."""
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     for fault in faults:
@@ -126,7 +126,7 @@ def _delay(cluster: Cluster, draw: random.Random) -> None:
 
 
 def _late_turns(cluster: Cluster, draw: random.Random) -> None:
-    """Ends and feedback overtake the turns that they are about."""
+    """Delay turns, so that session ends and feedback arrive before the turns that they refer to."""
     cluster.count("late_turns")
     seconds = draw.uniform(0.5, 6.0)
     for topic_partition in cluster.bus.partitions_of("turns"):
@@ -151,7 +151,7 @@ def _blobs_away(cluster: Cluster, draw: random.Random) -> None:
 
 
 def _clock_step(cluster: Cluster, draw: random.Random) -> None:
-    """Move the clock of one process, back as often as forth."""
+    """Move the clock of one process, forwards or backwards with equal probability."""
     cluster.count("clock_step")
     cluster.skews_s[draw.choice(cluster.slots).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
 

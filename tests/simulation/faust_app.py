@@ -1,11 +1,11 @@
-"""Faust as our stream host uses it: an app in a consumer group, one agent, events that are acknowledged one by one.
+"""Faust as our stream host uses it: an app in a consumer group, with one agent and events that are acknowledged singly.
 
-It has the difficulties of a host: partitions that move while their events are being handled, partitions that stay and
-are read again from the last commit, commits that lag behind acknowledgements, a queue that outlives a rebalance.
+It causes the difficulties of a real app: partitions that move while their events are processed, partitions that stay
+and are read again from the last commit, commits that lag behind acknowledgements, a queue that survives a rebalance.
 
-`tests/contract/used` holds it to the behaviour of Faust on the embedded broker and on Apache Kafka. Harsher than Faust
-on purpose: the assignment of a rebalance is drawn, a retained partition may be read again or not, a commit before a
-revocation may be left out, and an acknowledgement that overtakes another of its partition is a fault. Faust accepts
+`tests/contract/used` compares it with Faust on the embedded broker and on Apache Kafka. It is stricter than Faust on
+purpose: the assignment of a rebalance is random, a retained partition may be read again or not, a commit before a
+revocation may be left out, and an acknowledgement that overtakes another of its partition is an error. Faust accepts
 that and may commit past unacknowledged events: it looks for gaps only behind its first acknowledgement.
 """
 
@@ -28,12 +28,12 @@ from tests.simulation.world import world
 
 _COMMIT_INTERVAL_S = 1.0
 _COMMITS_AT_ONCE = 0.2
-"""How often the interval happens to end right after an acknowledgement."""
+"""Probability that the commit interval ends right after an acknowledgement."""
 _QUEUE_MAX = 24
 
 
 class Signal:
-    """`app.on_partitions_assigned` and its like."""
+    """Signal of the app, such as `app.on_partitions_assigned`."""
 
     def __init__(self) -> None:
         self._handlers: list[Callable[..., Awaitable[None]]] = []
@@ -72,7 +72,7 @@ class _Stream:
 
 
 class App:
-    """`faust.App`, a member of its group from `start` on."""
+    """Replacement of `faust.App`; it is a member of its group from `start` on."""
 
     crashed = False
     should_stop = False
@@ -108,7 +108,7 @@ class App:
         return decorate
 
     async def start(self) -> None:
-        """Joins the group; waits for a bus that is away."""
+        """Join the group. Wait during an outage."""
         while True:
             try:
                 await connect(self._bus)
@@ -134,18 +134,18 @@ class App:
             self._group.leave(self)
 
     def _time_out(self) -> None:
-        """The group notices a dead member only when it has been silent for long enough."""
+        """Remove a dead member from the group, after the session timeout."""
         silence_s = self._bus.draw.uniform(1.0, 6.0)
         asyncio.get_running_loop().call_later(silence_s, self._group.leave, self)
 
     def revoked(self) -> None:
-        """A living member commits before its partitions go, if the bus lets it."""
+        """Commit before the partitions are revoked, if the process lives and the bus answers."""
         if not self._process.dead and self._bus.draw.random() < 0.7:
             self._commit()
         self._later(self.on_partitions_revoked.send())
 
     def assigned(self, assignment: frozenset[TopicPartition]) -> None:
-        """Continue at the group's committed offset; a retained partition may continue at its own."""
+        """Continue at the group's committed offset; a retained partition may continue at its own position."""
         self._generation += 1
         continued = {
             topic_partition: at
@@ -161,7 +161,7 @@ class App:
         self._later(self.on_partitions_assigned.send())
 
     def acknowledge(self, event: Event) -> None:
-        """Raises `AssertionError` when events of one assignment are not acknowledged in their order."""
+        """Acknowledge an event. Raises `AssertionError` if an earlier event of the assignment is unacknowledged."""
         assignment = event.topic_partition, event.generation
         assert event.message.offset > self._last.get(assignment, -1), (
             f"{event.topic_partition} is not acknowledged in order"

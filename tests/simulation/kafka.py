@@ -1,4 +1,4 @@
-"""Names of Kafka's client libraries and of Faust that the simulated bus replaces."""
+"""Replacements of Kafka's client libraries and of Faust by the simulated bus, by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Learner whose weights are the list of its lessons.
+"""Learner whose weights are the list of the examples (lessons) that trained them.
 
 It is a back end like any other (`headrace_trainer.learner.Learner`, `tests/contract/learner`); everything around it
-(admission, batches, state, saves, versions, rewinding) is the trainer's own. An experience that was trained twice, or a
-row whose tokens changed on the way, can therefore be read off the weights of any version.
+(admission, batches, state, saves, versions, rollbacks) is the trainer's own code. The weights of any version therefore
+show an experience that was trained twice, and a row whose tokens changed on the way.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ VOCABULARY = 4096
 CONTEXT = 4096
 WEIGHTS = "model.safetensors"
 BASE = Path(__file__).parent / "base"
-"""Write a folder with the files of a model. Its weights hold no lessons."""
+"""Folder of a base model, whose weights hold no lessons."""
 
 
 class Lesson(Model):
-    """Lesson that one row of one step left in the weights."""
+    """Entry of the weights: one row that one step trained."""
 
     step: int
     experience_id: str
@@ -62,17 +62,17 @@ class Lesson(Model):
 
 
 def tokens_digest(token_ids: list[int], mask: list[bool], behaviour: list[float]) -> str:
-    """Digest of one trained sequence: ids, loss mask, and the engine's logprobs."""
+    """Return the digest of one trained sequence: token ids, loss mask, and the engine's logprobs."""
     return hashlib.sha256(repr((token_ids, list(map(bool, mask)), behaviour)).encode()).hexdigest()
 
 
 def read(data: bytes) -> tuple[Lesson, ...]:
-    """The lessons in a version's weights."""
+    """Return the lessons in a version's weights."""
     return tuple(Lesson.model_validate(lesson) for lesson in json.loads(data))
 
 
 def read_frozen(weights: bytes) -> tuple[Lesson, ...]:
-    """The lessons in a lineage's saved weights."""
+    """Return the lessons in a lineage's saved weights."""
     return read(weights.partition(b"\n")[2])
 
 
@@ -88,7 +88,7 @@ def lessons_of(blobs: BlobStore, manifest: Manifest) -> tuple[Lesson, ...]:
 
 
 class RememberingLearner(WholeLearner):
-    """A `Learner`."""
+    """Learner that appends each trained row to its weights."""
 
     def __init__(self, lineage: str) -> None:
         self._lineage = lineage
@@ -144,7 +144,7 @@ class RememberingLearner(WholeLearner):
         return self._fingerprint(b"[]")
 
     def close(self) -> None:
-        """Hold no resources."""
+        """Do nothing, because the learner holds no resources."""
 
     def _bytes(self) -> bytes:
         return json.dumps([lesson.model_dump() for lesson in self.lessons]).encode()
@@ -163,10 +163,10 @@ BACKEND = Backend(_open)
 
 
 class Silent:
-    """`headrace_trainer.report.Reporter`."""
+    """Replacement of `headrace_trainer.report.Reporter` that writes no files."""
 
     def __init__(self, *_: object) -> None:
-        """Write no files."""
+        """Ignore the arguments."""
 
     def step(self, measured: Mapping[str, float], state: LineageState) -> None: ...
 
@@ -180,5 +180,5 @@ class Silent:
 
 
 AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.backend.TORCH": BACKEND}
-"""Back end of settings that name none."""
+"""Replacement of the default back end, by the name to patch."""
 STANDS_FOR: Mapping[str, Any] = {**AS_TORCH, "headrace_trainer.app.Reporter": Silent}

@@ -1,9 +1,8 @@
-"""Event loop that never waits and never uses a thread, so that one seed gives one run.
+"""Event loop that never waits and never uses a thread, and a trace, so that a seed determines the run.
 
-When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a delay that
-the simulation draws; meanwhile that process's thread is busy, as in a real process.
-
-Trace of a run: a digest that two runs of one seed must share, and a text for people when one fails.
+When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a random delay;
+meanwhile that process's thread is busy, as in a real process. The trace is a digest that two runs of one seed must
+share, and a readable text of a failed run.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from tests.simulation.world import world
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 _PASSES_MAX = 400_000
-"""Limit of passes, some twenty times those of a run: beyond it, some task waits without letting time pass."""
+"""Maximum number of passes, about twenty times those of a run: beyond it, a task polls without letting time pass."""
 
 
 class Stuck(Exception):
-    """No timer is left, or time does not pass any more."""
+    """Error of a simulation in which no timer is left or time no longer passes."""
 
 
 class _Jump(selectors.SelectSelector):
-    """Selector that waits for no file descriptor: a wait is a step of the clock."""
+    """Selector that waits for no file descriptor: a wait moves the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,17 +46,19 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`thread_delay_s` returns the delay of work that was just given to a thread."""
+    """Event loop on a virtual clock. `thread_delay_s` returns the delay of work that was given to a thread."""
 
     def __init__(self, thread_delay_s: Callable[[], float], alive: Callable[[], bool]) -> None:
-        """`alive` returns whether the process of the present context runs; work of a dead process never finishes."""
+        """Create the loop. `alive` returns whether the process of the present context runs; a dead process's work never
+        ends.
+        """
         self._clock = _Jump()
         self._thread_delay_s = thread_delay_s
         self._alive = alive
         super().__init__(self._clock)
 
     def more(self) -> None:
-        """Allow the same number of passes again."""
+        """Reset the count of passes against the limit."""
         self._clock.passes = 0
 
     def time(self) -> float:
@@ -85,7 +86,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """`headrace_runtime.clock.Clock` on the loop's time. Civil time is wrong in each process by its own error."""
+    """`headrace_runtime.clock.Clock` on the loop's time. Wall-clock time has a different error in each process."""
 
     def now(self) -> datetime:
         process = CURRENT.get()
@@ -100,17 +101,17 @@ class VirtualClock:
 
 
 class Trace:
-    """Record of the trace. Every line enters the digest; the text is stored when `verbose` is set."""
+    """Trace of a run. Every line enters the digest; the text is stored if `verbose` is set."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         self._digest = hashlib.sha256()
         self._verbose = verbose
         self.lines: list[str] = []
         self.counts: Counter[str] = Counter()
-        """Lines by their first word."""
+        """Number of lines by their first word."""
 
     def __call__(self, label: str, *facts: object, content: bytes = b"") -> None:
-        """Note a fact. `content` goes into the digest and not into the text."""
+        """Add a line. `content` enters the digest but not the text."""
         self.counts[label] += 1
         line = f"{asyncio.get_running_loop().time():.6f} {label} {' '.join(map(str, facts))}"
         self._digest.update(line.encode() + b"\0" + content + b"\n")

@@ -1,10 +1,10 @@
-"""Processes inside one process: each has its own tasks, dies at once and completely, and is started again.
+"""Simulated processes within one real process: each has its own tasks, dies at once and completely, and is restarted.
 
 A context variable, inherited by every task, holds the process of the running code. The tasks of a dead process are
-cancelled, and their further calls to the world outside (bus, database, blobs, threads) raise `Killed`: for all other
-processes it is kill -9.
+cancelled, and their further calls of the bus, database, blobs and threads raise `Killed`: other processes see a kill
+-9.
 
-Faults inside a call: armed by the plan of faults, taken by the next call of their kind.
+`Mishaps` are faults within a call; the plan of faults arms them, and the next call of their kind fails.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ T = TypeVar("T")
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _CANCEL_PASSES_MAX = 400
 _CANCEL_EVERY = 8
-"""Passes of the loop between two cancellations, in which connections and generators of the dead process close."""
+"""Passes of the loop between two cancellations, in which connections and generators of the dead process are closed."""
 
 
 class Killed(BaseException):
-    """The process of this code is dead. No handler of the services catches it."""
+    """Raised in code of a dead process. No handler of the services catches it."""
 
 
 def current() -> Process:
-    """The process of the running code."""
+    """Return the process of the running code."""
     process = CURRENT.get()
     assert process is not None, "only code of a simulated process comes here"
     return process
 
 
 def alive() -> bool:
-    """Whether the running code may act on the world. The cluster's own code always may."""
+    """Return whether the running code may have effects. The cluster's own code always may."""
     process = CURRENT.get()
     return process is None or not process.dead
 
 
 def living() -> Process:
-    """The process of the running code. Raises `Killed` when it is dead."""
+    """Return the process of the running code. Raises `Killed` if it is dead."""
     process = current()
     if process.dead:
         raise Killed(process.name)
@@ -50,7 +50,7 @@ def living() -> Process:
 
 
 class InOrder(dict[asyncio.Task[Any], None]):
-    """A set of tasks, walked in order of arrival: a set's own order depends on where its members lie in memory."""
+    """Set of tasks in insertion order; the order of a normal set depends on memory addresses."""
 
     def add(self, task: asyncio.Task[Any]) -> None:
         self[task] = None
@@ -60,7 +60,7 @@ class InOrder(dict[asyncio.Task[Any], None]):
 
 
 async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str) -> None:
-    """Cancel the tasks that `tasks` returns until there are none. Raises `AssertionError` when some stay."""
+    """Cancel the tasks that `tasks` returns until there are none. Raises `AssertionError` if some do not end."""
     for count in range(_CANCEL_PASSES_MAX):
         left = tasks()
         if not left:
@@ -72,13 +72,13 @@ async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str)
 
 
 async def end_others() -> None:
-    """Return all tasks but the calling one."""
+    """Cancel all tasks except the calling one."""
     me = asyncio.current_task()
     await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
 
 
 class TaskGroup(asyncio.TaskGroup):
-    """Cancels its tasks in the order in which they were made."""
+    """Task group that cancels its tasks in the order of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TaskGroup(asyncio.TaskGroup):
 
 
 class Process:
-    """One life of a process. `name` is that of its slot, such as `collector-1`; `service` is its program."""
+    """One life of a process. `name` is the name of its slot, such as `collector-1`; `service` is the program."""
 
     def __init__(self, name: str, service: str, life: int) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class Process:
         self.dead = False
         self.ended = asyncio.Event()
         self.at_death: list[Callable[[], None]] = []
-        """Actions of the operating system after a death: release locks, close connections."""
+        """Actions of the operating system after a death, such as releasing locks and closing connections."""
         self.thread_delay_s = 0.0
         self._tasks = InOrder()
         self._main: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class Process:
         self._context.run(CURRENT.set, self)
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        """Called for every task that is created in this process."""
+        """Register a task that was created in this process."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -112,7 +112,7 @@ class Process:
         return asyncio.get_running_loop().create_task(work, context=self._context)
 
     def die(self) -> None:
-        """Stop the process. Its own code may call this, which then raises."""
+        """Kill the process. If its own code calls this, the call raises `Killed`."""
         if not self.dead:
             self.dead = True
             for clean in self.at_death:
@@ -120,12 +120,12 @@ class Process:
             self.ended.set()
 
     def stop(self) -> None:
-        """SIGTERM: the main task is cancelled and may clean up."""
+        """Stop the process as by SIGTERM: cancel the main task, which may clean up."""
         if self._main is not None:
             self._main.cancel()
 
     async def run(self, main: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Run from start to end. Return the exception that ended it, None after a stop or a kill."""
+        """Run the process to its end. Return the exception that ended it, or None after a stop or a kill."""
 
         async def body() -> None:
             await main()
@@ -155,7 +155,7 @@ def task_factory(
 
 
 class ProcessSlot:
-    """Slot in which a process runs and is restarted after each end, as `headrace up` does."""
+    """Slot whose process is restarted after each end, as by `headrace up`."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ProcessSlot:
         self.name = name
         self.service = service
         self.process: Process | None = None
-        """Running process; None between two lives."""
+        """Running process, or None between two lives."""
         self.started = asyncio.Event()
         self._main = main
         self._restart_s = restart_s
@@ -177,7 +177,7 @@ class ProcessSlot:
         self._ended = ended
 
     async def run(self) -> None:
-        """Run the process, and start it again after each end, until cancelled, which kills it."""
+        """Run the process and restart it after each end, until cancelled, which kills it."""
         life = 0
         while True:
             self.process = process = Process(self.name, self.service, life)
@@ -193,14 +193,14 @@ class ProcessSlot:
 
 
 AtCommit = Literal["refused", "unanswered", "die_before", "die_after"]
-"""Faults of a commit: not done, done with a lost answer, or death of the process before or after it."""
+"""Fault of a commit: refused, executed with a lost answer, or death of the process before or after it."""
 
 
 USUAL_COMMIT_S = 2e-3
 
 
 class Mishaps:
-    """Each armed mishap happens once."""
+    """Armed faults; each happens once, in the next call of its kind."""
 
     def __init__(self, count: Callable[[str], None]) -> None:
         self._count = count
@@ -208,7 +208,7 @@ class Mishaps:
         self._blob_deaths: Counter[str] = Counter()
         self.blobs_away = False
         self.commit_s = USUAL_COMMIT_S
-        """How long a commit may take."""
+        """Maximum duration of a commit in seconds."""
 
     def arm_commit(self, service: str, mishap: AtCommit, times: int = 1) -> None:
         self._commits.setdefault(service, []).extend([mishap] * times)
@@ -222,11 +222,14 @@ class Mishaps:
         return mishap
 
     def arm_blob_death(self, service: str, after: int) -> None:
-        """The service's process dies before its `after`-th change of the blob store from now."""
+        """Let the service's process die before its `after`-th change of the blob store from now."""
         self._blob_deaths[service] = after
 
     def at_blob_change(self) -> None:
-        """Before a blob or a pointer changes. Raises `Unavailable` while the store is away."""
+        """Apply the armed faults before a blob or pointer changes.
+
+        Raises `Unavailable` during an outage of the store.
+        """
         process = CURRENT.get()
         if process is None:
             return

@@ -1,7 +1,4 @@
-"""Simulation of every service on a virtual clock, with many seeds on all cores.
-
-One seed from beginning to end, and its outcome.
-"""
+"""Simulation of every service on a virtual clock, with many seeds on all cores."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run. `broken` is empty when every promise was kept."""
+    """Outcome of the simulation of one seed. `broken` is empty when every promise was kept."""
 
     seed: int
     broken: tuple[str, ...]
@@ -47,7 +44,7 @@ class Outcome:
 
     @property
     def command(self) -> str:
-        """Plays it again."""
+        """Command that repeats the run."""
         return f"python -m tests.system simulation --seeds 1 --first {self.seed} --verbose"
 
 
@@ -61,8 +58,10 @@ def simulate(seed: int, *, verbose: bool = False) -> Outcome:
 
 @contextlib.contextmanager
 def _litter_lies() -> Iterator[None]:
-    """When garbage is collected depends on all that was ever allocated, and connections of the dead have finalizers:
-    within a run it has to wait."""
+    """Disable garbage collection during a run.
+
+    Collections depend on all earlier allocations, and finalizers of dead processes' connections would make runs differ.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -186,7 +185,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def _outcomes(options: argparse.Namespace) -> Iterator[Iterator[Outcome]]:
-    """Yield the outcomes as they come. The processes are forked here, before anything has started a thread."""
+    """Yield the outcomes as they arrive. The processes are forked here, before this process has any thread."""
     seeds = [(seed, options.verbose) for seed in range(options.first, options.first + options.seeds)]
     gc.collect()
     gc.freeze()  # what is imported now is never garbage, and collecting after each run looks past it
@@ -203,7 +202,7 @@ def _simulate(job: tuple[int, bool]) -> Outcome:
 
 
 def _report_failures(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> Iterator[Outcome]:
-    """Yield the outcomes and print a seed that broke a promise at once."""
+    """Yield the outcomes, and print a seed with a broken promise at once."""
     failed = 0
     for outcome in outcomes:
         failed += bool(outcome.broken)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _LOOK_S = 2.0
 _STILL = 3
-"""Checks in a row that must find no open work, because work may be in memory alone for a moment."""
+"""Number of successive checks that must find no open work, because work may be in memory alone for a moment."""
 
 
 class Restless(AssertionError):
-    """Something was still to be done after all that time."""
+    """Error of a run in which work remains after the time limit."""
 
 
 async def wait(cluster: Cluster, limit_s: float) -> None:

@@ -68,7 +68,7 @@ TRAINER = TrainerSettings.model_validate(
 
 
 def stream_services(common: Common) -> Mapping[str, Main]:
-    """Service to its `run`, as `headrace_runtime.main` would call it."""
+    """Return the `run` function of each stream service, as `headrace_runtime.main` would call it."""
     return {
         "collector": lambda: headrace_collector.app.run(common, COLLECTOR),
         "scorer": lambda: headrace_scorer.app.run(common, SCORER),
@@ -78,7 +78,7 @@ def stream_services(common: Common) -> Mapping[str, Main]:
 
 
 class Gateway:
-    """A gateway without HTTP: its publisher, its spool, its table of routings. Outlives its processes."""
+    """Gateway without HTTP: publisher, spool and routing table. It survives the deaths of its process."""
 
     def __init__(self, name: str, common: Common, folder: Path) -> None:
         self.name = name
@@ -88,7 +88,7 @@ class Gateway:
         self._routing: dict[str, Routing] = {}
         self.slot: ProcessSlot | None = None
         self.spooled = 0
-        """Events that wait in the spool, as it was seen last."""
+        """Number of events in the spool when it was last checked."""
         self._spool: Spool | None = None
 
     async def main(self) -> None:
@@ -127,7 +127,9 @@ class Gateway:
 
     @property
     def settled(self) -> bool:
-        """Whether all that it has acknowledged is on the bus: only then does another gateway come after it for sure."""
+        """Return whether all acknowledged events are on the bus: only then are another gateway's events certain to come
+        later.
+        """
         return self._spool is not None and self._spool.events == 0
 
     def now(self) -> datetime:
@@ -142,7 +144,7 @@ class Gateway:
             await asyncio.sleep(0.3)
 
     async def publish(self, event: Event) -> bool:
-        """Waits while the gateway is down, as a client's connection attempts do."""
+        """Send an event. Wait while the gateway is down, as a client's connection attempts do."""
         while (publisher := self._publisher) is None:  # noqa: ASYNC110 (it looks again, as a client does)
             await asyncio.sleep(0.2)
         assert self.slot is not None
@@ -199,7 +201,7 @@ async def _send(producer: EventProducer, event: Event) -> None:
 
 
 def _load(blobs: BlobStore, served: ServedVersion) -> LoadedVersion:
-    """Raises `CorruptBlob` or `Unavailable` when a version was announced before it was durable (P7)."""
+    """Load a version. Raises `CorruptBlob` or `Unavailable` if it was announced before it was durable (P7)."""
     for file in read_manifest(blobs, served.manifest).files:
         blobs.get(file.blob)
     good = random.Random(served.version).random() > 0.1

@@ -1,7 +1,7 @@
-"""Seam between the services' own code and the simulated world: the complete list of replaced names.
+"""Complete list of the names in the services' code that the simulation replaces.
 
-Kafka's client libraries, the database driver, the blob store's disk, HTTP, threads, clocks and random numbers are the
-simulation's, and so is the arithmetic of training. All other code is the production code.
+Kafka's client libraries, the database driver, the blob store's disk, HTTP, threads, clocks and random numbers are
+replaced, and so is the arithmetic of training. All other code is the production code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CREATE, _REMOVE_AREA = BlobStore.create, BlobStore.remove_area
 
 
 class LocalPool(FunctionPool):
-    """Reward functions without processes of their own: one that looks at the answer, and is now and then unwell."""
+    """Pool of one reward function without processes, which looks at the answer and sometimes fails."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         super().__init__(settings)
@@ -53,7 +53,7 @@ class LocalPool(FunctionPool):
         )
 
     async def reload(self) -> None:
-        """Read no file."""
+        """Do nothing, because there is no file to reload."""
 
     async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         await asyncio.sleep(world().bus.draw.expovariate(20))
@@ -61,13 +61,13 @@ class LocalPool(FunctionPool):
 
 
 def right(trajectory: Trajectory) -> float | None:
-    """1 for a right answer, 0 for a wrong one; abstains when there is neither."""
+    """Return 1 for a right answer and 0 for a wrong one; abstain when there is neither."""
     word = trajectory.final_answer.partition(" ")[0]
     return {"right": 1.0, "wrong": 0.0}.get(word)
 
 
 class LocalGate:
-    """The gate's program: most versions are as good as the champion, some are not, some runs fail."""
+    """Replacement of the gate's program: most versions are as good as the champion, some are worse, some runs fail."""
 
     sha256 = "0" * 64
     configured = True
@@ -86,7 +86,7 @@ class LocalGate:
 
 
 class LocalPlaySession:
-    """The program at work."""
+    """Running session of the gate's program."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
 
@@ -127,7 +127,7 @@ async def _ensure(_settings: BusSettings) -> None:
 
 
 async def _nothing(*_: object) -> None:
-    """Tables are there already."""
+    """Do nothing, because the tables exist already."""
 
 
 @contextlib.asynccontextmanager
@@ -176,7 +176,7 @@ def _nowhere(*_: object, **__: object) -> None:
 
 @contextlib.contextmanager
 def installed(seed: int) -> Iterator[None]:
-    """The simulated world in place of the real one, with random numbers from `seed`, while the body runs."""
+    """Replace the real world by the simulated one, with random numbers from `seed`, during the block."""
     noise = random.Random(f"noise {seed}")
     structure = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

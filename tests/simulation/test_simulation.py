@@ -1,6 +1,6 @@
-"""A few seeds of `make check NAME=simulate` in every test run, and planted bugs that the checkers must find.
+"""Simulation of a few seeds in every test run, and planted bugs that the checkers must detect.
 
-Planted bugs, each a line away from the correct code: the checkers have to notice them.
+A planted bug differs from the correct code by a line.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tests.simulation.world import world
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A bug, the name that it replaces, and the promises of which at least one must be seen broken."""
+    """A planted bug: the name that it replaces, and the promises of which at least one must be reported as broken."""
 
     plant: Callable[[], AbstractContextManager[object]]
     breaks: frozenset[str]
 
 
 async def _acknowledge_first(host: FaustHost) -> None:
-    """Commit before the effect: records of a process that dies in between are never handled."""
+    """Plant a commit before the effect: a process that dies in between never processes the records."""
     batches: AsyncIterator[list[Any]] = host._batches()
     async for events in batches:
         for event in events:
@@ -56,17 +56,17 @@ async def _acknowledge_first(host: FaustHost) -> None:
 
 
 async def _only_in_memory(outbox: Outbox, _tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
-    """Owed events that are no part of the transaction: a death after its commit forgets them."""
+    """Plant outgoing events that are no part of the transaction: a death after its commit loses them."""
     outbox._added = [(-1, record) for record in records]
 
 
 async def _nothing_to_wait_for(_processor: object, _received: object) -> dict[str, Mapping[int, int]]:
-    """Ends take effect at once, whatever is on its way."""
+    """Plant session ends that take effect at once, although events of the session are still under way."""
     return {"turns": {}, "feedback": {}}
 
 
 async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
-    """Send new events directly once the bus is back, while older ones still wait in the spool."""
+    """Plant a gateway that sends new events directly once the bus is back, while older ones still wait in the spool."""
     if publisher._producer is not None:
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(publisher._settings.bus_wait_s):
@@ -79,7 +79,7 @@ _PUBLISH, _STATE, _VALUES = Publisher.publish, opening._restore_state, RewardPol
 
 
 def _remembered_elsewhere(*arguments: Any) -> LineageState:
-    """Offsets outside the checkpoint: they survive a death that the weights do not."""
+    """Plant offsets outside of the checkpoint: they survive a death that the weights do not."""
     state = _STATE(*arguments)
     outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
     for topic, offsets in state.offsets.items():
@@ -91,7 +91,7 @@ def _remembered_elsewhere(*arguments: Any) -> LineageState:
 def _zero_for_nothing(
     policy: RewardPolicy, rewards: Sequence[SourceReward], turn_ids: Sequence[str]
 ) -> dict[str, float]:
-    """Count a source that abstains as 0.0."""
+    """Plant a score of 0.0 for a source that abstains."""
     scored = [replace(reward, value=0.0) if reward.value is None else reward for reward in rewards]
     return _VALUES(policy, scored, turn_ids)
 
@@ -102,13 +102,13 @@ def _by_the_clock(
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
-    """Order feedback by time, whichever clock gave it."""
+    """Plant an order of feedback by time, whichever clock set it."""
     listed = _FEEDBACK_FOR(trajectory_id, peers, listing, general)
     return FeedbackSet(tuple(sorted(listed.all, key=lambda feedback: (feedback.time, feedback.feedback_id))))
 
 
 def _next_by_the_clock(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
-    """Attach feedback about a session to the next closed run, by the clocks of a gateway and the collector."""
+    """Plant feedback about a session that goes to the next closed run, by the clocks of a gateway and the collector."""
     return _TARGETS(replace(feedback, turns_until=None), peers)
 
 
@@ -170,14 +170,14 @@ PLANTED: Mapping[str, Planted] = {
         frozenset({"p5_staleness"}),
     ),
 }
-"""By name."""
+"""Planted bugs by name."""
 
 
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
-"""Seeds; most are caught by the first few."""
+"""Number of seeds within which a planted bug must be detected; the first few detect most bugs."""
 THERE_AND_BACK = 43
-"""Weights go back with a refusal and come forward with the next version's promotion."""
+"""Seed in which the weights are rolled back by a refusal, and restored by the next version's promotion."""
 KNOWN = {
     "weights come forward unsaid": 29,
     "commit before effect": 2,
@@ -185,14 +185,14 @@ KNOWN = {
     "outbox in memory": 10,
     "past the spool": 4,
 }
-"""Seeds that meet rare bugs. Seeds after them serve when the simulation has changed."""
+"""First seeds that meet rare bugs. If the simulation changes, one of the following seeds meets them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _others_are_no_garbage() -> None:
-    """Freeze the objects of other tests, so that the collection at the end of a run need not scan them. They stay
-    frozen,
-    because unfreezing would include imported modules.
+    """Freeze the objects of other tests, so that the collection at the end of a run need not scan them.
+
+    They stay frozen, because unfreezing would include imported modules.
     """
     gc.collect()
     gc.freeze()
@@ -207,7 +207,7 @@ def test_every_promise_is_kept(seed: int) -> None:
 
 
 SLOW = {"outbox in memory", "offsets outside the checkpoint", "weights go back unsaid", "ends do not wait"}
-"""Seen after several seeds only."""
+"""Planted bugs that take several seeds to detect."""
 
 
 @pytest.mark.timeout(300)
@@ -225,7 +225,10 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_one_seed_is_one_run_whatever_the_process() -> None:
-    """Fresh or after other seeds, in any order of sets. The digest covers each record, commit, death and fault."""
+    """Check that a seed gives the same digest in a fresh process, after other seeds, and with any hash seed.
+
+    The digest covers each record, commit, death and fault.
+    """
     outcome = simulate(3)
     assert simulate(4).digest != outcome.digest
     program = "from tests.simulation.program import simulate; print(simulate(3).digest)"

@@ -1,4 +1,4 @@
-"""The world of the simulated parts, of which a real process has exactly one."""
+"""Access of the replaced parts to the current simulation, of which a real process has exactly one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _worlds: list[World] = []
 
 
 class World(Protocol):
-    """See `tests.simulation.cluster.Cluster`."""
+    """Interface of the current simulation: see `tests.simulation.cluster.Cluster`."""
 
     bus: Bus
     mishaps: Mishaps
     databases: dict[str, Server]
     request_timeout_s: float
     skews_s: dict[str, float]
-    """By how much the clock of each process is wrong."""
+    """Error of each process's clock in seconds."""
 
     def count(self, fault: str) -> None:
-        """A fault took place."""
+        """Count a fault that has happened."""
 
 
 def world() -> World:
-    """The one that runs now."""
+    """Return the current simulation."""
     return _worlds[-1]
 
 

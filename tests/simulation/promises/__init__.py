@@ -16,12 +16,12 @@ _SPELT_OUT = 5
 
 @dataclass
 class Check:
-    """Call `that(condition, text)` for every single promise."""
+    """Result of a checker. Call `that(condition, text)` for every single condition."""
 
     promise: str
     count: int = 0
     broken: list[str] = field(default_factory=list)
-    """Texts of broken promises. The first few are stored, the rest is counted."""
+    """Texts of broken conditions. The first few are stored, the others are only counted."""
 
     def __call__(self, holds: bool, text: str) -> bool:
         self.count += 1

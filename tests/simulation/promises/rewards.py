@@ -40,10 +40,10 @@ def p6_abstain(cluster: Cluster, that: Check) -> None:
 
 
 def p10_late(cluster: Cluster, that: Check) -> None:
-    """P10: late feedback counts: the last word of every source, in the order of acknowledgement, decides in the
-    end, for the run that it is about. No clock takes part in the expected values.
+    """P10: late feedback counts. The last value of each source decides, for the run that it is about.
 
-    Compare the newest revision of each experience with a reward computed from the last words.
+    The order of acknowledgement defines what is last; no clock takes part. Compare the newest revision of each
+    experience with a reward computed from these values.
     """
     newest: dict[str, Experience] = {}
     revisions: dict[str, list[int]] = {}
@@ -70,9 +70,10 @@ def p10_late(cluster: Cluster, that: Check) -> None:
 
 
 def _words(cluster: Cluster, home: Mapping[str, Trajectory]) -> dict[str, list[Feedback]]:
-    """Return the feedback about each trajectory, in the order of acknowledgement: each is about the trajectory of the
-    last
-    turn that had been acknowledged before it, or of the turns that it lists.
+    """Return the feedback about each trajectory, in the order of acknowledgement.
+
+    Feedback is about the trajectory of the turns that it lists, otherwise of the turn that was acknowledged last before
+    it.
     """
     words: dict[str, list[Feedback]] = {}
     for run in cluster.ledger.runs:
@@ -85,7 +86,7 @@ def _words(cluster: Cluster, home: Mapping[str, Trajectory]) -> dict[str, list[F
 
 
 def _verdicts(cluster: Cluster, that: Check, words: Mapping[str, list[Feedback]]) -> None:
-    """Compare the ledger of rewards, by value, with the last words of each run."""
+    """Compare the values of all rewards with the last feedback about each run."""
     last: dict[str, Reward] = {}
     for reward in cluster.log.all(Reward):
         newest = last.get(reward.trajectory_id)

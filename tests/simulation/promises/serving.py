@@ -1,4 +1,4 @@
-"""Promises about versions in service: they do not change, routes lead to them, refusals are reported."""
+"""Promises about served versions: they never change, routes lead to them, and refusals are reported."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def p7_immutable(cluster: Cluster, that: Check) -> None:
 
 
 def p8_routing(cluster: Cluster, that: Check) -> None:
-    """P8, as far as the stream decides it: there is one table of routes, and it leads to something that can serve.
+    """P8, as far as the stream decides it: there is one routing table, and each route leads to a version that can
+    serve.
 
-    Check that revisions agree, champions were promoted, and the last champion was not refused.
+    Check that equal revisions are equal, champions were promoted, and the last champion was not refused.
     """
     contents: dict[int, bytes] = {}
     for partition in cluster.log.partitions(Routing):
@@ -67,7 +68,7 @@ def p8_routing(cluster: Cluster, that: Check) -> None:
 _ABSENT = {"judge", "console"}
 """Services that are not part of the simulation."""
 _ONLY_DURING_A_ROLLOUT = {("registry", topic) for topic in ("turns", "trajectories", "rewards", "feedback")}
-"""Topics that the registry reads only during a rollout, which the simulation never has."""
+"""Topics that the registry reads only during a rollout; the simulation has no rollouts."""
 
 
 def p11_loud(cluster: Cluster, that: Check) -> None:

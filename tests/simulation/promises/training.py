@@ -49,9 +49,9 @@ def p4_once(cluster: Cluster, that: Check) -> None:
 
 
 def _without_advantages(reports: Iterable[TrainingMetrics]) -> set[tuple[str, int]]:
-    """Return the revisions of steps whose advantages were all 0. They changed no weight, and no later step includes
-    them
-    if the weights went back before.
+    """Return the revisions of steps whose advantages were all 0.
+
+    Such a step changes no weight, and no later step includes its revisions if the weights were rolled back before.
     """
     still = [report for report in reports if report.metrics.get("zero_advantage_fraction") == 1.0]
     return {
@@ -75,7 +75,7 @@ def _head(cluster: Cluster, that: Check, trained: set[tuple[str, int]]) -> None:
 
 
 def _children(cluster: Cluster, that: Check) -> None:
-    """Check that a version holds the lessons of its parent, followed by new ones."""
+    """Check that each version has the lessons of its parent, followed by new ones."""
     learned = lessons(cluster)
     for checkpoint in cluster.log.all(Checkpoint):
         if checkpoint.parent is None:
@@ -173,7 +173,7 @@ def _reports(cluster: Cluster) -> list[TrainingMetrics]:
 def _journal(cluster: Cluster) -> Iterator[tuple[Experience, tuple[int, ...]]]:
     """Yield the experiences in the order of reading, each with the sizes of the batches that were cut after it.
 
-    A batch that the waiting time cut may follow a save, and so come long after its last experience was read.
+    A batch that was cut after the waiting time may follow a save, and so come long after its last experience was read.
     """
     position: dict[int, int] = {}
     last: Experience | None = None
@@ -198,9 +198,10 @@ def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, 
 
 
 def _straight_until(cluster: Cluster) -> int:
-    """Return the first step that a refused version may have influenced: its version has another parent than the version
-    before it, or it was reported after a refusal. A later promotion may have brought the weights forward again, so the
-    versions alone do not show it.
+    """Return the first step that a refused version may have influenced.
+
+    That is the step of the first version whose parent is not the version before it, or that was reported after a
+    refusal. The versions alone do not show it, because a later promotion may have restored the weights.
     """
     versions = sorted(cluster.log.all(Checkpoint), key=lambda checkpoint: checkpoint.step)
     before = [None, *(checkpoint.version for checkpoint in versions)]

@@ -1,4 +1,4 @@
-"""Promises about captured turns: they are durable, exact, ordered, accounted for, and each is in one run."""
+"""Promises about captured turns: they are durable, exact, ordered and accounted for, and each belongs to one run."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _digest(branch: Branch) -> str:
 
 
 def account(cluster: Cluster, that: Check) -> None:
-    """The account: every captured turn is trained, waiting or dropped for a reason, and is so once.
+    """The account: every captured turn is either trained, waiting, or dropped for a reason, exactly once.
 
-    Each turn is followed through the topics here, and compared with the account of `headrace status`.
+    Follow each turn through the topics, and compare the result with the account of `headrace status`.
     """
     trained, dropped = _followed(cluster, that)
     captured = {turn.turn_id for turn in cluster.log.all(Turn)}
@@ -117,7 +117,7 @@ def account(cluster: Cluster, that: Check) -> None:
 
 
 def _followed(cluster: Cluster, that: Check) -> tuple[set[str], set[str]]:
-    """Turns that changed the weights, and those that a reason kept from it."""
+    """Return the turns that changed the weights, and the turns that were dropped for a reason."""
     turns_of: dict[str, set[str]] = {}
     dropped: set[str] = set()
     for trajectory in cluster.log.all(Trajectory):
@@ -147,9 +147,10 @@ def _followed(cluster: Cluster, that: Check) -> tuple[set[str], set[str]]:
 
 
 def order(cluster: Cluster, that: Check) -> None:
-    """Order: acknowledged events of an agent are on the bus in that order, an end after everything that it ends.
+    """Order: events that an agent's gateway acknowledged are on the bus in that order, and an end follows all its
+    events.
 
-    Compare first positions, over all topics, of the events acknowledged to each agent.
+    Compare the first positions, over all topics, of the events acknowledged to each agent.
     """
     for run, events in cluster.ledger.order.items():
         appeared = [cluster.bus.first[event_id] for event_id in events if event_id in cluster.bus.first]
