@@ -1,1 +1,1 @@
-"""Real servers for tests: started on free ports, in temporary folders, stopped with the tests."""
+"""Helpers of tests: real servers on free ports in temporary folders, fakes, and generators of data."""

@@ -1,4 +1,4 @@
-"""Hand-made events of one session, with one line about the outcome of each turn."""
+"""Hand-written events of one session, with a comment on the outcome of each turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded broker as its own process, as a user has it."""
+"""The embedded broker in a separate process, as users run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.processes import free_port, wait_open
 
 
 class BrokerProcess:
-    """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
+    """Broker process that can be killed (SIGKILL) and started again on the same folder and port."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.port = free_port()

@@ -1,4 +1,4 @@
-"""Drawn conversations of an agent, and the requests in which a client of each API sends the same conversation."""
+"""Random conversations of an agent, and the requests in which a client of each API sends the same conversation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ STOP = "STOP"
 TOOLS = ("search", "read")
 _TEXTS = ("Hello.", "naïve \u2028 café", "line\nline", '{"a": 1}', "x" * 300, "🙂 more")
 _CHOICES = (None, "auto", "required", "none", "search")
-"""Choices of a tool: none, that of each name, or a tool."""
+"""Values of `tool_choice`: none, the three modes, or the name of a tool."""
 
 
 @dataclass(frozen=True)
 class DrawnCall:
-    """A tool call of an earlier answer, and its result."""
+    """A tool call of an earlier answer, and the tool's result."""
 
     call_id: str
     name: str
@@ -28,7 +28,7 @@ class DrawnCall:
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """An earlier answer: its reasoning, its text and its calls, and what the user said after it."""
+    """An earlier answer: its reasoning, text and tool calls, and the user's next message."""
 
     thinking: str
     text: str
@@ -38,7 +38,7 @@ class DrawnStep:
 
 @dataclass(frozen=True)
 class DrawnConversation:
-    """The content of one request."""
+    """Content of one request."""
 
     system: str
     question: str
@@ -49,7 +49,7 @@ class DrawnConversation:
     stops: bool
     max_tokens: int
     in_parts: bool
-    """Whether texts are lists of parts."""
+    """Whether texts are sent as lists of parts."""
 
     @classmethod
     def draw(cls, draw: random.Random) -> DrawnConversation:
@@ -68,7 +68,7 @@ class DrawnConversation:
         )
 
     def body(self, api: str) -> Json:
-        """Return the request of an API without `model` and `stream`."""
+        """Return the body of the request in the format of `api`, without `model` and `stream`."""
         fields = {"chat": self._chat, "messages": self._messages, "responses": self._responses}[api]()
         return {name: value for name, value in fields.items() if value not in (None, "", [])}
 

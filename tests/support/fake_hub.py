@@ -1,7 +1,7 @@
-"""A model hub on loopback, for the real client huggingface_hub: repositories with commits, branches and LFS uploads.
+"""A model hub on loopback for the real client huggingface_hub: repositories with commits, branches and LFS uploads.
 
-It serves the endpoints that a download and an upload need. A test counts its requests, takes it offline, damages a
-file, or hides a repository behind a token or a licence.
+It serves the endpoints that a download and an upload need. A test can count its requests, take it offline, damage a
+file, or protect a repository by a token or a licence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HubRepository:
 
 
 class FakeHub:
-    """The server. `address` is a value for `HF_ENDPOINT`."""
+    """Server of the hub. `address` is a value for `HF_ENDPOINT`."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, HubRepository] = {}

@@ -1,13 +1,12 @@
-"""A small real HTTP server of OpenAI's chat completions that follows a test's script, faults included.
+"""A small real HTTP server of OpenAI's chat completions that follows a test's script, including faults.
 
-with FakeLLM(verdict(outcome=4)) as llm:
-    llm.then(status(429, retry_after=1), drop())  # the next two calls
-    ... base_url=llm.base_url ...
-    assert len(llm.calls) == 3
+    with FakeLLM(verdict(outcome=4)) as llm:
+        llm.then(status(429, retry_after=1), drop())  # the next two calls
+        ... base_url=llm.base_url ...
+        assert len(llm.calls) == 3
 
-A behaviour takes the call and returns a reply. Behaviours queued by `then` are used first, afterwards the usual one.
-
-Headrace in memory for the agents of the examples: a model's answers, and a list of their feedback.
+A behaviour is a function that takes the call and returns a reply. The behaviours given to `then` are used first, then
+the usual one. `Headrace` is a gateway in memory for the agents of the examples.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _HANG_S_MAX = 60.0
 
 @dataclass(frozen=True)
 class Call:
-    """One request as it came."""
+    """One received request."""
 
     headers: dict[str, str]
     body: dict[str, Any]
 
     @property
     def prompt(self) -> str:
-        """All text that the model would read."""
+        """Return all text of the request that a model would read."""
         return "\n\n".join(message["content"] for message in self.body["messages"])
 
     @property
@@ -62,7 +61,7 @@ Behaviour = Callable[[Call], Reply]
 
 
 def completion(text: str | None, *, tokens: tuple[int, int] | None = (100, 20), **message: object) -> dict[str, object]:
-    """A chat completion with that text; `tokens` None leaves out the usage."""
+    """Return a chat completion with that text. With `tokens` None it has no usage."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": "stop"}
     usage = {} if tokens is None else {"usage": {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}}
     return {"id": "cmpl-1", "object": "chat.completion", "choices": [choice], **usage}
@@ -78,7 +77,7 @@ def answer(function: Callable[[Call], str]) -> Behaviour:
 
 
 def verdict(reason: str = "because", **criteria: object) -> Behaviour:
-    """A proper verdict."""
+    """Return a behaviour that answers with a valid verdict of a judge."""
     return say(json.dumps({"reason": reason, "criteria": criteria}))
 
 
@@ -101,22 +100,22 @@ def status(code: int, *, retry_after: object = None) -> Behaviour:
 
 
 def raw(content: bytes) -> Behaviour:
-    """A 200 with any bytes."""
+    """Return a behaviour that answers 200 with `content` as the body."""
     return lambda _call: Reply(raw=content)
 
 
 def hang() -> Behaviour:
-    """Never answers."""
+    """Return a behaviour that never answers."""
     return lambda _call: Reply(hang=True)
 
 
 def drop() -> Behaviour:
-    """Closes the connection in the middle of the answer."""
+    """Return a behaviour that closes the connection in the middle of the answer."""
     return lambda _call: Reply(drop=True)
 
 
 class FakeLLM:
-    """The server, on a port of its own, in threads. Use it as a context manager."""
+    """The server, on a free port, in threads. Use it as a context manager."""
 
     def __init__(self, usual: Behaviour, port: int = 0) -> None:
         self.usual = usual
@@ -133,7 +132,7 @@ class FakeLLM:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def then(self, *behaviours: Behaviour) -> None:
-        """Use these for the next calls, one each."""
+        """Use these behaviours for the next calls, one each."""
         self._next.extend(behaviours)
 
     def __enter__(self) -> Self:
@@ -179,7 +178,7 @@ class _Server(ThreadingHTTPServer):
                 continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that give up, which many tests require."""
+        """Ignore the errors of clients that give up, which many tests cause."""
 
 
 def _handler(llm: FakeLLM) -> type[BaseHTTPRequestHandler]:
@@ -207,13 +206,13 @@ def _handler(llm: FakeLLM) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content[: len(content) // 2] if reply.drop else content)
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Log no requests."""
 
     return Handler
 
 
 class Headrace:
-    """A gateway in memory: a model's answers, and feedback that is kept."""
+    """Gateway in memory: it returns the model's answers and stores the feedback."""
 
     def __init__(self, model: Behaviour) -> None:
         self.feedback: list[dict[str, Any]] = []
@@ -221,7 +220,7 @@ class Headrace:
         self.heard = asyncio.Event()
         self.refusal: int | None = None
         self.pairs_per_version: int | None = None
-        """Number of preferences after which the model's name means another version; None: there are no versions."""
+        """Number of preferences after which the model's name means another version, or None for a single version."""
         self._model = model
 
     @property

@@ -1,7 +1,7 @@
-"""An inference replica without a model: the wire of ARCHITECTURE.md, deterministic tokens, and faults on demand.
+"""An inference replica without a model: the protocol of ARCHITECTURE.md, deterministic tokens, and faults on demand.
 
-Equal requests get equal tokens from every fake replica, so a stream that was resumed can be compared with one that was
-not. Each token is a word: token 17 reads `w17 `. `python -m tests.support.fake_replica ID PORT VERSION DELAY` serves
+Equal requests get equal tokens from every fake replica, so that a resumed stream can be compared with an undisturbed
+one. Each token is a word: token 17 reads `w17 `. `python -m tests.support.fake_replica ID PORT VERSION DELAY` serves
 until it is killed.
 """
 
@@ -37,19 +37,19 @@ class Fault:
     """Answer with this status and an OpenAI-shaped error."""
     message: str = "fault"
     drop_after: int | None = None
-    """Cut the connection after so many tokens (streams) or before the body (plain answers)."""
+    """Cut the connection after this number of tokens (streams) or before the body (plain answers)."""
     abort_after: int | None = None
-    """End every choice with `finish_reason: "abort"` after so many tokens."""
+    """End every choice with `finish_reason: "abort"` after this number of tokens."""
     stall_after: int | None = None
     """Send this number of tokens, then pause until `FakeReplica.go_on` is set."""
     lose_logprobs: int = 0
-    """Leave out so many logprobs at the end."""
+    """Leave out this number of logprobs at the end."""
     usage_off_by: int = 0
     no_usage: bool = False
     model: str | None = None
     """Report this version instead of the requested one."""
     altered: Callable[[dict[str, Any]], bytes] | None = None
-    """Send these bytes in place of a JSON object: an error, a whole answer or a chunk."""
+    """Function that returns the bytes to send in place of a JSON object: an error, a whole answer or a chunk."""
 
     def encoded(self, document: dict[str, Any]) -> bytes:
         return self.altered(document) if self.altered else json.dumps(document).encode()
@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Called:
-    """A tool call, word for word."""
+    """A tool call with its exact text."""
 
     name: str
     arguments: dict[str, Any]
@@ -90,7 +90,7 @@ class FakeReplica:
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     moves: asyncio.Event = field(default_factory=asyncio.Event)
-    """While this is clear the replica hangs like a stopped process: it accepts connections and sends no bytes."""
+    """Cleared while the replica hangs like a stopped process: it accepts connections and sends no bytes."""
     health_checks: int = 0
     """Number of health checks that arrived."""
     cancelled: int = 0
@@ -253,7 +253,7 @@ class Generation:
 
     @property
     def prompt_text(self) -> dict[str, str]:
-        """The field with the text of a prompt that came as token ids."""
+        """Return the field with the text of a prompt that was sent as token ids."""
         raw = self.body.get("headrace_prompt") or {}
         return {"headrace_prompt_text": "".join(map(text_of, self.prompt_ids))} if raw.get("token_ids") else {}
 
@@ -277,7 +277,7 @@ class Generation:
 
     @property
     def _pieces(self) -> list[str]:
-        """Pieces of the scripted text, one for each token: a word with the white space after it."""
+        """Return the scripted text in pieces, one for each token: a word with the white space after it."""
         return re.findall(r"\s*\S+\s*", str(self.scripted_answer))
 
     def text(self, at: int, token: int) -> str:

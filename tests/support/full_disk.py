@@ -1,4 +1,4 @@
-"""A full disk: for this process by refusing allocations, or for real as a small filesystem of its own."""
+"""A full disk: simulated in this process by refused allocations, or real as a small file system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 @contextlib.contextmanager
 def full_error(*, in_place: bool = True) -> Iterator[None]:
-    """Refuse every allocation in this process; with `in_place=False` also writes to allocated space."""
+    """Refuse every allocation in this process, and with `in_place=False` also writes to allocated space."""
 
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -29,7 +29,7 @@ def full_error(*, in_place: bool = True) -> Iterator[None]:
 
 
 class SmallDisk:
-    """A tmpfs at `path`; leave it to unmount. `fill` leaves no byte free, `free` takes that back."""
+    """A tmpfs at `path`, unmounted at the end of the block. `fill` uses all space, and `free` frees it again."""
 
     def __init__(self, path: Path, size_mb: int) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class SmallDisk:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
     def fill(self) -> None:
-        """Fill the disk. A repeated call takes space that was freed meanwhile."""
+        """Fill the disk. A repeated call uses space that was freed meanwhile."""
         with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             for size in (1 << 20, 1 << 12, 1):
                 with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class SmallDisk:
                         pass
 
     def leave(self, free_bytes: int) -> None:
-        """Leave about `free_bytes` free."""
+        """Fill the disk except for about `free_bytes`."""
         self._ballast.unlink(missing_ok=True)
         with self._ballast.open("wb", buffering=0) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, self.free_bytes - free_bytes))
@@ -73,7 +73,7 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size_mb: int) -> Iterator[SmallDisk]:
-    """Skips the test where no filesystem may be mounted."""
+    """Mount a small file system. Skip the test where that is not allowed."""
     disk = SmallDisk(path, size_mb)
     try:
         disk.__enter__()
@@ -86,7 +86,7 @@ def small_disk(path: Path, size_mb: int) -> Iterator[SmallDisk]:
 
 
 class MeasuredDisk:
-    """A disk of 1 GB whose free bytes, as `statvfs` reports them, a test sets."""
+    """Simulated disk of 1 GB; a test sets the free bytes that `statvfs` reports."""
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
@@ -97,6 +97,6 @@ class MeasuredDisk:
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[MeasuredDisk]:
-        """Have this process see the disk everywhere."""
+        """Let this process see the disk at every path."""
         with mock.patch.object(os, "statvfs", self.statvfs):
             yield self

@@ -1,8 +1,6 @@
-"""A gateway in the test's own event loop: real HTTP, real spool, real relay; the bus is a list that can go away.
+"""A gateway in the test's own event loop, with real HTTP, spool and relay, and a list in place of the bus.
 
-Contexts in which tests parse the body of one call.
-
-Feedback that is numbered, and a publisher at work, for the tests of its course.
+Also the request contexts in which tests parse the body of one call.
 """
 
 from __future__ import annotations
@@ -56,13 +54,12 @@ PARTITIONS = 4
 
 @dataclass
 class ListBus:
-    """Records that reached the bus, in order. While `back` is clear the bus neither answers nor fails, as a producer
-    sees it."""
+    """Bus in memory: the received records in order. While `back` is clear, sends wait, as during an outage."""
 
     records: list[Outgoing] = field(default_factory=list)
     back: asyncio.Event = field(default_factory=asyncio.Event)
     kept_waiting: int = 0
-    """How often something was sent while it was away."""
+    """Number of sends that waited for the end of an outage."""
 
     def __post_init__(self) -> None:
         self.back.set()
@@ -100,7 +97,7 @@ class ListProducer(EventProducer):
 
 @dataclass
 class Gateway:
-    """A serving gateway, and its adjustable parts."""
+    """A serving gateway with its replaceable parts."""
 
     url: str
     bus: ListBus
@@ -125,13 +122,13 @@ class Gateway:
 
     @property
     def turns(self) -> list[Turn]:
-        """The captured turns, with their whole prompts."""
+        """Return the captured turns with their complete prompts."""
         history = TurnHistory()
         return [history.whole_turn(turn) for turn in self.stored_turns]
 
     @property
     def stored_turns(self) -> list[Turn]:
-        """The captured turns as they are on the topic."""
+        """Return the captured turns as they are stored on the topic, where a prompt may refer to an earlier turn."""
         return self.bus.events(Turn)
 
 
@@ -157,7 +154,9 @@ async def gateway(
     responses: ResponseStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
+    """Run a gateway during the block. The version of the first replica is champion; each replica has sent one
+    heartbeat.
+    """
     defaults: dict[str, Any] = {
         "port": 0,
         "capture": CaptureSettings(bus_wait_s=0.2),
@@ -226,7 +225,7 @@ async def gateway(
 
 @contextlib.asynccontextmanager
 async def _listening(app: ASGIApp) -> AsyncIterator[int]:
-    """uvicorn's own protocol without its server's ticks, which would cost each test 0.2 s."""
+    """Serve `app` with uvicorn's protocol but without its server's timer, which would cost each test 0.2 s."""
     config = uvicorn.Config(app, http=TimedProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
     state = ServerState()
@@ -244,7 +243,7 @@ async def _listening(app: ASGIApp) -> AsyncIterator[int]:
 
 
 async def until(condition: Any, timeout_s: float = 5) -> None:
-    """Wait until `condition()` holds. Raises `TimeoutError`."""
+    """Wait until `condition()` is true. Raises `TimeoutError`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (conditions of many kinds, none with an event)
             await asyncio.sleep(0.005)
@@ -256,7 +255,7 @@ _BYTES_MAX = 8_388_608
 def lenient(
     choices_max: int = 4, json_values_max: int = 10_000, *, media: Literal["refuse", "placeholder"] = "refuse"
 ) -> RequestContext:
-    """Return a context that accepts hints."""
+    """Return a context in which the gateway accepts fields without an effect as hints."""
     return RequestContext(RequestRules(choices_max, json_values_max, media=media), _BYTES_MAX)
 
 

@@ -1,4 +1,4 @@
-"""The gateway as its own process on a real bus, and a view of that bus."""
+"""The gateway in a separate process on a real bus, and a view of that bus."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ E = TypeVar("E", bound=Event)
 
 
 class GatewayProcess:
-    """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
+    """Gateway process that can be killed (SIGKILL) and started again on the same folder and port."""
 
     def __init__(self, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object) -> None:
-        """`environ`: variables in addition to its settings, for example `wrong_clock.environ`."""
+        """Configure the process. `environ` are variables in addition to its settings, for example
+        `wrong_clock.environ`.
+        """
         self._command = [sys.executable, "-m", "headrace_gateway"]
         self._environ = environ or {}
         self.port = free_port()
@@ -60,7 +62,9 @@ class GatewayProcess:
         return (self.folder / "gateway.log").read_text(encoding="utf-8")
 
     def start(self, timeout_s: float = 90.0) -> None:
-        """Return once it listens. The bound is far above an idle machine's 3 s: workers of pytest share the cores."""
+        """Start the process and wait until it listens: 3 s on an idle machine, much longer while pytest workers share
+        the cores.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
@@ -90,7 +94,7 @@ class GatewayProcess:
 
 
 class BusView:
-    """Produces and reads events as any other service would. Use `bus_view`."""
+    """Client of a bus that produces and reads events as any service would. Use `bus_view`."""
 
     def __init__(self, settings: BusSettings, producer: EventProducer, blobs: BlobStore) -> None:
         self.settings = settings
@@ -98,8 +102,7 @@ class BusView:
         self.producer = producer
 
     async def read(self, kind: type[E]) -> list[E]:
-        """Return every event that is on the topic now, in order per partition, and turns whole. Damaged records are
-        skipped."""
+        """Return every event on the topic in order per partition, with complete turns. Damaged records are skipped."""
         events: list[E] = []
         history = TurnHistory()
         for message in await read_topic(self.settings, kind.topic):
@@ -112,7 +115,7 @@ class BusView:
 
 
 async def read_topic(settings: BusSettings, topic: str) -> list[ConsumerRecord]:
-    """Return every record that is on the topic now, in order per partition."""
+    """Return every record on the topic in order per partition."""
     reader = consumer(settings, "test")
     await reader.start()
     try:
@@ -130,7 +133,7 @@ async def read_topic(settings: BusSettings, topic: str) -> list[ConsumerRecord]:
 
 @contextlib.asynccontextmanager
 async def bus_view(address: str, folder: Path) -> AsyncIterator[BusView]:
-    """`folder` is the gateway's data folder (absolute): large events lie in its blob store."""
+    """Connect to a bus. `folder` is the gateway's absolute data folder, whose blob store holds large events."""
     settings = Overrides(None, {}, {}).bus_settings(address)
     await topics.ensure(settings)
     blobs = BlobStore(f"file://{folder}/blobs")
@@ -143,7 +146,7 @@ async def bus_view(address: str, folder: Path) -> AsyncIterator[BusView]:
 
 
 def wait_healthy(url: str, timeout_s: float = 90) -> None:
-    """Raises `TimeoutError` unless `/health` is 200 in time."""
+    """Wait until `/health` returns 200. Raises `TimeoutError`."""
     import httpx2
 
     deadline = time.monotonic() + timeout_s

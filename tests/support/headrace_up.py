@@ -1,4 +1,4 @@
-"""`headrace up` as a user has it: one process that starts, watches and stops all the others."""
+"""`headrace up` in a separate process, which starts, watches and stops all services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOP_S = 60.0
 
 
 def run_of(folder: Path) -> RunState | None:
-    """State of the stack on the data directory `folder`, None when it does not run."""
+    """Return the state of the stack on the data directory `folder`, or None if no stack runs."""
     try:
         return read(folder)
     except NotRunning:
@@ -28,7 +28,9 @@ def run_of(folder: Path) -> RunState | None:
 
 
 class HeadraceUp:
-    """`start`, `stop` (Ctrl-C), and `start` again on the same data directory; ports are free ones each time."""
+    """Process of `headrace up` that can be stopped and started again on the same data directory, each time on free
+    ports.
+    """
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class HeadraceUp:
 
     @property
     def log(self) -> str:
-        """Output of the command."""
+        """Return the output of the command."""
         return self._log.read_text(encoding="utf-8")
 
     def start(self) -> RunState:
-        """Returns once every service is ready, the gateway included: a version is served."""
+        """Start the stack. Return once every service is ready and the gateway serves a version."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
         wait_until(self._ready, _START_S, f"headrace up in {self.folder} is ready")
@@ -69,7 +71,7 @@ class HeadraceUp:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> int:
-        """Ctrl-C; the exit status."""
+        """Stop the stack as with Ctrl-C and return the exit status."""
         assert self._process is not None
         if self.running():
             self._process.send_signal(signal.SIGINT)
@@ -80,7 +82,7 @@ class HeadraceUp:
         return self._process.wait()
 
     def status(self) -> dict[str, object]:
-        """`headrace status --json`; raises when it does not add up."""
+        """Return `headrace status --json`. Raises an error if its counts do not add up."""
         command = [HEADRACE, "status", "--data-dir", str(self.folder), "--json"]
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         assert process.returncode == 0, f"{process.stdout}{process.stderr}"
@@ -94,5 +96,5 @@ class HeadraceUp:
 
 
 def as_setting(value: object) -> str:
-    """Return a value as `--set` and the environment take it: a string unchanged, other values as TOML."""
+    """Return a value in the form for `--set` and the environment: a string unchanged, other values as TOML."""
     return value if isinstance(value, str) else toml(value)

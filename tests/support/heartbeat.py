@@ -1,7 +1,7 @@
-"""A line in the log every ten seconds with the progress of the tests and the running ones.
+"""Pytest plugin that prints the progress and the running tests every ten seconds.
 
-pytest itself writes a line when it is full of dots, which takes tests that play for minutes an hour. A terminal shows
-single dots, so there are no such lines.
+pytest itself prints a line only when it is full of dots, which takes an hour with tests of several minutes. On a
+terminal single dots are visible, so there the plugin prints no lines.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from headrace_cli.progress import ProgressDisplay
 
 
 def begin(config: pytest.Config) -> None:
-    """Report where workers test and this process collects (`--numprocesses`, as in `make`): output of a process that
-    tests
-    by itself would belong to the test.
+    """Start the plugin in the process that coordinates xdist workers (`--numprocesses`, as in `make`).
+
+    Lines of a process that runs tests itself would become output of the running test.
     """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not reporter.isatty and config.getoption("numprocesses", None):
@@ -24,7 +24,7 @@ def begin(config: pytest.Config) -> None:
 
 
 class Heartbeat:
-    """Record the starts and ends of the workers' tests."""
+    """Recorder of the starts and ends of the workers' tests."""
 
     def __init__(self, reporter: pytest.TerminalReporter) -> None:
         self._running: dict[str, None] = {}
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[Any]) -> None:
-        """Each worker finds all of them."""
+        """Store the number of tests, which each worker collects completely."""
         self._progress.update(total=len(ids))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

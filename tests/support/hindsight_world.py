@@ -1,9 +1,8 @@
-"""Conversations in which a user names the right answer after a wrong one, and a base that can use such replies.
+"""Conversations in which a user gives the right answer after a wrong one, and a base model that can use such replies.
 
 No model can know the right answer to a question in advance: the user wants one of eight letters. The base was trained
 on users that named their letter before the answer, and on answers with that letter; without a named letter it guesses.
-The user's reply is therefore worth the logarithm of eight to this base. To a base without this training, it is worth
-zero.
+The user's reply therefore raises this base's logprob of the right letter by ln 8, and that of an untrained base by 0.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def contradiction(letter: str) -> str:
 
 
 def train_base(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
-    """Train a tiny model that answers with the letter that a user has named, and return its folder.
+    """Train a tiny model that answers with the letter that a user has named, and return the model's folder.
 
     The training takes some seconds on one core.
     """
@@ -90,8 +89,11 @@ def conversation(
     calls: Sequence[str] = (),
     **fields: Any,
 ) -> Experience:
-    """Return a conversation with the answer `first`, the user's `reply`, and the answer `second`. `reward` belongs to
-    the first answer; `calls` came before it, each answered by a tool.
+    """Return a conversation with the answer `first`, the user's `reply`, and the answer `second`.
+
+    Args:
+        reward: reward of the first answer.
+        calls: tool calls before the first answer, each with a result.
     """
     plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
     prompts = [QUESTION, *("\n" + user_message(tool_response(call)) for call in calls), "\n" + user_message(reply)]

@@ -1,4 +1,4 @@
-"""`python -m tests.support.hostile_feedback URL KEY`: the largest feedback that is allowed, again and again."""
+"""Sender of the largest feedback that is allowed: `python -m tests.support.hostile_feedback URL KEY`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_ONCE = 4
 
 
 def body(tenant: str, sessions: int = SESSIONS) -> dict[str, object]:
-    """A verdict on one answer of each of so many sessions."""
+    """Return the body of feedback about one answer in each of `sessions` sessions."""
     listed = [ids.response_id(ids.session_key(tenant, ids.uuid7().hex)) for _ in range(sessions)]
     return {"msg_ids": listed, "value": 1}
 

@@ -1,10 +1,8 @@
-"""Requests that are valid, nearly valid and hostile, for every route of the gateway that takes a body.
+"""Valid, nearly valid and hostile requests for every route of the gateway that takes a body.
 
-`requests(random)` yields a route and a body for ever: a valid body with one or two places replaced, repeated or added
-to. Equal seeds give equal requests. `kinds_everywhere(body)` yields each body with a value of another JSON type at one
-place.
-
-Session ids that are easily taken for one another, and requests that carry them byte for byte.
+`requests(random)` yields a route and a body without end: a valid body with one or two values replaced, repeated or
+extended. Equal seeds give equal requests. `kinds_everywhere(body)` yields each body with a value of another JSON type
+at one place. `draw` returns session ids that are easily confused with each other, and `post` sends them byte for byte.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ LENGTHS = (0, 2, 31, 32, 33, 64, 65, 128, 1024)
 KINDS: tuple[Any, ...] = (
     None, True, 0, -1.5, "", "text", {}, [], [None], [[]], [{}], {"a": {"b": []}}, {"type": {}}, {"type": []},
 )  # fmt: skip
-"""A value of each JSON type, and objects and lists that hold others."""
+"""One value of each JSON type, and objects and lists that contain further ones."""
 
 EDIT = {"role": "assistant", "content": "better", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 7}}}
@@ -92,7 +90,7 @@ def _trajectory() -> dict[str, Any]:
 def kinds_everywhere(
     body: dict[str, Any], names: Iterable[str] = (), kinds_per_place: int = len(KINDS)
 ) -> Iterator[Any]:
-    """Yield `body` with each of `KINDS` as a whole, at each of its places, and at each of the top-level `names`.
+    """Yield each of `KINDS` in place of `body`, at each place in `body`, and at each of the top-level `names`.
 
     Args:
         body: a valid body.
@@ -112,7 +110,7 @@ def kinds_everywhere(
 
 
 def bases() -> list[tuple[str, dict[str, Any]]]:
-    """A valid body of each form of each route."""
+    """Return a route and a valid body for each form of each route."""
     feedback_fields = {
         "session_id": SESSION,
         "source": "user",
@@ -175,7 +173,7 @@ def _planted(chance: random.Random) -> Any:
 
 
 def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """A copy with one or two hostile places, or as it was."""
+    """Return a copy of `body` with one or two hostile values, or an unchanged copy."""
     body = copy.deepcopy(body)
     for _ in range(chance.choice((0, 1, 1, 1, 2))):
         *path, last = chance.choice([*_paths(body)])
@@ -198,7 +196,7 @@ def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 def requests(chance: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Routes and bodies for ever."""
+    """Yield routes and bodies without end."""
     while True:
         route, body = chance.choice(bases())
         yield route, json.dumps(mutated(body, chance)).encode()
@@ -212,15 +210,17 @@ _INVISIBLE = "\u200b\u200d\u2060\ufeff\u00ad\u202e"
 
 @dataclass(frozen=True)
 class NamedSession:
-    """A session id and how a client sends it."""
+    """A session id, and the way in which a client sends it."""
 
     name: str
     carrier: Carrier
 
 
 def draw(rng: random.Random, count: int) -> list[NamedSession]:
-    """Return `count` sessions with different ids; the lookalikes of a word (case, width, NFD, zero-width) are among
-    them, and words that differ in a single accented letter."""
+    """Return `count` sessions with different ids.
+
+    Among them are lookalikes of a word (case, width, NFD, zero-width characters), and words that differ in one accent.
+    """
     names: dict[str, None] = {}
     while len(names) < count:
         word = "m" + rng.choice(_LETTERS) + "".join(rng.choices("lrst", k=2)) + rng.choice(["", "e", "%41", "%C3%BC"])
@@ -247,7 +247,7 @@ def _carriers(name: str) -> list[Carrier]:
 
 
 def request(session: NamedSession, path: str, body: dict[str, Any]) -> tuple[bytes, list[bytes], bytes]:
-    """Return target, header lines and body of a request that names `session`."""
+    """Return the target, header lines and body of a request that names `session`."""
     headers: list[bytes] = []
     target = path.encode()
     match session.carrier:
@@ -264,7 +264,7 @@ def request(session: NamedSession, path: str, body: dict[str, Any]) -> tuple[byt
 
 
 def post(url: str, session: NamedSession, path: str, body: dict[str, Any], key: str = "") -> tuple[int, Any]:
-    """Send one request by `http.client` or by a raw socket; return status and parsed body."""
+    """Send one request by `http.client` or over a raw socket. Return the status and the parsed body."""
     address = urlsplit(url)
     host, port = address.hostname or "", address.port or 80
     target, headers, content = request(session, path, body)

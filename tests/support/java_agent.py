@@ -1,6 +1,6 @@
-"""The example on AgentScope Java: its jars, its classes, and the program as a process.
+"""The example on AgentScope Java: its jars, its classes, and the program in a separate process.
 
-Trained runs, read from the bus by task and run.
+`trained_runs` reads the trained runs from the bus.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUIET = ("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",)
 
 
 def missing() -> str | None:
-    """Why the example cannot be run here, None when it can. Fetches 36 MB on the first call."""
+    """Return why the example cannot run here, or None. The first call downloads 36 MB."""
     return maven_jars.missing(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
 
 
@@ -38,16 +38,18 @@ def compiled(folder: Path) -> Path:
 
 
 class JavaAgent:
-    """The running program. Leaving the `with` ends its input, on which it commits once more and ends."""
+    """Process of the example. At the end of the `with` block its input is closed, so that it commits once more and
+    exits.
+    """
 
     def __init__(self, classes: Path, *words: str) -> None:
         self._command = ["java", *_QUICK, *_QUIET, "-cp", f"{classes}:{JARS}/*", "headrace.examples.OrderAgent", *words]
         self._lines: queue.Queue[str] = queue.Queue()
         self.errors: list[str] = []
-        """Return the log of the agent."""
+        """Lines of the agent's log."""
 
     def line(self, kind: str, timeout_s: float) -> str:
-        """Its next line, which has to be of this kind. Raises `AssertionError` with its log."""
+        """Return the next output line, which must be of this kind. Raises `AssertionError` with the log otherwise."""
         try:
             name, _, text = self._lines.get(timeout=timeout_s).partition("\t")
         except queue.Empty:
@@ -74,11 +76,11 @@ class JavaAgent:
 
 
 Runs = dict[str, dict[str, int]]
-"""Task id to run id to the number of its calls."""
+"""Number of calls by task id and run id."""
 
 
 async def trained_runs(bus: str) -> Runs:
-    """Every run that was trained, whole. A run without a task is under the empty id."""
+    """Return all calls of every trained run. Runs without a task are under an empty task id."""
     trained: set[str] = set()
     async with connected(bus) as topics:
         events = [entry.event async for entry in topics.read(Range(Trajectory.topic))]

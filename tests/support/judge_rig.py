@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 
 def settings(llm: FakeLLM | str, **changes: Any) -> JudgeSettings:
-    """Settings that point at `llm`; `changes` are merged in, section by section."""
+    """Return settings of a judge that calls `llm`. `changes` are merged by section."""
     base_url = llm if isinstance(llm, str) else llm.base_url
     data: dict[str, Any] = {"endpoint": {"base_url": base_url, "model": "judge-1", "timeout_s": 5.0}}
     for name, value in changes.items():
@@ -43,7 +43,7 @@ def said(*messages: tuple[str, str]) -> tuple[Message, ...]:
 
 
 def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
-    """A run of one question and one answer; equal answers look alike to the judge."""
+    """Return a run of one question and one answer. The judge cannot distinguish runs with equal answers."""
     messages = changes.pop("messages", None) or said(("user", "Who sent the invoice?"), ("assistant", answer))
     span = Span(start=1, logprobs=(-0.5,), turn_id=f"turn-{name}", version="agent@0123456789ab")
     fields: dict[str, Any] = {
@@ -61,7 +61,7 @@ def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
 
 
 class Rig:
-    """One judge. `restart` is a crash and a new process from the database's view."""
+    """One judge with a manual clock. `restart` crashes it and starts a new one on the same database."""
 
     def __init__(self, service_bench: Bench, service: StreamService, settings: JudgeSettings) -> None:
         self.bench = service_bench
@@ -90,7 +90,7 @@ class Rig:
         self.start()
 
     async def until(self, condition: Callable[[], object], description: str = "condition") -> None:
-        """Wait in real time; the clock of the judge stands still meanwhile. Raises the worker's exception."""
+        """Wait in real time, while the judge's clock stands still. Raises the worker's exception."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert self._work is not None
@@ -100,7 +100,7 @@ class Rig:
             await asyncio.sleep(0.005)
 
     async def judged(self, count: int = 1) -> list[Reward]:
-        """The rewards, once there are `count`."""
+        """Return the published rewards once there are `count`."""
         await self.until(lambda: len(self.rewards) >= count, f"{count} rewards")
         return self.rewards
 
@@ -110,7 +110,7 @@ class Rig:
         await self.until(lambda: REGISTRY.get_sample_value("headrace_judge_in_progress") == 0, "an idle worker")
 
     async def tick(self, seconds: float = 0.0) -> None:
-        """Move the clock and run the timers once."""
+        """Advance the clock and run the timers once."""
         self.bench.clock.advance(seconds)
         for timer in self.service.timers:
             await self.bench.step(timer.step)
@@ -118,7 +118,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def replica(of: Rig, settings: JudgeSettings, data_dir: Path, url: str) -> AsyncIterator[Rig]:
-    """A second judge on the database of `of`, with a clock and a bus of its own."""
+    """Run a second judge on the database of `of`, with its own clock and bus."""
     first = of.bench.processor.database
     name = first.schema or Path(first.engine.url.database or "").stem
     common = Common.model_validate({"data_dir": data_dir, "database": {"url": url}})
@@ -146,7 +146,7 @@ async def replica(of: Rig, settings: JudgeSettings, data_dir: Path, url: str) ->
 
 @contextlib.asynccontextmanager
 async def judge(settings: JudgeSettings, data_dir: Path, url: str = "sqlite") -> AsyncIterator[Rig]:
-    """A running judge with an empty database."""
+    """Run a judge with an empty database during the block."""
     service = app.service(settings)
     hosted = Service(service.tables, service.handlers, package=service.package, limits=service.limits)
     async with bench(hosted, url, data_dir) as service_bench:

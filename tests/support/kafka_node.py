@@ -1,4 +1,4 @@
-"""A private Apache Kafka node (KRaft, one process) from Maven's jars."""
+"""A private Apache Kafka node (KRaft, one process) from jars of Maven."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
 
 
 def missing() -> str | None:
-    """Why Kafka cannot be started here, None when it can. Fetches the jars on the first call (115 MB)."""
+    """Return why Kafka cannot be started here, or None. The first call downloads 115 MB of jars."""
     return maven_jars.missing(Path(__file__).parent / "kafka" / "pom.xml", JARS, "Kafka")
 
 
 _QUICK = ("-XX:TieredStopAtLevel=1",)
-"""Compiling well costs more than a node gets back that lives for a minute: for tests, never for a benchmark."""
+"""Options with which Java starts faster and runs slower: for nodes of tests, which live for a minute, not for
+benchmarks.
+"""
 
 
 class KafkaNode:
-    """Broker and controller in one process. `stop` ends it; the folder is the caller's.
+    """Broker and controller in one process. `stop` ends it; the caller owns the folder.
 
-    `advertised` are ports of proxies, each of which forwards to the port of `ports` at the same index, so that the
-    broker sends clients of a proxy to the proxy again. With `brief`, Java compiles less well and starts
-    faster, which a benchmark must not do.
-    With `password` clients have to log in as `headrace` (SASL PLAIN).
+    `advertised` are ports of proxies, each of which forwards to the port of `ports` at the same index; the broker then
+    sends clients of a proxy to that proxy. With `brief`, Java compiles less and starts faster, which a benchmark must
+    not do. With `password`, clients must log in as `headrace` (SASL PLAIN).
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class KafkaNode:
         return self._process.pid
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Returns once it listens. Raises `TimeoutError`."""
+        """Start the node and wait until it listens. Raises `TimeoutError`."""
         if not self._settings.exists():
             self._format()
         log = (self._folder / "kafka.log").open("ab")

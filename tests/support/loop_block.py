@@ -1,4 +1,4 @@
-"""Measures in a test how long its event loop was kept from serving others."""
+"""Measurement of the time for which a test blocks its event loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from headrace_runtime.process.event_loop import LoopWatch
 
 @dataclass(slots=True)
 class Block:
-    """`busy_s` is set at the end of the body: CPU time of the loop's thread, which a loaded machine does not change."""
+    """Longest block of the loop in CPU seconds, which other load does not change. `busy_s` is set at the end of the
+    block.
+    """
 
     busy_s: float = 0.0
 
 
 @contextlib.asynccontextmanager
 async def blocked() -> AsyncIterator[Block]:
-    """The longest time that the body's work kept the loop busy in one go.
+    """Measure the longest time for which code in the `async with` body keeps the loop busy without a pause.
 
-    No garbage is collected meanwhile: a collection that walks the objects of thousands of tests takes 100 ms.
+    Garbage collection is off meanwhile: a collection that scans the objects of thousands of tests takes 100 ms.
     """
     watch = LoopWatch(interval_s=0.005)
     running = asyncio.create_task(watch.run())

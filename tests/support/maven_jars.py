@@ -1,4 +1,4 @@
-"""Jars from Maven for tests, fetched once into the cache."""
+"""Jars from Maven for tests, downloaded once into the cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing(pom: Path, folder: Path, description: str, *programs: str) -> str | None:
-    """Return the reason why the pom's dependencies cannot be had in `folder`; None when they are there. Fetches them on
-    the
-    first call, and after a change of the pom.
+    """Return why the dependencies of the pom cannot be put into `folder`, or None if they are there.
+
+    The first call, and the first one after a change of the pom, downloads them.
     """
     for program in ("java", "mvn", *programs):
         if shutil.which(program) is None:

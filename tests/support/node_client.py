@@ -1,4 +1,4 @@
-"""The Node example with its one dependency, installed once into the cache."""
+"""The Node example with its single dependency, installed once into the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = ROOT / ".cache" / "producers"
 
 
 def missing() -> str | None:
-    """Why the example cannot be run here, None when it can. Fetches kafkajs on the first call."""
+    """Return why the example cannot run here, or None. The first call downloads kafkajs."""
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             return f"{program} is not installed"

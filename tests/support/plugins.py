@@ -1,4 +1,4 @@
-"""A third party's package as an installer leaves it: modules and entry points."""
+"""A third-party package with entry points, written to a folder as an installer would."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 
 def install(folder: Path, name: str, announces: Mapping[str, Mapping[str, str]], **modules: str) -> None:
-    """Put the distribution `name` 1.0 into `folder`, which is to be on the path. `announces` is group to name to
-    `module:object`, `modules` are sources by name."""
+    """Write the distribution `name` 1.0 to `folder`, which must be on `sys.path`.
+
+    Args:
+        announces: entry points, as `module:object` by group and name.
+        modules: source code by module name.
+    """
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")

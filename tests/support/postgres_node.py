@@ -1,4 +1,4 @@
-"""A private PostgreSQL server from the binaries that Debian (or anybody) installed."""
+"""A private PostgreSQL server, run from the installed binaries of Debian or another distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _binaries() -> Path | None:
 
 
 def missing() -> str | None:
-    """Why PostgreSQL cannot be started here, None when it can."""
+    """Return why PostgreSQL cannot be started here, or None."""
     if _binaries() is None:
         return "PostgreSQL's initdb and postgres are not installed"
     if os.geteuid() == 0 and _user() is None:
@@ -45,15 +45,15 @@ def _user() -> pwd.struct_passwd | None:
 
 
 def _owner() -> int | None:
-    """Return the user (and group of the same number) to run as, None to stay the present user."""
+    """Return the id of the user and group to run the server as, or None for the current user."""
     user = _user() if os.geteuid() == 0 else None
     return user.pw_uid if user else None
 
 
 class PostgresNode:
-    """One server on loopback with trust authentication. The folder belongs to the caller.
+    """One server on loopback with trust authentication. The caller owns the folder.
 
-    Without `durable` it waits for no disk: its processes may be killed, but the machine must not go down.
+    Without `durable` it never waits for the disk: its processes may be killed, but the machine must not crash.
     """
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
@@ -67,7 +67,7 @@ class PostgresNode:
         return f"postgresql://headrace@127.0.0.1:{self.port}/{database}"
 
     def empty_url(self) -> str:
-        """Drop the schemas that earlier tests left, and return the address of the database."""
+        """Drop the schemas of earlier tests and return the address of the database."""
         with ThreadPoolExecutor(1) as pool:  # the caller's thread may have an event loop
             pool.submit(asyncio.run, self._drop_schemas()).result()
         return self.url()
@@ -101,12 +101,12 @@ class PostgresNode:
         wait_until(self._accepts, 30, "PostgreSQL takes connections: it listens before it does")
 
     def _accepts(self) -> bool:
-        """Read the state from the last line of the process id file (`PM_STATUS_READY`)."""
+        """Return whether the server accepts connections, by the last line of its PID file (`PM_STATUS_READY`)."""
         status = self._data / "postmaster.pid"
         return status.exists() and status.read_text(encoding="utf-8").rstrip().endswith("ready")
 
     def kill(self) -> None:
-        """SIGKILL of the server and all its children: one that is left would keep the next one from starting."""
+        """Send SIGKILL to the server and all its children, because a remaining child would prevent the next start."""
         assert self._process is not None
         children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
@@ -117,7 +117,7 @@ class PostgresNode:
         psutil.wait_procs(children, timeout=10)
 
     def stop(self) -> None:
-        """Shut down "fast": the mode of SIGTERM would wait for clients that have not closed their connections."""
+        """Shut down in "fast" mode, because the mode of SIGTERM waits for clients with open connections."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:

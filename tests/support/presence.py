@@ -1,6 +1,6 @@
-"""Real servers and programs that tests could use here, and the tests that did not run without one.
+"""External servers and programs that tests need, and the skip or failure of tests without them.
 
-Debian's Chromium, driven by programs that run in the environment `.venv-browser`.
+`drive` runs a program with Debian's Chromium in the environment `.venv-browser`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split("
 
 
 CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
-"""Environment with other projects' agents; see the group `clients` in pyproject.toml."""
+"""Python of the environment with agents of other projects; see the group `clients` in pyproject.toml."""
 
 
 HELM = Path(__file__).parents[2] / ".venv-helm"
-"""helm, kubeconform and the schemas that the chart is held to."""
+"""Folder with helm, kubeconform and the schemas that the chart must conform to."""
 
 
 def _program(name: str) -> Callable[[], str | None]:
@@ -51,7 +51,7 @@ absent: dict[str, str] = {}
 
 
 def need(name: str) -> None:
-    """Go on when `name` is here; else skip the test, or fail it where `name` is required."""
+    """Skip the test if `name` is missing, or fail it if `name` is required."""
     reason = CHECKS[name]()
     if reason is None:
         used.add(name)
@@ -67,14 +67,14 @@ PYTHON, CHROMIUM = ROOT / ".venv-browser/bin/python", Path("/usr/bin/chromium")
 
 
 def missing() -> str | None:
-    """Return why no browser can be driven here, None when one can."""
+    """Return why no browser can be controlled here, or None."""
     if not CHROMIUM.exists():
         return "there is no chromium; apt-get install --no-install-recommends chromium"
     return None if PYTHON.exists() else "there is no .venv-browser; make install GROUP=browser"
 
 
 def drive(program: Path, task: object, timeout_s: float = 600.0) -> dict[str, Any]:
-    """Run the module `program` with `task` as JSON and return the JSON that it prints."""
+    """Run the file `program` with `task` as JSON on its standard input, and return the JSON that it prints."""
     module = ".".join(program.resolve().relative_to(ROOT).with_suffix("").parts)
     process = subprocess.run(
         [PYTHON, "-m", module],

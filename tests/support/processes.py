@@ -1,7 +1,4 @@
-"""Programs that have to end well, whether processes of others still run, and waiting for conditions with a bound.
-
-Free loopback ports and waiting for them.
-"""
+"""Helpers for processes: commands that must succeed, running processes, waiting with a limit, and free ports."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ from pathlib import Path
 
 
 def must_run(command: Sequence[str], *, user: int | None = None) -> None:
-    """Run `command`. Raises `AssertionError` with its output unless it ends with 0. `user`: id of the user and group to
-    run as.
+    """Run `command`, optionally with the user and group id `user`.
+
+    Raises `AssertionError` with the output if it fails.
     """
     process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, user=user, group=user
@@ -26,7 +24,7 @@ def must_run(command: Sequence[str], *, user: int | None = None) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie does not."""
+    """Return whether the process `pid` runs; a zombie does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -35,7 +33,7 @@ def alive(pid: int) -> bool:
 
 
 def naming(text: str) -> dict[int, str]:
-    """Return the command lines, by process id, of other processes whose command line or environment holds `text`."""
+    """Return the command lines, by process id, of other processes whose command line or environment contains `text`."""
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -48,7 +46,7 @@ def naming(text: str) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, description: str) -> None:
-    """Poll until `condition()` is true. Raises `TimeoutError` that names the condition."""
+    """Poll until `condition()` is true. Raises `TimeoutError` with the description of the condition."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -57,14 +55,14 @@ def wait_until(condition: Callable[[], object], timeout_s: float, description: s
 
 
 _RANGE = (15_000, 32_000)
-"""Below those that the system gives to outgoing connections, so that a port is still free when it is needed."""
+"""Range of the ports: below those of outgoing connections, so that a port stays free until it is used."""
 _chance = random.SystemRandom()
-"""Generator of this module: a test that seeds Python's generator would make all workers choose the same ports."""
+"""Generator of this module alone: a test that seeds Python's generator would make all workers choose the same ports."""
 _assigned: set[int] = set()
 
 
 def free_port() -> int:
-    """Return a port without a listener that no call in any worker of this pytest run has returned before."""
+    """Return a port without a listener that no worker of this pytest run has received before."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
@@ -77,7 +75,7 @@ def free_port() -> int:
 
 
 def wait_open(port: int, timeout_s: float) -> None:
-    """Wait for a listener on `port`. Raises `TimeoutError`."""
+    """Wait until a process listens on `port`. Raises `TimeoutError`."""
     deadline = time.monotonic() + timeout_s
     while not is_open(port):
         if time.monotonic() > deadline:
@@ -86,7 +84,7 @@ def wait_open(port: int, timeout_s: float) -> None:
 
 
 def is_open(port: int) -> bool:
-    """Whether anybody listens on `port` now."""
+    """Return whether a process listens on `port`."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

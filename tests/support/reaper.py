@@ -1,8 +1,8 @@
-"""Ends the processes that tests started, however the tests end: a separate process waits for their end, kills the
-remaining processes and removes the folders that `folder_prefix` names.
+"""Reaper of processes that tests started, however the tests end.
 
-`start` marks the environment, which every process inherits, however deep. So no test has to register a process, and
-the end of a thread is not mistaken for that of the process, as by a parent-death signal. Linux only.
+A separate process waits for the end of the tests, kills the remaining processes and removes the folders of
+`folder_prefix`. `start` sets an environment variable, which every descendant inherits. So no test has to register a
+process, and the end of a thread is not mistaken for the end of the process, as with a parent-death signal. Linux only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ _MARK = "STARTED_BY_TESTS"
 _ROUNDS_MAX = 100
 _PAUSE_S = 0.1
 _started: list[int] = []
-"""The end of the pipe that lives as long as this process."""
+"""Write end of the pipe that is closed when this process ends."""
 
 
 def start() -> None:
-    """Start the reaper once per process; later calls have no effect. Call it before any other process is started."""
+    """Start the reaper once per process; later calls have no effect.
+
+    Call this function before any process is started.
+    """
     if _started or sys.platform != "linux":
         return
     mark = f"{_MARK}={uuid.uuid4().hex}"
@@ -46,7 +49,9 @@ def start() -> None:
 
 
 def folder_prefix(name: str) -> str:
-    """Return a prefix for a folder in the system's temporary folder, which goes even if this process is killed."""
+    """Return a prefix for a folder in the system's temporary folder; the folder is removed even if this process is
+    killed.
+    """
     return f"headrace-{name}-{os.environ.get(_MARK, '')}-"
 
 
@@ -72,7 +77,7 @@ def _kill_processes(mark: str) -> None:
 
 
 def _left(mark: bytes) -> set[int]:
-    """Return the marked processes and their descendants: a server may write its title over its environment."""
+    """Return the marked processes and their descendants, as a server may overwrite its environment with a title."""
     parents: dict[int, int] = {}
     pids: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):

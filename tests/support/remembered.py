@@ -1,13 +1,10 @@
-"""Database of a service after weeks of history, filled by statements that generate rows from rows.
+"""Large databases for tests, checks of query plans, and tables made by migrations.
 
-The same on SQLite and PostgreSQL. Keys are scattered like real ones, so that deletions touch pages all over.
-
-Statements of a piece of work, and whether the database reads whole tables for them.
-
-SQLite's query plan shows it. PostgreSQL's counters show the read rows, because an index may be read from end to end,
-too.
-
-Tables as a service's own migrations make them: made once per process on SQLite, and copied as a file afterwards.
+The `fill_*` functions insert weeks of history with statements that generate rows from rows, the same on SQLite and
+PostgreSQL. Keys are scattered like real ones, so that deletions touch pages everywhere. `recorded` and `scans` find
+statements that read whole tables: by SQLite's query plan, and by PostgreSQL's counters of read rows, because an index
+may be read completely, too. `make_tables` runs a service's own migrations once per process on SQLite and then copies
+the file.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _SERIES = "WITH RECURSIVE n(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM n W
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """Time of the rows. Timers delete the first `old` of every hundred thousand."""
+    """Ages of the rows. Timers delete the `old` ones."""
 
     now_ms: int
     remember_s: float
@@ -138,7 +135,7 @@ async def _insert(
 
 
 def _scattered(database: Database, number: str) -> str:
-    """A text of its own for each number, in no order."""
+    """Return an SQL expression of a different text for each number, in no order."""
     mixed = f"(({number}) * 2654435761) % 4294967296"
     if database.sqlite:
         return f"printf('%08x-remembered', {mixed})"
@@ -150,27 +147,29 @@ def _true(database: Database) -> str:
 
 
 def _age(turns: int, ages: Ages) -> str:
-    """The first `old` are past remembering, the rest is spread over the time since."""
+    """Return an SQL expression of a row's time: the first `old` rows are older than `remember_s`, the others spread
+    after it.
+    """
     horizon = ages.now_ms - int(ages.remember_s * 1000)
     span = max(1, (int(ages.remember_s * 1000) - 3_600_000) // max(1, turns))
     return f"CASE WHEN i < {ages.old} THEN {horizon} - {ages.old} + i ELSE {horizon} + 1000000 + i * {span} END"
 
 
 WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
-"""Tables of waiting work, not of history: reading all of them is reading all work."""
+"""Tables of waiting work instead of history: reading one completely means reading all work."""
 _SCAN = re.compile(r"^SCAN (?P<table>\w+)(?: USING (?:COVERING )?INDEX (?P<index>\w+))?")
 
 
 @dataclass
 class Statements:
-    """Executed SQL with one set of its parameters."""
+    """Executed SQL statements, each with one set of its parameters."""
 
     found: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def recorded(database: Database) -> Iterator[Statements]:
-    """Record every statement on `database` during the block; pure inserts of values read no rows."""
+    """Record every statement on `database` during the block, except inserts of plain values, which read no rows."""
     statements = Statements()
     engine = database.engine.sync_engine
 
@@ -187,7 +186,10 @@ def recorded(database: Database) -> Iterator[Statements]:
 
 
 async def scans(tx: AsyncConnection, statements: Statements, *, partial: frozenset[str], rows_max: int) -> list[str]:
-    """Each statement that reads a whole table, with how. `partial` indexes hold few rows and may be read whole."""
+    """Return each statement that reads a whole table, with its plan.
+
+    Indexes named in `partial` contain few rows and may be read completely.
+    """
     problems = []
     if tx.dialect.name == "postgresql":  # so that it scans only where no index helps, as it would with much to read
         await tx.exec_driver_sql("SET LOCAL enable_seqscan = off")
@@ -225,12 +227,14 @@ def _read(node: dict[str, Any], rows_max: int) -> list[str]:
 
 
 _pictures: dict[str, bytes] = {}
-"""File that the migrations of each package leave when they start without a database."""
+"""Database file of each package after its migrations ran on an empty database."""
 
 
 async def make_tables(database: Database, package: str) -> None:
-    """`headrace_runtime.storage.migrations.upgrade`. PostgreSQL, and a file that is there already, see it at work each
-    time."""
+    """Make the tables as `headrace_runtime.storage.migrations.upgrade` does.
+
+    On PostgreSQL, and on an existing file, the migrations run each time.
+    """
     file = Path(database.engine.url.database or "") if database.sqlite else None
     if file is None or file.exists():
         await migrations.upgrade(database, package)

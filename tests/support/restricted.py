@@ -1,6 +1,6 @@
-"""Answers of an engine that a grammar or truncation restricted, from its sampler to the trainer's logprobs.
+"""Answers that a grammar or truncation restricted, checked from the engine's sampler to the trainer's logprobs.
 
-It runs in the environment of vLLM too, which has neither faust nor a database.
+The module also runs in vLLM's environment, which has neither faust nor a database.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.seeds import draw_seed
 from tests.support.turns import START, ask, user
 
 VOCABULARY = 320
-"""Token ids of `tiny_model`."""
+"""Number of token ids of `tiny_model`."""
 Json = dict[str, Any]
 TOKENS_MAX = 160
 PARALLEL = 16
@@ -68,7 +68,7 @@ def schema_of(draw: random.Random, depth: int = 2) -> Json:
 
 @dataclass
 class RecordingGuide:
-    """A guide that stores a copy of each mask that the sampler requested."""
+    """Grammar guide that stores a copy of each mask that the sampler requested."""
 
     guide: Guide
     masks: list[NDArray[np.int32]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class RecordingGuide:
 
 @dataclass
 class Replica:
-    """A version in the engine and the compiler of its grammars."""
+    """A loaded version in the engine, with the compiler of its grammars."""
 
     engine: Engine
     tokenizer: ChatTokenizer
@@ -96,7 +96,7 @@ class Replica:
     base: Path
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Parsers(HERMES)))
     masks_of: Callable[[TokenGrammar, Sequence[int]], list[NDArray[np.int32]]] | None = None
-    """Masks of the engine itself, if it samples beside the guide."""
+    """Function that returns the engine's own masks, if the engine samples without the guide."""
 
     async def answer(
         self, draw: random.Random, form: AnswerForm | None = None, **how: Any
@@ -246,7 +246,7 @@ async def play_forced_calls(replica: Replica, count: int) -> float:
 
 
 async def play_truncated_answers(replica: Replica, count: int, ways: Sequence[Json]) -> float:
-    """Sample truncated answers, some of them held, and return the trainer's mean difference in logprob."""
+    """Sample truncated answers, some of them with a grammar, and return the trainer's mean difference in logprob."""
     draw = random.Random(draw_seed())
     hows = [draw.choice(ways) for _ in range(count)]
     forms = [AnswerForm({"type": "string", "maxLength": 20}) if draw.random() < 0.3 else None for _ in hows]

@@ -1,7 +1,4 @@
-"""A service as its own process, as a user has it: settings by environment, one log; killed and started at will.
-
-An inference replica as its own process, as a user has it.
-"""
+"""Services and inference replicas in separate processes, configured by the environment, with one log each."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from tests.support.processes import free_port, wait_open, wait_until
 
 
 class LoggedProcess:
-    """A Python module as a process, with a port and one log for all its lives."""
+    """A Python module as a process with a port. One log contains the output of all its starts."""
 
     def __init__(self, name: str, module: str, log: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -45,8 +42,7 @@ class LoggedProcess:
         return self._log.read_text(encoding="utf-8")
 
     def set(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
-        """Its environment at each start. `environ`: variables in addition to its settings, for example
-        `wrong_clock.environ`."""
+        """Set the environment for each start. `environ` are variables in addition to the settings."""
         named = {f"HEADRACE_{key}": as_setting(value) for key, value in settings.items()}
         self._environ = {**os.environ, **(environ or {}), **named}
 
@@ -69,7 +65,7 @@ class LoggedProcess:
         process.wait()
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM and return the exit status."""
         assert self._process is not None
         if self.running():
             self._process.send_signal(signal.SIGTERM)
@@ -81,19 +77,19 @@ class LoggedProcess:
 
 
 class ServiceProcess(LoggedProcess):
-    """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
+    """Process of `python -m headrace_<name>`. After a kill, the next start finds the state in `folder`."""
 
     def __init__(
         self, name: str, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object
     ) -> None:
-        """`environ`: see `LoggedProcess.set`."""
+        """Configure the process. For `environ` see `LoggedProcess.set`."""
         port = free_port()
         super().__init__(name, f"headrace_{name}", folder / f"{name}-{port}.log", port)
         self.set({"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": port, **settings}, environ)
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self) -> None:
-        """Start it with the priority that `headrace up` gives it."""
+        """Start the process with the priority that `headrace up` gives it."""
         super().begin()
         if installed()[self.name].is_background:
             yield_processor(self.pid)
@@ -104,7 +100,7 @@ class ServiceProcess(LoggedProcess):
             wait_until(self.healthy, 60, f"{self.name} is healthy; its log says {self._log}")
 
     def healthy(self) -> bool:
-        """Raises when the process has ended instead."""
+        """Return whether the service reports that it is healthy. Raises an error if the process has ended."""
         assert self._process is not None
         if self._process.poll() is not None:
             raise AssertionError(f"{self.name} ended with status {self._process.returncode}: {self.log[-3000:]}")
@@ -115,7 +111,7 @@ class ServiceProcess(LoggedProcess):
 
 
 class ReplicaProcess:
-    """`start`, `kill` (SIGKILL), `stop` (SIGTERM) and `start` again on the same port and folder."""
+    """Replica process that can be killed (SIGKILL), stopped (SIGTERM) and started again on the same port and folder."""
 
     def __init__(self, data_dir: Path, bus: str, **settings: object) -> None:
         self.port = free_port()
@@ -145,7 +141,7 @@ class ReplicaProcess:
         return path.read_text() if path.exists() else ""
 
     def start(self, timeout_s: float = 300.0) -> None:
-        """Returns once it listens. torch takes most of the time."""
+        """Start the process and wait until it listens. Importing torch takes most of the time."""
         self._data_dir.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self._data_dir / "inference.log").open("ab") as log:
@@ -165,7 +161,7 @@ class ReplicaProcess:
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float = 30.0) -> int:
-        """The exit status."""
+        """Wait for the end of the process and return the exit status."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 
@@ -178,6 +174,6 @@ class ReplicaProcess:
                 self.kill()
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)

@@ -1,6 +1,6 @@
 """A stream service without Kafka and Faust: its processor on a real database, a bus in memory, a manual clock.
 
-`Bench.deliver` is one batch from the bus; `Bench.sent` is the service's output.
+`Bench.deliver` passes a batch from the bus to the service; `Bench.sent` returns the service's output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Abort(Exception):
 
 
 class ManualClock:
-    """Stands still until `advance`; sleeping moves it."""
+    """Clock that stands still until `advance`; sleeping advances it."""
 
     def __init__(self) -> None:
         self.at = START
@@ -63,7 +63,7 @@ class ManualClock:
 
 
 class MemoryProducer(EventProducer):
-    """Sink that stores its events. `fail(n)` makes the next n sends fail, as with an absent bus."""
+    """Producer that stores its events. `fail(n)` makes the next n sends fail, as during an outage of the bus."""
 
     def __init__(self, blobs: BlobStore) -> None:
         super().__init__(Common().bus, "test", blobs)
@@ -82,8 +82,10 @@ class MemoryProducer(EventProducer):
 
 @dataclass
 class Service:
-    """Parts of `headrace_runtime.stream.stream_service.StreamService` for tests. Without `package` the tables are just
-    created."""
+    """Parts of `headrace_runtime.stream.stream_service.StreamService` for tests.
+
+    Without `package` the tables are created without migrations.
+    """
 
     tables: StreamTables
     handlers: Mapping[str, Handler]
@@ -94,14 +96,14 @@ class Service:
 
 
 def producer_of(event: Event) -> str:
-    """The service that sends such rewards, and for all other events a producer of our own."""
+    """Return the name of the producer of an event: for a reward its service, otherwise a service of ours."""
     giver = giver_of(event.source) if isinstance(event, Reward) else None
     return f"headrace/{giver or 'test'}"
 
 
 @dataclass
 class Bench:
-    """One running service. `log` is the bus: produced records per topic and partition, also undelivered ones."""
+    """One running service. `log` is the bus: produced records per topic and partition, including undelivered ones."""
 
     processor: Processor
     producer: MemoryProducer
@@ -109,7 +111,7 @@ class Bench:
     log: dict[str, dict[int, list[Record]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
     def produce(self, *events: Event, partition: int = 0) -> list[Record]:
-        """Append to the bus without delivery."""
+        """Append events to the bus without delivery."""
         return [self.append(event.topic, event.to_json(), event, partition=partition) for event in events]
 
     def append(
@@ -121,7 +123,7 @@ class Bench:
         partition: int = 0,
         producer: str | None = None,
     ) -> Record:
-        """Append raw bytes. `event` supplies key and headers if present, and `producer` names the sender."""
+        """Append bytes as a record. `event` supplies key and headers if present, and `producer` names the sender."""
         records = self.log[topic][partition]
         dataref = None
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
@@ -133,7 +135,7 @@ class Bench:
         return records[-1]
 
     async def deliver(self, *events: Event | Record, partition: int = 0) -> None:
-        """One batch. Events are appended to the bus first, records were appended before."""
+        """Deliver one batch. Events are first appended to the bus; records are there already."""
         batch = [e if isinstance(e, Record) else self.produce(e, partition=partition)[0] for e in events]
         await self.processor.process(batch)
 
@@ -158,7 +160,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def aborted(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that is never committed."""
+        """Open a transaction that is rolled back at the end of the block."""
         with contextlib.suppress(_Abort):
             async with self.processor.database.transaction() as tx:
                 yield tx
@@ -172,7 +174,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench(service: Service, url: str, data_dir: Path, clock: ManualClock | None = None) -> AsyncIterator[Bench]:
-    """A fresh database of its own at `url` (the setting `database.url`)."""
+    """Run a service on a new database at `url` (the setting `database.url`)."""
     name = f"t{uuid.uuid4().hex[:12]}"
     common = Common.model_validate({"data_dir": data_dir, "database": {"url": url}})
     database = Database.open(name, common)

@@ -1,7 +1,4 @@
-"""A tiny Qwen3 with its own tokenizer, built on the spot in the layout of a real model folder.
-
-Versions whose weights no test reads.
-"""
+"""A tiny Qwen3 with its own tokenizer, in the layout of a real model folder, and versions with placeholder weights."""
 
 from __future__ import annotations
 
@@ -47,9 +44,11 @@ def build(
     context: int = 2048,
     token_ids: int | None = None,
 ) -> Path:
-    """Write config, random float32 weights, tokenizer and template to `folder` and return it. About a second.
+    """Write config, random float32 weights, tokenizer and template to `folder`, in about a second, and return the
+    folder.
 
-    `token_ids`: the number of ids of the model; None for those of its tokenizer, which may be fewer.
+    Args:
+        token_ids: number of token ids of the model, by default that of its tokenizer, which may be smaller.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -78,7 +77,7 @@ def build(
 
 
 def perturbed(source: Path, folder: Path, *, seed: int, scale: float = 0.05) -> Path:
-    """The model of `source` with other weights, as after a step of training."""
+    """Write the model of `source` with changed weights, as after a training step, to `folder`, and return it."""
     import shutil
 
     import torch
@@ -93,7 +92,7 @@ def perturbed(source: Path, folder: Path, *, seed: int, scale: float = 0.05) -> 
 
 
 def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
-    """A LoRA adapter of the model in `base`, in the layout of peft, with weights that matter."""
+    """Write a LoRA adapter of the model in `base`, in the layout of peft, with weights that change the answers."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -105,13 +104,13 @@ def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
 
 
 def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
-    """Return the logprobs of the weights in `folder` by transformers; `base` when they are an adapter."""
+    """Return the fingerprint of the weights in `folder`: logprobs by transformers. `base` is the base of an adapter."""
     tokens = tuple((7 * index + 3) % 256 + len(SPECIAL) for index in range(length))
     return Fingerprint(token_ids=tokens, logprobs=tuple(_logprobs(folder, tokens, base)))
 
 
 def answers(folder: Path, expected: Fingerprint, *, base: Path | None = None) -> list[float]:
-    """Return those logprobs at the positions of `expected`."""
+    """Return the logprobs of the weights in `folder` at the positions of `expected`."""
     return _logprobs(folder, expected.token_ids, base)
 
 
@@ -140,9 +139,11 @@ def publish(
     base: tuple[str, Path] | None = None,
     fingerprint_of: Path | None = None,
 ) -> ServedVersion:
-    """Store the model in `folder` as a version, as the trainer does. `base` is version and folder of an adapter's base.
+    """Store the model in `folder` as a version, as the trainer does.
 
-    With `fingerprint_of` the manifest carries another model's fingerprint: a version that must fail its probe.
+    Args:
+        base: version and folder of an adapter's base.
+        fingerprint_of: folder of a model whose fingerprint the manifest gets, so that the version fails its probe.
     """
     answered = fingerprint(fingerprint_of or folder, base=base[1] if base else None)
     manifest, ref = versions.store(
@@ -172,7 +173,10 @@ def version(
     template: str = "b",
     files: Sequence[File] = (),
 ) -> tuple[Manifest, BlobRef]:
-    """One with `content` for weights, stored. `tokenizer` and `template` are the digit of their digests."""
+    """Store a version with `content` in place of weights.
+
+    `tokenizer` and `template` are the digit that their digests repeat.
+    """
     weights = File(path="model.safetensors", blob=blobs.put(content.encode()))
     manifest = Manifest(
         name=model,
@@ -190,7 +194,7 @@ def version(
 
 
 def checkpoint(manifest: Manifest, ref: BlobRef, time: datetime) -> Checkpoint:
-    """Return the trainer's checkpoint event for it."""
+    """Return the trainer's checkpoint event for a version."""
     return Checkpoint(
         time=time,
         model=manifest.name,

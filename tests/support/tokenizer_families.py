@@ -1,9 +1,8 @@
-"""Small tokenizers of each family of `tokenizer.json` files, trained on the spot.
+"""Small tokenizers of each family of `tokenizer.json` files, trained on demand, and short chat templates.
 
 The pipelines are those of transformers 4 and 5 and of the conversion from GGUF. They differ in the spelling of spaces
-and of bytes without a piece, and in the decoder.
-
-Short forms of the chat templates of eight families, with the differences that matter in an agent's history.
+and of bytes without a piece, and in the decoder. The templates are short forms of those of eight families, with the
+differences that matter in an agent's history.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ _FALLBACK, _FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of tokenizer. `holds`: answers of a model with it can be held to forms; else it is refused by name."""
+    """One kind of tokenizer. `holds` is whether grammars can restrict a model's answers with it; otherwise it is
+    refused.
+    """
 
     name: str
     make: Callable[[], dict[str, Any]]
-    """Returns the content of `tokenizer.json`."""
+    """Function that returns the content of `tokenizer.json`."""
     holds: bool = True
 
     def build(self, folder: Path) -> Path:
@@ -88,7 +89,7 @@ def _byte_level(**changes: Any) -> dict[str, Any]:
 
 
 def _gguf() -> dict[str, Any]:
-    """Tokenizer that transformers converts from a byte-level vocabulary of a GGUF file."""
+    """Return a tokenizer that transformers converts from a byte-level vocabulary of a GGUF file."""
     content = _byte_level(decoder=_sequence(_FALLBACK, _FUSE, _SPACED, _BYTE_LEVEL))
     content["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<|endoftext|>"}
     return content
@@ -106,7 +107,7 @@ def _llama3() -> dict[str, Any]:
 
 
 def _plain_tags() -> dict[str, Any]:
-    """Tags of calls and reasoning are added tokens that are not special, as Qwen has them."""
+    """Return a tokenizer in which the tags of calls and reasoning are added tokens, not special ones, as in Qwen's."""
     content = _byte_level(normalizer={"type": "NFC"})
     for token in content["added_tokens"]:
         token["special"] = token["content"].startswith("<|")
@@ -114,7 +115,7 @@ def _plain_tags() -> dict[str, Any]:
 
 
 def _sentencepiece(**changes: Any) -> dict[str, Any]:
-    """A BPE of pieces with `▁`, and bytes for text without a piece."""
+    """Return a BPE of pieces with `▁`, and bytes for text without a piece."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -131,7 +132,7 @@ def _metaspace(scheme: str) -> dict[str, Any]:
 
 
 def _gemma() -> dict[str, Any]:
-    """Spaces are replaced, no space is put before a text, and no text is stripped."""
+    """Return a tokenizer that replaces spaces, adds none before a text, and strips no text."""
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     return _sentencepiece(normalizer=spaces, decoder=_sequence(_SPACED, _FALLBACK, _FUSE))
 
@@ -166,7 +167,7 @@ def _wordpiece() -> dict[str, Any]:
 
 
 def _word_ends() -> dict[str, Any]:
-    """A BPE that marks the ends of words, and so cannot distinguish one space from two."""
+    """Return a BPE that marks the ends of words, and therefore cannot distinguish one space from two."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))
@@ -256,6 +257,6 @@ def _compiled(family: str) -> Template:
 
 
 def render(family: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-    """Return the prompt of `messages`, each with content and tool calls."""
+    """Return the prompt of `messages`, which have contents and tool calls."""
     filled = [{"tool_calls": [], "reasoning_content": None, **message} for message in messages]
     return _compiled(family).render(messages=filled, add_generation_prompt=add_generation_prompt)

@@ -1,10 +1,8 @@
-"""A made-up history of training: sessions, experiences with revisions, saves, refusals and reversals.
+"""A generated history of training, and a comparison of `models why` and `sessions where` with it.
 
-The content of each version is recorded at its publication, independent of the reports that the commands fold.
-
-Training status of each revision of each experience, from a lineage's reports alone.
-
-Comparison of `models why` and `sessions where` with a generated training history.
+The history has sessions, experiences with revisions, saves, refusals and reversals. The content of each version is
+recorded at its publication, independently of the reports that the commands read. `follow` derives the status of each
+revision of each experience from a lineage's reports alone.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ REASONS = ("stale", "overflow", "singleton", "superseded")
 
 @dataclass
 class History:
-    """`events` in the order in which they are published; the rest is the truth about them."""
+    """Generated history: the `events` in the order of publication, and the expected facts about them."""
 
     chance: random.Random
     lineage: str = "main"
@@ -51,15 +49,15 @@ class History:
     sessions: dict[str, list[Name]] = field(default_factory=dict)
     experiences: dict[Name, Experience] = field(default_factory=dict)
     contents: dict[str, dict[Name, int]] = field(default_factory=dict)
-    """Content of each version: its experiences, each with the last save before it that trained it."""
+    """Experiences of each version, each with the last save before the version that trained it."""
     parents: dict[str, str | None] = field(default_factory=dict)
     published: dict[str, int] = field(default_factory=dict)
     held: dict[Name, int] = field(default_factory=dict)
     trained: dict[Name, int] = field(default_factory=dict)
-    """The last save that trained it, also where that was lost again."""
+    """Last save that trained a revision, even if a rollback removed its effect."""
     dropped: dict[Name, tuple[str, int]] = field(default_factory=dict)
     given_up: dict[Name, bool] = field(default_factory=dict)
-    """Undone, and whether it waits."""
+    """Undone revisions, and whether each waits for training."""
     waiting: list[Name] = field(default_factory=list)
     head: str = ""
     account: int = 0
@@ -69,7 +67,7 @@ class History:
         self._save([], [], [], publish=True)
 
     def session(self, number: int) -> None:
-        """One session with its runs, and the revisions of their experiences."""
+        """Add a session with its runs, and the revisions of their experiences."""
         name = f"session-{number}"
         key = session_key("default", name)
         self.sessions[name] = []
@@ -104,7 +102,10 @@ class History:
                 self.waiting.append(name)
 
     def save(self) -> None:
-        """Train some waiting experiences, drop some, and now and then go back or forward to another version."""
+        """Add a save that trains some waiting experiences and drops some.
+
+        Sometimes change to another version before.
+        """
         count = min(len(self.waiting), self.chance.randint(0, 60))
         batch_names, self.waiting = self.waiting[:count], self.waiting[count:]
         trained = [name for name in batch_names if self.chance.random() < 0.8]
@@ -134,7 +135,7 @@ class History:
         )
 
     def _go_to(self, version: str) -> tuple[list[Undone], list[Restored]]:
-        """The weights become those of `version`."""
+        """Set the weights to those of `version`. Return the undone and the restored revisions."""
         contents = self.contents[version]
         lost = [name for name in self.held if name not in contents]
         back = [name for name in contents if name not in self.held]
@@ -201,13 +202,13 @@ def final_status(history: History, name: Name) -> tuple[str, str | None] | None:
 
 
 Key = tuple[str, int]
-"""Experience and revision."""
+"""An experience id and a revision number."""
 
 
 def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str]]:
-    """Return each revision's status (`trained`, `queued` again, `undone`, or the reason of a drop), and contradictions.
+    """Return the status of each revision and a list of contradictions. Each report counts once.
 
-    Each report counts once.
+    A status is `trained`, `queued` again, `undone`, or the reason of a drop.
     """
     fates: dict[Key, str] = {}
     wrong: list[str] = []
@@ -235,7 +236,7 @@ TOPICS = (Checkpoint.topic, TrainingMetrics.topic, Experience.topic, Trajectory.
 
 @dataclass
 class Recorded:
-    """Entries that were read from the bus once, by topic and by key, so that a thousand queries need not read them."""
+    """Entries that were read from the bus once, by topic and key, for a thousand queries."""
 
     entries: dict[str, list[Entry]]
     keyed: dict[tuple[str, str], list[Entry]]

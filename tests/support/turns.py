@@ -1,9 +1,7 @@
-"""Turns of an agent, on a chat template of one token per character.
+"""Turns and trajectories of an agent, with a chat template of one token per character.
 
-`ask` renders the messages, so the history of a conversation is an exact token prefix of its continuation, as long as
-answers are sent back unchanged.
-
-Trajectories as the collector makes them, from turns of `tests.support.turns`.
+`ask` renders the messages, so that the history of a conversation is an exact token prefix of its continuation as long
+as answers are sent back unchanged. Trajectories have the form that the collector produces.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def text_ids(text: str) -> list[int]:
 
 
 def render(messages: Sequence[Message]) -> tuple[int, ...]:
-    """Return the prompt: each message with its role before and a stop behind it, then the role of the answer."""
+    """Return the prompt: each message with its role before and a stop token after it, then the role of the answer."""
     tokens = [token for message in messages for token in (ROLES[message.role], *text_ids(message.text), EOS)]
     return (*tokens, ROLES["assistant"])
 
@@ -72,7 +70,7 @@ def ask(
     stop: bool = True,
     **fields: Any,
 ) -> Turn:
-    """A turn that starts `at` seconds after the start of time and takes one. Several replies are several choices.
+    """Return a turn that starts `at` seconds after `START` and takes a second. Several replies are several choices.
 
     Without `stop` the answer was cut off before its stop token.
     """
@@ -114,12 +112,15 @@ def _choice(index: int, text: str, stop: bool) -> Choice:
 
 
 def after(turn: Turn, *messages: Message, choice: int = 0) -> list[Message]:
-    """Return a client's next messages: the conversation, the chosen answer, and a new message."""
+    """Return a client's next messages: the conversation, the chosen answer, and the new messages."""
     return [*turn.messages, turn.choices[choice].message, *messages]
 
 
 def extending(turn: Turn, earlier: Turn, choice: int = 0, *, tokens: int | None = None) -> Turn:
-    """Return `turn` as one that extends `earlier`, which must be whole: with all that they share, or fewer `tokens`."""
+    """Return `turn` in the stored form that refers to the prefix of `earlier`, which must be complete.
+
+    The prefix is the longest common one, or `tokens` tokens.
+    """
     history = earlier.prompt_token_ids + earlier.choices[choice].token_ids
     shared = _shared_length(history, turn.prompt_token_ids) if tokens is None else tokens
     messages = _shared_length((*earlier.messages, earlier.choices[choice].message), turn.messages[:-1])
@@ -154,7 +155,7 @@ def feedback(
     at: float = 50.0,
     **fields: Any,
 ) -> Feedback:
-    """Feedback that lists `turns`, or is about the session when there are none."""
+    """Return feedback that lists `turns`, or that is about the session if there are none."""
     defaults = {
         "time": START + timedelta(seconds=at),
         "feedback_id": f"f{next(_count)}",
@@ -189,14 +190,14 @@ def commit(partition: int = 0, *, tenant: str = "default", before: float | None 
 
 
 def branch(turn: Turn) -> Branch:
-    """One turn's prompt and first answer."""
+    """Return a branch with one turn's prompt and first answer."""
     choice = turn.choices[0]
     span = Span(start=len(turn.prompt_token_ids), logprobs=choice.logprobs, turn_id=turn.turn_id, version=turn.version)
     return Branch(token_ids=turn.prompt_token_ids + choice.token_ids, spans=(span,))
 
 
 def closed(*turns: Turn, session: str = "s", at: float = 10.0, **fields: Any) -> Trajectory:
-    """A trajectory that was closed `at` seconds after the start of time, a branch for each turn."""
+    """Return a trajectory that was closed `at` seconds after `START`, with a branch for each turn."""
     run_turns = turns or (ask([user("q")], session=session),)
     first = run_turns[0]
     defaults = {

@@ -1,6 +1,6 @@
-"""A client that sends exact bytes in the versions of the embedded broker, which Kafka knows too.
+"""A Kafka client that sends exact bytes in the protocol versions of the embedded broker, which Kafka supports, too.
 
-Record batches as a producer makes them, from aiokafka's builder, with any header field changed on purpose.
+Record batches come from aiokafka's builder; any header field can be changed on purpose.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WireClient:
         return await self.receive(answer)
 
     async def ask_ready(self, request: NamedTuple, answer: type[M]) -> M:
-        """Repeat the request while a freshly started Kafka answers that it loads (`error_code` of the answer)."""
+        """Send a request, and repeat it while a freshly started Kafka answers that it is loading (`error_code`)."""
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
                 response = await self.ask(request, answer)
@@ -60,7 +60,7 @@ class WireClient:
                 await asyncio.sleep(0.1)
 
     def send(self, request: NamedTuple, version: int | None = None) -> None:
-        """In the newest version that is served, or in another one."""
+        """Send a request in `version`, by default the newest that the broker supports."""
         api = _API_OF[type(request)]
         self._correlation += 1
         self._form = api.form(api.version if version is None else version)
@@ -74,14 +74,16 @@ class WireClient:
         self.writer.write(struct.pack(">i", len(frame)) + frame)
 
     async def receive(self, answer: type[M]) -> M:
-        """The next answer, in the version of the last request."""
+        """Return the next answer, in the version of the last request."""
         source = WireReader(memoryview(await self.receive_raw())[4:])
         if self._form.flexible:
             skip_tagged(source)
         return decode(answer, source, self._form)
 
     async def receive_raw(self) -> bytes:
-        """The next answer, correlation id in front. Raises `EOFError` when the other side closed."""
+        """Return the bytes of the next answer, beginning with the correlation id. Raises `EOFError` on a closed
+        connection.
+        """
         async with asyncio.timeout(20):
             (size,) = struct.unpack(">i", await self._reader.readexactly(4))
             return await self._reader.readexactly(size)
@@ -89,7 +91,7 @@ class WireClient:
     async def produce(
         self, topic: str, records: bytes, *, acks: int = -1, partition: int = 0, transactional_id: str | None = None
     ) -> tuple[int, int]:
-        """Error code and base offset."""
+        """Produce records. Return the error code and the base offset."""
         await self._led(topic, partition)
         topics = (ProduceTopic(topic, (ProducePartition(partition, records),)),)
         response = await self.ask(ProduceRequest(transactional_id, acks, 10_000, topics), ProduceResponse)
@@ -97,7 +99,7 @@ class WireClient:
         return answer.error_code, answer.base_offset
 
     async def _led(self, topic: str, partition: int) -> None:
-        """Wait while a new partition has no leader: Kafka announces a topic a little before it serves it."""
+        """Wait until a new partition has a leader: Kafka announces a topic shortly before it serves it."""
         async with asyncio.timeout(READY_TIMEOUT_S):
             while True:
                 code, _ = await self.fetch(topic, partition=partition)
@@ -114,7 +116,7 @@ class WireClient:
         return answer.error_code, bytes(answer.records or b"")
 
     async def base_offsets(self, topic: str) -> list[int]:
-        """Base offsets of the batches of partition 0, from its start."""
+        """Return the base offsets of the batches in partition 0, from its start."""
         _, data = await self.fetch(topic)
         offsets = []
         while data:
@@ -160,7 +162,10 @@ def batch(
     timestamps: Sequence[int] | None = None,
     **header: int,
 ) -> bytes:
-    """Key and value pairs as a batch. `header` overwrites fields; the checksum is right all the same."""
+    """Return a record batch of key and value pairs.
+
+    `header` overwrites header fields; the checksum is still correct.
+    """
     pairs = list(entries)
     times = timestamps or [now_ms()] * len(pairs)
     builder = DefaultRecordBatchBuilder(
@@ -173,7 +178,7 @@ def batch(
 
 
 def patched(raw: bytes, **header: int) -> bytes:
-    """The batch with header fields overwritten and a checksum that fits."""
+    """Return the batch with overwritten header fields and a correct checksum."""
     data = bytearray(raw)
     for name, value in header.items():
         at, layout = _AT[name]
@@ -183,5 +188,5 @@ def patched(raw: bytes, **header: int) -> bytes:
 
 
 def corrupted(raw: bytes) -> bytes:
-    """The batch with its last byte changed and the checksum that it had."""
+    """Return the batch with its last byte changed and its old checksum."""
     return raw[:-1] + bytes([raw[-1] ^ 0xFF])

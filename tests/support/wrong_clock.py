@@ -1,4 +1,4 @@
-"""A wall clock that is wrong, for a whole process with all its libraries. Monotonic clocks go on."""
+"""A wrong wall clock for a whole process with all its libraries. Monotonic clocks are unchanged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 def missing() -> str | None:
-    """Why there can be no wrong clock here."""
+    """Return why a wrong clock is impossible here, or None."""
     return None if shutil.which("cc") else "there is no C compiler"
 
 
 def environ(folder: Path, file: Path) -> dict[str, str]:
-    """The environment in which a process has the clock that `step(file, ...)` sets. `folder` keeps the library."""
+    """Return an environment in which a process has the clock that `step(file, ...)` sets.
+
+    `folder` keeps the library.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "wrong_clock.so"
     if not library.exists():
@@ -26,6 +29,6 @@ def environ(folder: Path, file: Path) -> dict[str, str]:
 
 
 def step(file: Path, by_s: float) -> None:
-    """From now on the clock is `by_s` off. The file stays the same one: processes have it mapped."""
+    """Set the clock's error to `by_s` seconds. The file is written in place, because processes have mapped it."""
     with file.open("r+b") as opened:
         opened.write(struct.pack("q", round(by_s * 1e9)))
