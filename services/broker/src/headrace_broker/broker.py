@@ -72,7 +72,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """All parts of one broker.
+    """Broker with all of its parts.
 
     `log`, `topics`, `offsets`, `transactions` and `upkeep` may only be used in operations of `writer.submit`.
     """

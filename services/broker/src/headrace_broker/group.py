@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class GroupMember:
-    """One client of the group. `joining` and `syncing` reply to waiting requests."""
+    """Member of a consumer group. `joining` and `syncing` send the responses to its waiting requests."""
 
     id: str
     instance_id: str | None

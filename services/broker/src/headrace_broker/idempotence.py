@@ -20,7 +20,7 @@ _SENT = struct.Struct(">iiq")
 
 @dataclass(slots=True)
 class ProducerState:
-    """State of one producer in one partition. `open_from` is the first offset of its open transaction."""
+    """State of one producer in one partition. `open_from` is the first offset of its open transaction, if any."""
 
     epoch: int
     recent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))

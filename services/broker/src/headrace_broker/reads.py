@@ -1,5 +1,4 @@
-"""Queries of the file in threads of their own: batches with aborted transactions, offsets by time, committed offsets,
-producers.
+"""Queries of the broker's file in reader threads: batches with aborted transactions, offsets, and producers.
 
 The functions run in a reader thread with its own connection, and see only committed data.
 """

@@ -31,7 +31,7 @@ _AT_ONCE_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end. The fields are those of the table. Without a session key it ends all sessions of the tenant."""
+    """Row of an end of sessions. Without a session key, it ends all sessions of the tenant."""
 
     tenant: str
     session_key: str | None

@@ -38,7 +38,7 @@ class Vertex:
         return self.length_bytes // _ID_BYTES
 
     def upwards(self) -> Iterator[Vertex]:
-        """Yield this vertex and the ones above it; their sequences are prefixes of this one."""
+        """Yield this vertex and its ancestors. Their sequences are prefixes of this one."""
         vertex: Vertex | None = self
         while vertex is not None:
             yield vertex
@@ -179,7 +179,7 @@ class Prompts:
         return prompt.turn.model_copy(update=changes)
 
     def _add(self, turn: Turn, waiting: set[str]) -> bool:
-        """Add a turn, and return False if it extends one of the `waiting` ones that was not added yet."""
+        """Add a turn. Return False if it extends one of the `waiting` turns, which was not added yet."""
         reference = turn.extends
         base = None if reference is None else self._prompts.get(reference.turn_id)
         start = self._root

@@ -19,7 +19,7 @@ Steps = Mapping[tuple[int, int], tuple[int, int, int]]
 
 
 class Push(NamedTuple):
-    """Training of an answer with an advantage, by one outcome of one experience."""
+    """Training of an answer with an advantage, as one outcome of one experience reports it."""
 
     turn: int
     entry: HistoryEntry
@@ -142,7 +142,7 @@ def first_version(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -
 
 @dataclass(frozen=True, slots=True)
 class TurnTraining:
-    """What training made of one turn."""
+    """Outcomes of training for one turn."""
 
     experiences: Sequence[Row]
     histories: Sequence[Sequence[HistoryEntry]]

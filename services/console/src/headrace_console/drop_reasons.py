@@ -1,4 +1,4 @@
-"""Reasons why turns and experiences are not trained: what each of them means, and what to do about it."""
+"""Reasons why turns and experiences are not trained, each with its meaning and its remedy."""
 
 from __future__ import annotations
 

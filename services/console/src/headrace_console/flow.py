@@ -1,7 +1,7 @@
-"""Why nothing is trained: the first cause that the observed facts show, with its remedy.
+"""Diagnosis of missing training: the first cause that the observed facts show, with its remedy.
 
 `find_cause` is a pure function. Facts that stop everything come first, then causes in the order of the loop. Counters
-are compared with their values when training last advanced, so that earlier trouble is not named again.
+are compared with their values when training last advanced, so that earlier trouble is not reported again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STALLED_AFTER_WAITS, _STALLED_AFTER_S_MIN = 4, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known about the loop at one moment."""
+    """Observed facts about the loop at one moment."""
 
     stack: StackReport
     models: tuple[ModelState, ...] = ()

@@ -12,7 +12,7 @@ class VersionUnusable(HeadraceError):
 
 
 class NoRoom(VersionUnusable):
-    """A version cannot be served beside the present ones. The replica tries again when routing changes."""
+    """Raised if a version cannot be served beside the present ones. The replica tries again when routing changes."""
 
 
 class EngineFailed(HeadraceError):

@@ -1,1 +1,1 @@
-"""Versions earn their place: probed by every replica, played against held-out tasks, promoted, rolled back."""
+"""The registry of versions: each is probed by every replica, played on held-out tasks, and promoted or rolled back."""

@@ -89,10 +89,10 @@ class FeedbackSet:
         return certain or next(general, None)
 
     def context(self, trajectory_context: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return the facts that reward functions may read.
+        """Return the context for reward functions.
 
-        Facts of feedback replace those of the trajectory. Facts of narrower feedback replace those of wider feedback,
-        in the order task, session, turns. The result is bounded like the context of one event.
+        Context of feedback replaces that of the trajectory. Context of narrower feedback replaces that of wider
+        feedback, in the order task, session, turns. The result is bounded like the context of one event.
         """
         feedback = (*self.of_task, *self.general, *self.listing)
         return merge_contexts([trajectory_context, *(event.context for event in feedback)])

@@ -21,7 +21,8 @@ _POLL_S = 0.3
 
 
 class Stage:
-    """Serves one version and its base at a time, so memory is as large as in a live swap. `serving` creates one."""
+    """Server of one version and its base at a time, so that memory is as large as in a live swap. `serving` creates
+    it."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._bus = supervisor.plan.bus

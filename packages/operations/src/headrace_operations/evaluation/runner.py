@@ -74,7 +74,7 @@ Tick = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How tasks are played and measured."""
+    """Options that determine how tasks are played and measured."""
 
     base_url: str = "http://127.0.0.1:8000/v1"
     key: str | None = None

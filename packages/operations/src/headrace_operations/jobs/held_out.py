@@ -1,4 +1,4 @@
-"""Held-out tasks that training must not see: those of the gate and those of files. Training on them inflates scores."""
+"""Held-out tasks of the gate and of files. Training must not use them, because it would inflate their scores."""
 
 from __future__ import annotations
 

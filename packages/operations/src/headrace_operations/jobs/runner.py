@@ -1,8 +1,9 @@
-"""Running of a job: check the rows, start the lineage, fill the topic, train, announce. Each part is durable.
+"""Execution of a job: check the rows, start the lineage, fill the topic, train, announce. Each part is durable.
 
 A job that was killed repeats only the part that was not finished. Rows and ids follow from the files, the topic is
 filled from its present end, and the trainer resumes from its last save, so batches and weights are those of an
-uninterrupted job. Its bus is the configured one, that of a running `headrace up`, or an embedded broker while it runs.
+uninterrupted job. The job uses the configured bus, that of a running `headrace up`, or an embedded broker for its
+duration.
 """
 
 from __future__ import annotations

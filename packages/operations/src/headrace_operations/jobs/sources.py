@@ -36,7 +36,7 @@ class BadRow(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row. Each of `answers` continues `prompt`; of two answers the first is the preferred one."""
+    """Row of a file. Each of `answers` continues `prompt`; the first of two answers is the preferred one."""
 
     prompt: tuple[Message, ...]
     answers: tuple[tuple[Message, ...], ...]
@@ -71,7 +71,7 @@ RawRow = tuple[int, dict[str, Any] | BadRow]
 
 @dataclass(frozen=True)
 class RowFile:
-    """One file of rows. Rows are numbered by line, in Parquet and Arrow files by order."""
+    """File of rows. Rows are numbered by line, or by their order in Parquet and Arrow files."""
 
     path: Path
 

@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SessionTrace:
-    """Trace of one session: its runs, and one page of the experience revisions that were made of them."""
+    """Trace of one session: its runs, and one page of the experience revisions that were derived from them."""
 
     session_id: str
     session_key: str

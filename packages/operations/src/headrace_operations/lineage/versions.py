@@ -21,7 +21,7 @@ RevisionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrainingPosition:
-    """When a revision was trained: the save, and the index among the outcomes of that save."""
+    """Position of the training of a revision: the save, and the index among the outcomes of that save."""
 
     account: int
     order: int

@@ -1,6 +1,6 @@
-"""Copying of one bus to another: topics, records and positions of consumer groups.
+"""Copy of one bus to another: topics, records and positions of consumer groups.
 
-An embedded broker grows into Kafka so.
+An installation can move from the embedded broker to Kafka in this way.
 
 Records keep their offsets, because services store offsets in places that a copy of the bus does not include: their
 databases, the checkpoints of the trainer, dead letters. Therefore

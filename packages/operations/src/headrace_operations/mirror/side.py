@@ -57,7 +57,7 @@ def record_row(record: ConsumerRecord) -> Row:
 
 
 class Side:
-    """An open connection to a bus; `open_side` creates one. It can read one range at a time."""
+    """Open connection to one of the two buses; `open_side` creates it. It can read one range at a time."""
 
     def __init__(self, bus: str, admin: AIOKafkaAdminClient, reader: AIOKafkaConsumer, stack: AsyncExitStack) -> None:
         self.bus = bus

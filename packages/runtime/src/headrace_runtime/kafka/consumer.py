@@ -217,7 +217,8 @@ class Offsets:
         return {partition.partition: offset for partition, offset in end_offsets.items()}
 
     async def starts(self, topics: Sequence[str]) -> Mapping[tuple[str, int], int]:
-        """Return the offsets at which the group will begin to read: committed ones, or those of the oldest records."""
+        """Return the offsets at which the group will begin to read: its committed offsets, or those of the oldest
+        records."""
         try:
             starts: dict[tuple[str, int], int] = {}
             for topic in topics:

@@ -66,7 +66,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """File of a repository. `sha256` is None for small files, whose digest the hub does not tell."""
+    """File of a repository. `sha256` is None for small files, whose digest the hub does not publish."""
 
     path: str
     size: int

@@ -24,7 +24,7 @@ from headrace_schemas.values.text import printable
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A turn that the user may see, with its session and what training made of it."""
+    """Turn that the user may see, with its session and its outcomes of training."""
 
     session: Row
     row: Row

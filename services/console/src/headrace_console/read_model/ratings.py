@@ -22,7 +22,7 @@ _AGAIN_SEARCHED = 100
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item of a queue as one rater sees it."""
+    """Item of a queue as one rater sees it."""
 
     name: bytes
     session: Row

@@ -1,4 +1,5 @@
-"""What a version was trained on since the version before it, and what training made of one turn."""
+"""Queries of the experiences that a version was trained on since the previous version, and of the training of one
+turn."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from headrace_console.users import Scope
 
 @dataclass(frozen=True, slots=True)
 class VersionTraining:
-    """Training between a version and the one before it. Counts and rows are of the tenants of one scope."""
+    """Training between a version and the previous version. Counts and rows are of the tenants of one scope."""
 
     lineage: str
     step: int

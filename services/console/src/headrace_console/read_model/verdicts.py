@@ -77,7 +77,7 @@ def belongs_to_the_random_part(item: str) -> bool:
 
 
 def comes_again(item: str, rater: str) -> bool:
-    """Return whether a rater sees a pair again, for one pair in twenty."""
+    """Return whether a rater sees a pair a second time, which holds for one pair in twenty."""
     return uuid.UUID(derived_id("review-again", item, rater)).int % _REPEATED_ONE_IN == 0
 
 

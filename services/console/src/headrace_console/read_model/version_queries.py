@@ -1,4 +1,4 @@
-"""What the sessions of a version amount to, and tasks that two versions have both played. For one tenant."""
+"""Summaries of a version's sessions, and audit tasks that two versions have both played, for one tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of owners at a resource with a few places: each owner waits in a line of its own, and the lines alternate."""
+"""Turns of owners at a resource with a few slots: each owner has its own queue, and the queues alternate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Owner = TypeVar("Owner")
 
 
 class Turns(Generic[Owner]):
-    """Places that owners take in turns. Used by one event loop."""
+    """Slots that owners use in turn. Called from one event loop."""
 
     def __init__(self, places: int, waiting_max: int) -> None:
         """Create the places.

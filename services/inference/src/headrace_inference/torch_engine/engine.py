@@ -196,7 +196,7 @@ class TorchEngine:
 
 
 def default_threads(cores: int) -> int:
-    """Return one on machines with up to four cores, where gateway and trainer need the others; else half of them."""
+    """Return 1 on machines with up to four cores, where gateway and trainer need the others; else half of the cores."""
     return 1 if cores <= 4 else cores // 2
 
 

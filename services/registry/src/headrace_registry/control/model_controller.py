@@ -1,4 +1,5 @@
-"""Carries out the actions of `lifecycle.plan`, one transaction for each. Gate runs go on in tasks of their own."""
+"""Controller that carries out the actions of `lifecycle.plan`, each in one transaction. Gate runs are separate
+tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds versions that may be removed and removes them one by one: first marked in the database, then deleted.
+"""Garbage collection of versions: each version is first marked in the database, and then its files are deleted.
 
 A process that dies in between leaves a marked version with some files, and the next run deletes those. One lock
-excludes registering and removing files, so a file that was just found in the store is not removed.
+excludes registering and removing files at the same time, so a file that was just found in the store is not removed.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Findings:
 
 
 class Evidence:
-    """Evidence about one candidate against its control. `number` is its place in the family, from 1."""
+    """Evidence about one candidate against its control. `number` is the candidate's position in the family, from 1."""
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""One prompt answered again by one version: calls of the model, results of tools, and how it ended.
+"""Rerun of one prompt by one version: calls of the model, results of tools, and how it ended.
 
 Only a part of a user's own session can be repeated: its first run, with the results of its tools.
 """

@@ -126,7 +126,7 @@ class Baselines(Model):
 
 
 class Decay(Model):
-    """How fast the past fades and how much of it is remembered; see the settings of the same names."""
+    """Rates at which past rewards decay, and the number that is remembered; see the settings of the same names."""
 
     task: Finite
     model: Finite

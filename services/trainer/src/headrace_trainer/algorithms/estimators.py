@@ -1,7 +1,7 @@
-"""Kinds of advantages by name: the entry points `headrace.advantages` of installed packages.
+"""Advantage estimators by name: the entry points `headrace.advantages` of installed packages.
 
-The built-in kinds are announced in this package's own `pyproject.toml`. Another package can add one without a change
-here: a function like those below, marked with `estimator`.
+The built-in estimators are announced in this package's own `pyproject.toml`. Another package can add an estimator
+without a change here: a function like those below, marked with `estimator`.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class ReplyReader:
         return (opening, closing, self._user.content_of(message)) if is_single else None
 
     def _is_single_message(self, message: tuple[int, ...]) -> bool:
-        """Return whether the tokens have no control tokens but those of a user's message; else they are several
+        """Return whether the tokens have only the control tokens of one user message, and so are not several
         messages."""
         form = self._tokenizer.encode(f"{self._user.before}x{self._user.after}", add_special_tokens=False).ids
         return [token for token in message if token in self._controls] == [

@@ -199,7 +199,7 @@ class SetBuilder:
         return guide
 
     def _try(self, text: str) -> None:
-        """Compile a grammar in a process of its own first, because experiences may come from any producer."""
+        """Compile a grammar in a separate process first, because experiences may come from any producer."""
         from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
 
         self._trial = self._trial or GrammarTrial()

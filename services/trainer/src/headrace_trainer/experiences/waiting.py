@@ -45,7 +45,7 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The next batch, in order of arrival, empty when it is not time yet; and runs whose group did not come in time."""
+    """Next batch in order of arrival (empty if it is not time yet), and runs whose group was not completed in time."""
 
     batch: tuple[WaitingExperience, ...] = ()
     singletons: tuple[WaitingExperience, ...] = ()

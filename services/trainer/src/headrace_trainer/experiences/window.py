@@ -68,7 +68,7 @@ class Contribution(Model):
 
 
 class Entry(Model):
-    """One experience. `baseline` and `scale` turned its first trained reward into an advantage, and turn later ones."""
+    """Entry of one experience. `baseline` and `scale` convert its first and all later rewards to advantages."""
 
     revisions: tuple[int, ...]
     """Revisions seen so far, ascending."""

@@ -41,7 +41,10 @@ _SAVE_BYTES_PER_S = 1_000_000
 
 
 class Lineage:
-    """Not safe for concurrent use: the owner makes one call at a time. `step`, `save` and `control` block."""
+    """Lineage that is open for training.
+
+    It is not safe for concurrent use: the owner makes one call at a time. `step`, `save` and `control` block.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One rank: a process of a Ray cluster that holds weights and optimizer, or a shard of them.
+"""Rank: a process of a Ray cluster that holds weights and optimizer, or a shard of them.
 
 It executes the calls of the trainer's process, which calls every rank in the same way. Files are sent in pieces,
 whichever machine a rank is on. torch is imported when it is first needed, so that the process starts fast.
