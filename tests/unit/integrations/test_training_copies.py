@@ -122,7 +122,7 @@ def test_only_tools_marked_read_only_are_called(swallowed: bool) -> None:
 
     @read_only
     def search(query: str) -> str:
-        """Search for `query`."""
+        """Look it up."""
         return f"found {query}"
 
     def send_mail(text: str) -> str:

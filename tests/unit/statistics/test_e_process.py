@@ -41,9 +41,9 @@ def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:
 def test_e_process_equals_a_computation_by_hand() -> None:
     """Compute the wealth by hand for the null mean 0 and the gap 1/2.
 
-    1. variance 1, advantage 1/2: stake (1/2) / (1 + 1/4) = 0.4; the value 1 gives 1.4. 2. variance 1/2, advantage
-    max(1/2, 3/4 - √(1/4)): stake (1/2) / (1/2 + 1/4), capped at 1/2; the value -1 gives 1.4 · 0.5. 3. mean 0, squares
-    2, variance 3/3, stake 0.4; the value 1/2 gives 0.7 · 1.2.
+    1. variance 1, advantage 1/2: stake (1/2) / (1 + 1/4) = 0.4; the value 1 gives 1.4
+    2. variance 1/2, advantage max(1/2, 3/4 - √(1/4)): stake (1/2) / (1/2 + 1/4), capped at 1/2; -1 gives 1.4 · 0.5
+    3. mean 0, squares 2, variance 3/3, stake 0.4; the value 1/2 gives 0.7 · 1.2
     """
     assert wealth(EProcess(0.0, 0.5), (1.0, -1.0, 0.5)) == pytest.approx([1.4, 0.7, 0.84])
 
