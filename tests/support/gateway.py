@@ -216,6 +216,7 @@ async def gateway(
                 if replicas:
                     running.route(replicas[0].versions[0])
                 running.beat(*replicas)
+                await until(lambda: publisher.connected)  # a turn before that would be spooled on a busy machine
                 yield running
         finally:
             for task in (draining, watching):
