@@ -1,11 +1,8 @@
-"""Acceptance lines of `benchmarks.algorithms`, computed from run results. Pure, so that tests can use constructed
-results.
+"""Arms, results and acceptance lines of `benchmarks.algorithms`, without heavy imports or side effects.
 
-Arms of `benchmarks.algorithms`: each algorithm with its signal, the control runs, and the comparisons.
-
-Learning rates and batch sizes were chosen on seed 100, which is not one of the five reported seeds.
-
-Arms and results of `benchmarks.algorithms`, without heavy imports.
+Each algorithm has an arm with its signal and control arms; some arms are compared with each other. Acceptance lines are
+computed from run results, so that tests can use constructed results. Learning rates and batch sizes were chosen on seed
+100, which is not one of the five reported seeds.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Stage:
     change: Change = TRUE.change
     """Change of the experiences by a control."""
     share: float = 1.0
-    """Share of the steps of a run."""
+    """Share of the steps of a run that this stage takes."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,13 @@ class Arm:
     name: str
     stages: tuple[Stage, ...]
     lesson: str = "e-mail"
-    """Warm-up of the base, and the task."""
+    """Name of the task, whose base model is warmed up for it."""
     teacher: str = ""
     """Arm whose last version is the teacher."""
     control_of: str = ""
     """Arm whose signal is randomized in this arm."""
     promised: bool = True
-    """Whether the arm must learn; otherwise it is only reported."""
+    """Whether the arm is required to learn; otherwise its result is only reported."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class RunResult:
     experiences: int = 0
     """Number of trained experiences."""
     health: str | None = None
-    """Why training stopped itself."""
+    """Reason for which training stopped itself, or None."""
     seconds: float = 0.0
 
     def report(self) -> dict[str, object]:
@@ -90,7 +87,7 @@ _SLOW: Mapping[str, object] = {_RATE: 1e-4}
 """Half of the demo's learning rate. With it, a random signal leaves the model roughly unchanged instead of degrading
 it."""
 _HALF: Mapping[str, object] = {**_SLOW, _BATCH: 32}
-"""Settings for signals that only some of the runs have."""
+"""Settings for signals that only some of the runs provide."""
 STAGES: Mapping[str, Stage] = {
     "reinforce++": Stage("reinforce++", "rewards", _SLOW),
     "ppo": Stage("ppo", "rewards", _SLOW),
@@ -206,7 +203,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Acceptance line. `rises` requires that the whole interval is above 0, `rises not` that it is not."""
+    """Acceptance line. `rises` requires the whole interval to be above 0, `rises not` requires the opposite."""
 
     name: str
     needs: Literal["rises", "rises not"]
@@ -242,7 +239,7 @@ class Table:
         return mean([run.scores for run in self.runs[arm]]).by_seed
 
     def compare(self, arm: str, other: str) -> Interval:
-        """Return how much better `arm` is than `other` on the same plays, by seed."""
+        """Return by how much `arm` is better than `other` on the same plays, as an interval over seeds."""
         scores, other_scores = ([run.scores for run in self.runs[name]] for name in (arm, other))
         return Interval.of(difference(scores, other_scores).by_seed)
 

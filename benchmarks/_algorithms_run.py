@@ -1,5 +1,7 @@
-"""One run of `benchmarks.algorithms`: its base models, its worlds with their feedback, and lineages of the real
-trainer, each stage from the version of the stage before."""
+"""One run of `benchmarks.algorithms`: its base model, its tasks with their feedback, and lineages of the real trainer.
+
+Each stage of a run starts from the last version of the previous stage.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ for the run."""
 
 
 class Corridor(EngineWorld[Walk]):
-    """The walks of one seed, with an engine."""
+    """Corridor walks of one seed, with an inference engine."""
 
     agent, model = _corridor.AGENT, MODEL
 
@@ -57,7 +59,7 @@ class Corridor(EngineWorld[Walk]):
 
 
 async def _play_groups(world: Corridor, version: str, episodes: int) -> list[PlayedRun[Walk]]:
-    """Play runs in groups of the same walk."""
+    """Play runs in groups, each with the same walk, and return them."""
     walks = list(itertools.islice(world.training_tasks, episodes // GROUP))
     return await world.play_all(version, [walk for walk in walks for _ in range(GROUP)])
 
@@ -98,8 +100,9 @@ CORRIDOR_SIGNALS: Mapping[str, Callable[[Corridor, str, int, Random], Awaitable[
 
 
 _WEAK = warm_up.Schedule(lapses=0.9)
-"""Schedule of the weak base. Nine of ten conversations at the end of its warm-up go wrong, so that it succeeds in one
-or two of ten runs."""
+"""Warm-up of the weak base. In nine of ten late conversations the agent makes mistakes, so that the base succeeds in
+one or two of ten runs.
+"""
 LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
     "e-mail": (build_base.LESSON, build_base.LESSON.schedule),
     "e-mail, weak base": (build_base.LESSON, _WEAK),
@@ -109,8 +112,7 @@ LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
 
 
 def base_of(lesson: str, seed: int, cache: Path) -> Path:
-    """Return the folder of the base model of a seed. If it does not exist, build it first, which takes about a minute
-    of one core."""
+    """Return the folder of the base model of a seed; if it does not exist, build it in about a minute of one core."""
     lesson_of_base, schedule = LESSONS[lesson]
     return lesson_of_base.build(cache, lesson_of_base.recipe(seed, schedule)).absolute()
 

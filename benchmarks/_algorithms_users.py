@@ -1,9 +1,8 @@
 """Users of the e-mail agent, one function for each signal, and the experiences that result from their feedback.
 
 The users are those of the demo (`email_agent.users`). The code of collector and scorer makes the experiences as in the
-services: feedback becomes entries, reward functions are called, and the policy combines all rewards.
-
-Corrupted signals for control runs: the same feedback, attached to other answers. Pure.
+services: feedback becomes entries, reward functions are called, and the policy combines all rewards. The `shuffle_*`
+functions corrupt signals for control runs: they attach the same feedback to other answers.
 """
 
 from __future__ import annotations
@@ -120,12 +119,12 @@ def _with_reply(branch: Branch, index: int, reply: Sequence[int]) -> Branch:
 
 
 GROUP, COMPARED = 8, 4
-"""Plays of one question that form a group, and plays of which the best is compared with the worst."""
+"""Number of runs of one question that form a group, and number of runs of which the best is compared with the worst."""
 _CORRECTIONS_MAX = 64
 ALONE = RewardPolicy({"*": 1.0})
-"""Reward policy with people's feedback only."""
+"""Reward policy that uses the feedback of people alone."""
 UNREWARDED = RewardPolicy({"*": 1.0}, unrewarded_branches=True)
-"""Reward policy without any reward, because a teacher needs only the tokens."""
+"""Reward policy without rewards, because training with a teacher needs the tokens alone."""
 WITH_TURNS = RewardPolicy({**SETTINGS["scorer"]["weights"], "feedback": 1e-6}, SETTINGS["scorer"]["required"])
 """The demo's reward policy for runs. Feedback on single turns rewards those turns, with almost no weight for the
 run."""
@@ -259,8 +258,8 @@ def _correction_signal(*, dealt: bool = False, spliced: bool = False) -> Signal:
     """Return a signal of next messages that correct the agent or thank it.
 
     Args:
-        dealt: show each run the message of another run, which the model then follows.
-        spliced: replace each message by that of another run after the model has followed its own.
+        dealt: show each run the message that belongs to another run; the model continues after that message.
+        spliced: let the model continue after its own message, then replace the message by that of another run.
     """
 
     async def collect(world: World, version: str, episodes: int, draw: Random) -> list[Experience]:

@@ -43,7 +43,7 @@ HUNDRED_MILLION = {"hidden": 1024, "layers": 8, "feed_forward": 4096, "heads": 8
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Storage limits of the run. None for the defaults, which depend on the model's size."""
+    """Storage limits of the run; a limit of None is the default, which depends on the model's size."""
 
     versions_bytes: int | None = None
     points_bytes: int | None = None

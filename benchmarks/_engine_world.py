@@ -40,14 +40,14 @@ from headrace_schemas.values.ids import response_id, session_key
 from headrace_statistics.clustered_means import Score
 
 PLAYERS = 64
-"""Concurrent episodes: those of one step, so that the engine decodes them in one batch."""
+"""Number of concurrent episodes: those of one step, so that the engine decodes them in one batch."""
 MAX_TOKENS = 64
 PLAYS_SEED = 1_000_000
 """First seed of measured plays, which differ from the seeds of the gate."""
 
 
 class Question(Protocol):
-    """Task of an agent. Runs are compared with each other within a `kind`."""
+    """Task of an agent. Runs are compared within a `kind` of task."""
 
     @property
     def id(self) -> str: ...
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=Question)
 
 @dataclass(frozen=True)
 class PlayedRun(Generic[T]):
-    """A finished run of one task. Its client can send further requests."""
+    """A finished run of one task. Its client can send further requests in the same session."""
 
     task: T
     client: CapturingClient
@@ -164,7 +164,7 @@ class EngineWorld(ABC, Generic[T]):
 
 
 class CapturingClient:
-    """The part of `AsyncOpenAI` that agents use. The client stores the turns that the gateway would capture."""
+    """Client with the part of `AsyncOpenAI` that agents use. It stores the turns that the gateway would capture."""
 
     def __init__(self, completions: Completions, tokenizer: ChatTokenizer, version: str, model: str) -> None:
         self._completions, self._tokenizer, self.version, self._model = completions, tokenizer, version, model

@@ -1,6 +1,6 @@
-"""Arms of `benchmarks.signals` that train a model, each with the feedback of its users.
+"""Arms and results of the training runs of `benchmarks.signals`, without heavy imports.
 
-Arms and results of the training runs of `benchmarks.signals`, without heavy imports.
+An arm trains a model with one kind of user feedback.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class Arm:
     """Name of the users in `_gains_run.USERS`."""
     scorer: Mapping[str, object] = field(default_factory=dict)
     trainer: Mapping[str, object] = field(default_factory=dict)
-    """Trainer settings that differ from those of the demo."""
+    """Trainer settings that differ from the demo's."""
     rounds: int = 0
     """Number of rounds. With 0, the base is scored and nothing is trained."""
     before: int = 0
-    """Sessions of the base that only the reward model sees."""
+    """Number of sessions with the base that are used for the reward model alone."""
     judged: bool = False
-    """Whether a judge that is often wrong also scores each run."""
+    """Whether a judge that is often wrong scores each run as well."""
     traced: int = 0
     """Interval, in rounds, between scored versions. With 0, only the last version is scored."""
     edits_max: int | None = None
     """Number of trained edits after which training ends with the round."""
     sessions: int = ROUND
-    """Sessions of a round."""
+    """Number of sessions in a round."""
     lesson: str = "demo"
     """Warm-up of the base, a name of `_gains_run.LESSONS`."""
     held_back: str | None = None
-    """Kind of question that is excluded from traffic and used as the guard, whose score must not fall."""
+    """Kind of question that is excluded from traffic; its score is the guard, which must not fall."""
     more_seeds: bool = False
-    """Whether further seeds are run (`seeds_of`), because the result is a number of rounds."""
+    """Whether further seeds are run (`seeds_of`), for arms whose result is a number of rounds."""
     times: int = 1
     """Multiple of the usual number of plays with which the last version is scored; with 0 it is not scored."""
 
@@ -56,7 +56,7 @@ class Gain:
     scores: list[Score]
     """Scores of the last version."""
     trace: list[tuple[int, list[Score]]] = field(default_factory=list)
-    """Number of trained sessions of a version, with its plays."""
+    """Number of sessions trained so far, with the scores of that version."""
     sessions: int = 0
     """Number of sessions that training used."""
     edits: int = 0
@@ -64,10 +64,9 @@ class Gain:
     accepted: list[float] = field(default_factory=list)
     """Share of accepted answers of each round."""
     judged: list[tuple[bool, float]] = field(default_factory=list)
-    """Whether a run was accepted, with the reward that the reward model gave it."""
+    """Whether each run was accepted, with the reward from the reward model."""
     ordered: list[tuple[bool, float]] = field(default_factory=list)
-    """Whether a run was accepted, with the reward model's estimate, for all runs including those for which it
-    abstained."""
+    """Whether each run was accepted, with the reward model's estimate, including runs for which it abstained."""
     measured: list[Mapping[str, float]] = field(default_factory=list)
     """Metrics of the algorithm for each step."""
     health: str | None = None
@@ -85,12 +84,12 @@ RIVALS = {BINARY: (32, 8), "binary rewards, batches of 8": (8, 6), "binary rewar
 """Arms with binary rewards: batch size and number of batches. Any of them may need the fewest sessions."""
 EDITS = 200
 GUARD = "mail_count"
-"""Kind of question that is not used while corrections are typed."""
+"""Kind of question that users do not ask in arms with typed corrections."""
 PAPERS = {
     TYPED: "arXiv:2601.20802, abstract: at test time, on hard tasks with a binary reward, as likely to find an answer "
     "as best-of-k and several turns are, with a third of the attempts"
 }
-"""Comparable published results, reported next to our figure."""
+"""Comparable published results, which the report shows next to ours."""
 _THUMBS = {
     "functions": ["signals"],
     "weights": {"function:*": 0.0, "judge:*": 0.0, "*": 1.0},

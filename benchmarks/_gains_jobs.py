@@ -1,4 +1,4 @@
-"""Run all training arms of `benchmarks.signals` in separate processes and make their section of the report."""
+"""Runs of all training arms of `benchmarks.signals` in separate processes, and their section of the report."""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ class Gains:
         return Figure(tuple(_mean_difference(run.scores, base, kind) for run, base in self._with_base(arm)))
 
     def after(self, arm: str) -> list[tuple[int, Figure]]:
-        """Return numbers of trained sessions with the gain over the base at that point, as far as all seeds have
-        them."""
+        """Return, for each number of trained sessions that all seeds have reached, the gain over the base."""
         gains = []
         for traced in zip(*([run.trace for run in self.arms[arm]]), strict=False):
             pairs = zip(traced, self._with_base(arm), strict=True)
@@ -169,7 +168,7 @@ def _gap_lines(gains: Gains) -> list[Line]:
 
 
 def misled(gains: Gains) -> Figure | None:
-    """Return for each seed whether training began with misleading users, 1 or 0."""
+    """Return 1 for each seed in which training began with misleading users, otherwise 0."""
     runs = gains.arms.get(arms.MISLED.name, [])
     return Figure(tuple(float(bool(run.steps)) for run in runs)) if runs else None
 

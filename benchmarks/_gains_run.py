@@ -1,5 +1,4 @@
-"""One training run of `benchmarks.signals`: users give feedback, the scorer makes experiences, and a real lineage
-trains."""
+"""One training run of `benchmarks.signals`, with users' feedback, the scorer's experiences and a real lineage."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ async def few_thumbs(played: users.AnsweredQuestion, poisoners: float = 0.0) -> 
 
 
 async def directions(played: users.AnsweredQuestion) -> None:
-    """Type the tool to call, as an informed user, or thank the agent."""
+    """Type which tool to call, as an informed user, or thank the agent."""
     await _reply_and_end(played, directed.direction(played.task, played.tools, played.episode.messages, played.draw)[0])
 
 

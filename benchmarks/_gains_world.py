@@ -78,7 +78,7 @@ class Traffic(World):
     """The world of `_learning_run` with users that give feedback."""
 
     def hold_back(self, kind: str) -> None:
-        """Exclude questions of this kind from the traffic."""
+        """Exclude questions of this kind from traffic."""
         self.training_tasks = (task for task in self.training_tasks if task.kind != kind)
 
     async def visits(
@@ -102,7 +102,7 @@ class Traffic(World):
 
 
 class _Overheard(LearnedReplay):
-    """Reward model whose estimates of all runs are recorded."""
+    """Reward model that records its estimates of all runs."""
 
     def __init__(self, source: LearnedSource) -> None:
         super().__init__(source)

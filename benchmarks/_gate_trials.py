@@ -1,9 +1,7 @@
-"""The gate's trial for thousands of runs at once, in numpy. The module is an independent implementation, so that it and
-the service verify each other.
+"""The gate's trials for thousands of runs at once, in numpy, with simulated versions of known quality.
 
-A model's quality over many versions under the present gate rule and under the old one, for many runs at once.
-
-Simulated versions and tasks: scores of many runs at once, drawn with a known truth.
+The code is independent of the gate's, so that the two verify each other. `Models` applies the present gate rule over
+many versions, and `OldRuleModels` the old one.
 
 A task is equally hard for all versions. Success means that a latent normal variable, of which task and seed determine
 the share `SHARED`, exceeds the threshold of the version's true score. At a true score of 0.5 and a share of 0.5, the
@@ -230,7 +228,7 @@ class Models:
         return cls(true.copy(), np.full(runs, np.nan), np.zeros(runs), fresh(runs), np.full(runs, 1e-300))
 
     def meet(self, draw: np.random.Generator, rule: GateSettings, candidate: Floats) -> tuple[Floats, Floats]:
-        """Run the trial of a candidate in every run, and return the numbers of tasks and plays."""
+        """Run a trial of a candidate in every run. Return the numbers of tasks and of plays."""
         numbers = self.trials + 1
         outcomes = play(
             draw, rule, Trials(candidate, self.champion, self.anchor, numbers, self.succession_state, self.lead_error)

@@ -1,4 +1,4 @@
-"""Compare a gateway with and without the runtime's tuning.
+"""Comparison of a gateway with and without the runtime's tuning.
 
 Two gateways on one broker and one replica without a model answer blocks of calls alternately, `CONCURRENT` at a time,
 so that a busy machine disturbs both equally. The untuned gateway collects garbage as Python does by default and watches
@@ -55,7 +55,7 @@ class Side:
     """CPU time of the gateway's process per request, of each block."""
     wake_ups_hz: float = 0.0
     memory_mb: tuple[float, float] = (0.0, 0.0)
-    """Memory before and after the load."""
+    """Memory in MB before and after the load."""
 
     async def load(self, seconds: float, model: str) -> None:
         """Call the gateway for one block."""

@@ -1,4 +1,4 @@
-"""Compare loss and gradients of a packed step on a GPU with those in float64 on the CPU, in a process of its own.
+"""Comparison of loss and gradients of a packed step on a GPU with those in float64 on the CPU, in a separate process.
 
 The models are small, with grouped heads, causal and with a sliding window. Rows hold sequences of very different
 lengths. The program prints one line of JSON with the largest relative errors (norm of the difference over norm) of

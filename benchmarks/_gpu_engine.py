@@ -1,8 +1,8 @@
-"""The `torch` engine on a GPU: streams that continue while versions are swapped, in a process of its own.
+"""Streams of the `torch` engine on a GPU that continue while versions are swapped, measured in a separate process.
 
-Clients send requests as a gateway does: to the version that is served now, one after the other. A swap has the steps of
+Clients send requests in sequence to the version that is currently served, as a gateway does. A swap has the steps of
 the service for a new routing: load the version, probe it, serve it, and unload the old version when no request uses it.
-Afterwards the trainer computes the logprobs of the sampled tokens, with the version that each turn names and with
+Afterwards the trainer computes the logprobs of the sampled tokens with the version that each turn names, and with
 another one. The program prints one line of JSON.
 """
 
@@ -42,7 +42,7 @@ COMPUTE = {"device": "cuda", "dtype": "bfloat16"}
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version in a folder."""
+    """A version whose files are in a folder."""
 
     manifest: Manifest
     folder: Path

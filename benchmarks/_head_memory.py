@@ -1,9 +1,9 @@
-"""Peak memory of the output head in a training step, in a process of its own. Prints one line of JSON.
+"""Peak memory of the output head in a training step, measured in a separate process, which prints one line of JSON.
 
 It runs forward and backward of logprobs and entropies, from hidden states and a float32 weight with a gradient. Half of
-the tokens have sets, and a quarter are one answer with penalties. The figure is the memory on top of weight and hidden
-states: the gradients of both, and intermediate values. With `again`, logits are computed a second time for the
-gradient.
+the tokens have sets of allowed tokens, and a quarter are one answer with penalties. The figure is the memory on top of
+weight and hidden states: the gradients of both, and intermediate values. With `again`, logits are computed a second
+time for the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _LARGE_SETS, _SMALL_SET = 64, 8
 
 
 def sets_of(targets: Tensor, vocabulary: int) -> PackSets:
-    """Return large sets for a quarter of the tokens, small ones for the next, and penalties for the third."""
+    """Return sets of allowed tokens: large for a quarter of the tokens, small for the next quarter, penalties for the
+    third.
+    """
     quarter = len(targets) // 4
     bits_UW = np.full((_LARGE_SETS, (vocabulary + 7) // 8), 0xFF, np.uint8)
     bits_UW[:, -2:] = 0

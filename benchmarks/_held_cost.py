@@ -1,7 +1,7 @@
-"""Cost of a training step whose tokens are half held by JSON Schemas, beside the same step without sets.
+"""Cost of a training step in which JSON Schemas restrict half of the tokens, compared with the same step without them.
 
-The vocabulary has made-up byte pair merges. The held sequences are answers that a grammar allows, and the trainer
-computes their sets. Steps alternate. Prints one line of JSON; runs in a process of its own.
+The vocabulary has made-up byte pair merges. The restricted sequences are answers that a grammar allows, and the trainer
+computes the sets of allowed tokens. Both steps alternate. A separate process runs them and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sample_answer(initial_guide: guides.GrammarGuide, draw: np.random.Generator)
 
 
 def held_branch(length: int, grammar: TokenGrammar, guide: guides.GrammarGuide, draw: np.random.Generator) -> Branch:
-    """Return a sequence of `length` tokens: a prompt, then answers to the end."""
+    """Return a sequence of `length` tokens: a prompt, then answers that the grammar restricts."""
     token_ids: list[int] = draw.integers(1, 257, size=max(1, int(length * PROMPT))).tolist()
     spans: list[Span] = []
     while len(token_ids) < length:

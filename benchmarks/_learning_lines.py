@@ -1,9 +1,7 @@
-"""Acceptance lines of `benchmarks.learning`, computed from run results. Pure, so that tests can use constructed
-results.
+"""Arms, results, acceptance lines and plot of `benchmarks.learning`, without heavy imports.
 
-Arms and results of `benchmarks.learning`, without heavy imports.
-
-Plot of docs/controls.md: gains by control and by lag, and reward against score during training.
+The lines are computed from run results, so that tests can use constructed results. The plot of docs/controls.md shows
+gains by control and by lag, and reward against score during training.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ class Plan:
 
 
 Answers = Literal["bare", "free", "held"]
-"""Answers of the agent: bare text, as the demo's; calls of `final_answer` that the model is free not to make; or calls
-that `tool_choice: required` holds it to."""
+"""Form of the agent's answers: bare text, as the demo's; calls of `final_answer` by free choice; or calls that
+`tool_choice: required` forces.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class RunResult:
     base: list[Score]
     scores: list[Score]
     trace: list[tuple[int, float, list[Score]]] = field(default_factory=list)
-    """Step, mean reward trained on since the previous entry, and the plays."""
+    """Step, mean reward since the previous entry, and the scored plays."""
     steps: int = 0
     health: str | None = None
     trial: dict[str, object] = field(default_factory=dict)
@@ -87,7 +86,8 @@ GAIN_MIN = 0.2
 """Required gain of training by the true reward, as in `make demo`."""
 FORMAT = "function:tool_use alone"
 FIRES_SHARE = 0.8
-"""Required share of detected runs on the format alone. Runs on the true reward must never be detected."""
+"""Required share of runs trained on the format alone in which the guard fires. For the true reward it must never fire.
+"""
 _NOTHING_TO_LEARN = (kinds.SHUFFLED, kinds.RANDOM, kinds.STILL)
 
 
@@ -139,7 +139,7 @@ class Table:
         return difference([run.scores for run in self.arms[arm]], [run.scores for run in self.arms[other]])
 
     def _beside_true(self, arm: str) -> dict[str, object] | None:
-        """Return the comparison with the demo's agent, or None where it was not run or the agent is another one."""
+        """Return the comparison with the demo's agent, or None if that was not run or is the same arm."""
         if kinds.TRUE.name not in self.arms or arm in TYPED:
             return None
         return self.compare(arm, kinds.TRUE.name).report()
@@ -189,8 +189,9 @@ def lines(table: Table) -> list[Line]:
 
 
 def _accusation_lines(table: Table) -> list[Line]:
-    """Return how often `headrace controls` with one seed reports a problem: of the true reward never, of recorded
-    rewards that were shuffled always."""
+    """Return the lines about `headrace controls` with one seed: no reported problem for the true reward, always one for
+    shuffled recorded rewards.
+    """
     runs = [table.arms.get(control.name, []) for control in (kinds.TRUE, kinds.SHUFFLED, kinds.RANDOM)]
     true_runs, shuffled_runs, random_runs = runs
     if not true_runs or not shuffled_runs:
@@ -241,7 +242,7 @@ def _guard_lines(table: Table) -> list[Line]:
 
 
 def _held_lines(table: Table) -> list[Line]:
-    """Return the lines of the agent with typed answers."""
+    """Return the lines of the agents with typed answers."""
     result = []
     if {FREE_CALLS, HELD_CALLS} <= table.arms.keys():
         held, free = table.gain(HELD_CALLS), table.gain(FREE_CALLS)

@@ -1,11 +1,9 @@
-"""One run of `benchmarks.learning`: a lineage of the real trainer, trained on its own traffic as a control changes
-it.
+"""One run of `benchmarks.learning` in one process: a lineage of the real trainer on its own, controlled traffic.
 
-The demo in one process: its agent plays on the real engine, and its episodes become experiences as in the services.
-
-Prompts, sampling and answers are those of `headrace_inference`, branches those of `headrace_collector`, rewards those
-of the demo under the scorer's policy (`headrace_scorer`), and tasks and agent those of `examples/email_agent`. HTTP,
-the bus and the databases are left out.
+The demo's agent plays on the real engine, and its episodes become experiences as in the services. Prompts, sampling and
+answers are those of `headrace_inference`, branches those of `headrace_collector`, rewards those of the demo under the
+scorer's policy (`headrace_scorer`), and tasks and agent those of `examples/email_agent`. HTTP, the bus and the
+databases are left out. A control changes the rewards.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class TypedWorld(World):
 
 
 class FreeTypedWorld(TypedWorld):
-    """The same agent without a grammar: nothing holds its calls to their form."""
+    """Mailbox for the agent with typed answers but without a grammar, so that its calls may be malformed."""
 
     agent = replace(TypedWorld.agent, required=False)
 

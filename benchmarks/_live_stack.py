@@ -1,8 +1,7 @@
-"""A private Headrace for demos that make their versions themselves: all services except trainer and judge.
+"""A private Headrace for demos that make their versions themselves, with all services except trainer and judge.
 
-Acceptance lines and reports that the demos on a live stack share.
-
-Models with a known truth: real weights that answer yes with a chosen probability to any prompt.
+Also the acceptance lines and reports of such demos, and models of known quality: real weights that answer yes with a
+chosen probability to any prompt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""TRL's GRPO training steps, one for each line of standard input. Prints the costs of each step; see
-`benchmarks._peers`.
+"""TRL's GRPO training steps, one for each line of standard input, with their costs on standard output.
 
-The script runs in an environment of its own (`make install GROUP=peers`) and does not import Headrace. The trainer is
-TRL's whole trainer with its own loop, loss, optimizer and logs, but with given instead of generated completions. A step
-is measured from its beginning to its end; the batch is fetched before.
+`benchmarks._peers` describes the comparison. The script runs in a separate environment (`make install GROUP=peers`) and
+does not import Headrace. The trainer is TRL's own, including its loop, loss, optimizer and logs, but with given instead
+of generated completions. A step is measured from its beginning to its end; the batch is fetched before.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def peak_bytes() -> int:
 
 
 class EndOfLines(Exception):
-    """The input has ended."""
+    """Signal that the input has ended."""
 
 
 class StepOnLine(TrainerCallback):  # type: ignore[misc]
@@ -56,8 +55,10 @@ class StepOnLine(TrainerCallback):  # type: ignore[misc]
 
 
 class FixedCompletionsTrainer(GRPOTrainer):  # type: ignore[misc]
-    """Trainer whose completions come from a file. The completions are padded as TRL pads its own: all prompts end, and
-    all completions begin, at the same index."""
+    """Trainer whose completions come from a file, padded as TRL pads its own.
+
+    All prompts end, and all completions begin, at the same index.
+    """
 
     completions: dict[str, Any]
 

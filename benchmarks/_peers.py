@@ -1,4 +1,4 @@
-"""Compare two trainers: each in a process of its own, with alternating steps on the same data."""
+"""Comparison of two trainers in separate processes, with alternating steps on the same data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALM = {"OMP_WAIT_POLICY": "passive"}
 
 @dataclass
 class Trainer:
-    """A process that takes a step for each line."""
+    """Trainer process that takes a step for each line of its input."""
 
     name: str
     process: subprocess.Popen[str]

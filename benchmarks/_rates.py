@@ -1,11 +1,9 @@
-"""Publish and consume rates of one bus, as the services use it: real turns, idempotent, acknowledged by all
-replicas.
+"""Rates of one bus with the settings of the services, and the latency from the answered call to the experience.
 
-Latency from the answered call to the experience, with all services that `headrace up` starts.
-
-Users call the gateway at a given rate, a tiny model answers, and each session ends with feedback immediately after its
-last answer. The latency is measured from the end of that answer until a consumer of `experiences` has decoded the
-event. The trainer trains on the same two cores.
+Records are real turns, idempotent, acknowledged by all replicas. For the latency, all services that `headrace up`
+starts run: users call the gateway at a given rate, a tiny model answers, and each session ends with feedback
+immediately after its last answer. The latency runs from the end of that answer until a consumer of `experiences` has
+decoded the event. The trainer trains on the same two cores.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ from tests.support.turns import ask, user
 
 PARTITIONS = 4
 SENDERS = 64
-"""Records in flight at one time, with concurrent senders."""
+"""Number of records in flight, with concurrent senders."""
 BATCH = 200
-"""Records per call in bulk, as a gateway drains its spool."""
+"""Number of records per bulk call, as when a gateway drains its spool."""
 PACED_PER_S = 100
 QUESTION = "Who sent the mail about the meeting on Monday at 10:30, and what did they want to know? " * 4
 
@@ -82,7 +80,7 @@ class Bus:
     rates: Rates
 
     async def round(self) -> None:
-        """Measure everything once."""
+        """Measure all rates once."""
         records = await self._records(max(self.rates.alone_count, self.rates.concurrent_count, self.rates.bulk_count))
         await self._one_by_one(records[: self.rates.alone_count])
         await self._many_at_once(records[: self.rates.concurrent_count])
@@ -143,8 +141,9 @@ class Bus:
             await reader.stop()
 
     async def _to_a_waiting_reader(self, records: Sequence[Outgoing]) -> None:
-        """Measure from the call of `send` until a consumer has decoded the record, at a pace that leaves time between
-        records."""
+        """Measure the latency from the call of `send` until a consumer has decoded the record, with a pause between
+        records.
+        """
         sent: dict[str, float] = {}
         reader = consumer(self.settings, "bench")
         await reader.start()
@@ -200,13 +199,13 @@ MODEL = "bench"
 WARM_UP_S = 8.0
 _READY_S = 300.0
 _LAST_S = 15.0
-"""Timeout for the last experiences."""
+"""Time limit for the last experiences, in seconds."""
 REWARDS = "def short(trajectory):\n    return 1.0 if len(trajectory.final_answer) < 12 else 0.0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class EndToEnd:
-    """Measurements after the warm-up."""
+    """Results of the end-to-end measurement after the warm-up."""
 
     rate: float
     turns: int

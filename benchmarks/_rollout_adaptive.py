@@ -5,11 +5,10 @@ control are read some arrivals later, and after every 20 readings of a candidate
 candidate is rolled back, and its block returns to the champion. To count errors, no candidate is promoted and all
 rollouts continue to the end. To count exposure, the first candidate that is good enough ends the rollout.
 
-Exposure of all traffic to a candidate: its share, stage by stage, until its rollback.
-
-The comparison uses sessions of candidate and control only. Other sessions are computed from the share: n sessions of
-both arms at the share s are n / 2s sessions of users. A stage ends by the registry's rule: enough mature units, enough
-units with a value in each arm, and the loss ruled out that the next share would risk.
+`Ramp` computes the share of all traffic that a candidate gets, stage by stage, until its rollback. The comparison uses
+sessions of candidate and control only. Other sessions are computed from the share: n sessions of both arms at the share
+s are n / 2s sessions of users. A stage ends by the registry's rule: enough mature units, enough units with a value in
+each arm, and the loss ruled out that the next share would risk.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class PlayedRollout:
 
     rolled_back: list[bool]
     met: list[int]
-    """Sessions of the candidate."""
+    """Number of sessions that each candidate answered."""
     read: list[int]
-    """Units of the candidate and its control."""
+    """Number of units of each candidate and its control that were read."""
 
 
 @dataclass
@@ -146,7 +145,7 @@ def _move(plan: RolloutPlan, candidates: Sequence[_Candidate], share: float) -> 
 
 
 def measure(runs: int, seed: int) -> dict[str, dict[str, float | None]]:
-    """Return rollback rates of equal candidates, and the exposure of an equal candidate next to two that are worse."""
+    """Return the rollback rates of equal candidates, and the exposure of an equal candidate next to two worse ones."""
     report: dict[str, dict[str, float | None]] = {}
     for split in ("even", "adaptive"):
         plan = plan_of(split)

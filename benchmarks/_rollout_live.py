@@ -1,7 +1,7 @@
-"""A poisoned, a better and an equal version on live traffic: `make demo NAME=rollout`, at most six minutes.
+"""Rollouts of a harmful, a better and an equal version on live traffic: `make demo NAME=rollout`, at most six minutes.
 
 The demo runs a private stack with real weights and a gate that passes everything. Users send requests, real inference
-answers, and each session ends with its user's verdict. All decisions are automatic. The program writes
+answers, and each session ends with its user's feedback. All decisions are automatic. The program writes
 `reports/demo-rollout.json`, with exit status 1 if a line does not hold.
 """
 

@@ -1,7 +1,7 @@
-"""`headrace_registry.rollouts.evidence` for thousands of rollouts at once, in numpy. The module is an independent
-implementation, so that the two verify each other.
+"""Statistics of `headrace_registry.rollouts.evidence` for thousands of rollouts at once, in numpy.
 
-Every test continues to the horizon, whatever was decided, so that error rates hold for continuous monitoring.
+The code is independent of the registry's, so that the two verify each other. Every test continues to the horizon,
+whatever was decided, so that error rates hold for continuous monitoring.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Crossings:
     harm: dict[tuple[str, str], Indices]
     safe: dict[str, Indices]
     even: Indices
-    """When the arms were shown to be of equal size."""
+    """First session at which the arms were shown to be of equal size."""
     ratio: Indices
     uncovered: Indices
-    """When the reward's confidence sequence first excluded the true difference."""
+    """First session at which the reward's confidence sequence excluded the true difference."""
     naive_z: Indices
-    """When a one-sided z-test at 5 % after each session rejected, from 30 sessions per arm on."""
+    """First session at which a one-sided z-test at 5 %, repeated after each session from 30 per arm on, rejected."""
     naive_windows: Indices
-    """When the candidate was worse in five consecutive windows of 20 sessions per arm."""
+    """First session at which the candidate had been worse in five consecutive windows of 20 sessions per arm."""
     candidates: NDArray[np.int32]
     """Number of the candidate's sessions so far: sessions by rollouts."""
     valued: NDArray[np.int32]
     """Number of mature sessions with a reward, of the arm with fewer of them."""
     entries: Indices
-    """When the next share of a stage was no longer a risk: stages by rollouts."""
+    """First session at which the next share of a stage was no longer a risk, by stage and rollout."""
 
     def harmed_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """Return the seconds from the beginning of the rollout to its rollback, or infinity."""
@@ -54,7 +54,7 @@ class Crossings:
         return np.asarray(np.min(times, axis=0), np.float64)
 
     def safe_at_s(self, plan: RolloutPlan, world: World) -> Floats:
-        """Return when the last guardrail was shown to be safe and the arms to be even."""
+        """Return the seconds until the last guardrail was shown to be safe and the arms to be of equal size."""
         worst = np.max(list(self.safe.values()), axis=0)
         return np.maximum(_at_s(worst, plan.age_s(plan.last_reading_age), world), self.even_at_s(plan, world))
 
@@ -62,11 +62,11 @@ class Crossings:
         return _at_s(self.even, plan.age_s("maturity"), world)
 
     def uneven_at_s(self, plan: RolloutPlan, world: World) -> Floats:
-        """Return when the sample ratio was found to be broken."""
+        """Return the seconds until the sample ratio was found to differ from the plan's."""
         return _at_s(self.ratio, plan.age_s("maturity"), world)
 
     def exposed(self, at_s: Floats, world: World) -> Floats:
-        """Return the number of the candidate's sessions that had begun by then, or infinity."""
+        """Return the number of the candidate's sessions that had begun at `at_s`, or infinity."""
         horizon, runs = self.candidates.shape
         counts = np.full(runs, np.inf)
         is_finite = np.isfinite(at_s)
@@ -99,7 +99,7 @@ _READ_ONCE = ("tool_errors", "loops")
 
 
 class _Gamblers:
-    """`EProcess` on several sequences of each run, with several bets on each, which share the observed values."""
+    """`EProcess` on several sequences of each run, with several bets on each sequence."""
 
     def __init__(self, rows: int, runs: int) -> None:
         self.count, self.total, self.squares = (np.zeros((rows, runs)) for _ in range(3))
@@ -222,7 +222,7 @@ class _Playing:
             self.entry_log += np.nan_to_num(np.log1p(entry * (contrast[self.first_rows] + self.entry_gap)))
 
     def _even(self, candidate: NDArray[np.bool_]) -> Floats:
-        """Return the best value of each bet so far, because a test that rejected once stays rejected."""
+        """Return the largest value of each bet so far, because a test that rejected once stays rejected."""
         arm = np.where(candidate, 1.0, -1.0)[None, :]
         for row, sign in enumerate((1.0, -1.0)):
             stake = self.sizes.stakes(slice(None), sign, -self.uneven, self.uneven)
@@ -259,7 +259,7 @@ class _Line:
 
 
 class _Chart:
-    """`confidence.ConfidenceSequence` at the true mean: whether the interval contains it."""
+    """`confidence.ConfidenceSequence` evaluated at the true mean: whether the interval contains it."""
 
     def __init__(self, alpha: float, true: float, runs: int) -> None:
         self.alpha, self.true = alpha, true
@@ -280,7 +280,7 @@ class _Chart:
 
 
 class _Naive:
-    """Common practice without sequential tests."""
+    """Tests in common practice, which are not valid under continuous monitoring."""
 
     def __init__(self, runs: int) -> None:
         self.sums, self.squares, self.counts = np.zeros((2, runs)), np.zeros((2, runs)), np.zeros((2, runs))
@@ -308,7 +308,9 @@ class _Naive:
 
 
 def _entry_gaps(plan: RolloutPlan) -> tuple[Floats, list[int]]:
-    """Return for each stage that needs it half of the loss to rule out for each guardrail, and the stages."""
+    """Return, by stage with such a condition, half of the loss to rule out for each guardrail, and the indices of the
+    stages.
+    """
     most = Fraction(1, plan.slots + 1)
     parts = {
         number: plan.loss_to_rule_out(min(stage.share, most)) for number, stage in enumerate(plan.stages) if number

@@ -2,11 +2,11 @@
 
 The success probability of a session varies over the day. A reward function reports success after about a minute, a
 judge gives a grade in quarters after two, and one user in four gives a thumb after about ten. The reward is the mean of
-the values available at a reading, as the scorer computes it. Half a percent of the functions' verdicts is revised
-between the readings, and one session in twenty gets no reward. Delays are independent of success. With `binary`, only
-the function's verdict exists, which is the noisiest reward with that mean.
+the values available at a reading, as the scorer computes it. Half a percent of the functions' values is revised between
+the readings, and one session in twenty gets no reward. Delays are independent of success. With `binary`, only the
+function's value exists, which is the noisiest reward with that mean.
 
-Plot of one canary as an operator sees it: the confidence sequence of its reward, from the registry's own
+`draw_canary` plots one canary as an operator sees it: the confidence sequence of its reward, from the registry's own
 evidence.
 """
 
@@ -34,7 +34,7 @@ _SPREAD = 1.0
 
 @dataclass(frozen=True)
 class World:
-    """True parameters. `worse` and the like are the candidate's difference from the control."""
+    """True parameters. `worse` and similar fields are the candidate's difference from the control."""
 
     success: float = 0.7
     worse: float = 0.0
@@ -63,7 +63,7 @@ class Sessions:
     candidate: Flags
     values: dict[tuple[str, str], Floats]
     expected: dict[str, Floats] = field(default_factory=dict)
-    """Expected value by metric, known before the arm is."""
+    """Expected value by metric, which does not depend on the arm."""
 
 
 def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: int) -> Sessions:

@@ -1,7 +1,6 @@
-"""Parts that benchmarks share: jobs in separate processes, peak memory, rank statistics, summaries of rates and
-latencies, and the choice of databases.
+"""Helpers of several benchmarks: jobs in separate processes, peak memory, rank statistics, summaries and databases.
 
-Results of jobs are stored in a folder, one file each, and are not computed again.
+The result of each job is stored in a file and not computed again.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def auroc(score: np.ndarray, good: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sorted values, at least one."""
+    """Sorted measurements, at least one."""
 
     values: tuple[float, ...]
 

@@ -1,4 +1,4 @@
-"""Cost of a step on one sequence by its length, in a process of its own. Prints one line of JSON.
+"""Cost of a step on one sequence by its length, measured in a separate process, which prints one line of JSON.
 
 Attention multiplies each pair of tokens that attend to each other. Twice as many tokens therefore cost at most four
 times as much with full attention, and twice as much with a window. Memory at most doubles in both cases.

@@ -1,12 +1,9 @@
-"""Canaries of version pairs with a known truth, with and without a shadow first: the number of users' sessions that
-they take.
+"""Canaries of version pairs of known quality, with and without a shadow before, and the number of sessions they need.
 
-Pairs of tiny language models with an exactly known truth, and the data of a shadow of them.
-
-A model is a table with the logits of the next token for each task, position and previous token. An answer has four
-tokens of a vocabulary of six, so that all 1,296 answers to a task can be enumerated and users' ratings of a version are
-an exact sum. The logprobs of tokens, and so the importance weights between versions, are those of real autoregressive
-sampling.
+The versions are tiny language models: tables with the logits of the next token for each task, position and previous
+token. An answer has four tokens of a vocabulary of six, so that all 1,296 answers to a task can be enumerated and
+users' ratings of a version are an exact sum. The logprobs of tokens, and so the importance weights between versions,
+are those of real autoregressive sampling.
 
 The probability that a user likes an answer depends mostly on the task, and also on the tokens. The probability varies
 between tasks as agents' pass rates do, some near one and some near zero. A judge grades answers with an error, and
@@ -42,7 +39,7 @@ FEEDBACK_SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Policy:
-    """A version, as the log-probabilities of all answers to all tasks."""
+    """A version: the logits of its tokens, which determine the probabilities of all answers to all tasks."""
 
     logits: Floats
     """Logits by task, position, previous token and token."""
@@ -104,7 +101,7 @@ class VersionPair:
 
 @dataclass(frozen=True)
 class ShadowSample:
-    """Data of a shadow for each prompt."""
+    """Data of a shadow, one entry for each prompt."""
 
     task: Integers
     candidate: Floats
@@ -117,7 +114,7 @@ class ShadowSample:
 
 
 def near(chance: np.random.Generator, difference: float) -> VersionPair:
-    """Return a pair whose candidate is close to the champion and `wanted` better, within a thousandth."""
+    """Return a pair whose candidate is close to the champion and better by `difference`, within a thousandth."""
     tastes = _TASTE * chance.standard_normal((TASKS, LENGTH, TOKENS))
     liked = _liked(chance, tastes)
     champion = Policy(0.7 * chance.standard_normal((TASKS, LENGTH, TOKENS + 1, TOKENS)))
@@ -195,9 +192,9 @@ class Canaries:
     promoted: Flags
     undecided: Flags
     sessions: Floats
-    """Sessions of the candidate until the end of its rollout, or the horizon's if it did not end."""
+    """Number of the candidate's sessions until the end of its rollout, or until the horizon if it did not end."""
     in_shadow: Flags
-    """Whether the candidate was rolled back before any user met it."""
+    """Whether the candidate was rolled back before it answered any user."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ class ShadowRuns:
 
     harmed: Flags
     expected: dict[str, Floats]
-    """Expected values by metric: run, task."""
+    """Expected values by metric, by run and task."""
 
 
 def shadows(

@@ -23,7 +23,7 @@ class Shape:
     feed_forward: int
     heads: int
     kv_heads: int = 0
-    """0 for half of `heads`."""
+    """Number of key-value heads; 0 stands for half of `heads`."""
     head_dim: int = 32
 
     def build(self, folder: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Sizes and rates of one training, or of one replica, in a process of its own. Prints a line of JSON.
+"""Sizes and rates of one training run, or of one replica, in a separate process, which prints a line of JSON.
 
-The training is `ShortTraining`, which opens a lineage, takes the steps and saves versions as the trainer does. The
-replica is the engine `torch` with the base and these versions, of which the newest serves.
+`ShortTraining` opens a lineage, takes steps and saves versions as the trainer does. The replica is the engine `torch`
+with the base and these versions, of which the newest serves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headrace_trainer.sizes import Shape, pack_tokens
 
 MODEL = "bench"
 PROMPT, LENGTH = 64, 256
-"""Tokens of the prompt, and of the whole sequence."""
+"""Number of tokens of the prompt, and of the whole sequence."""
 STEPS = 2
 NEW_TOKENS = 32
 CONCURRENT = 16

@@ -1,5 +1,7 @@
-"""Headrace's training steps, one for each line of standard input. Prints the costs of each step; see
-`benchmarks._peers`."""
+"""Headrace's training steps, one for each line of standard input, with their costs on standard output.
+
+`benchmarks._peers` describes the comparison.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A hundred versions take over one after the other while 20 sessions stream: `make demo NAME=swaps`.
+"""Takeovers of a hundred versions in sequence while 20 sessions stream: `make demo NAME=swaps`.
 
 The demo runs a private stack with real weights, a gate that passes everything, and two gateways. Each version outputs a
-single letter, alternately `y` or `n`, so that an answer by two versions is visible in its text, whatever its chunks
-name. Clients stream one answer after the other, two per session. A new version is published as soon as both gateways
-route to the previous one. The program writes `reports/demo-swaps.json`, with exit status 1 if a line does not hold.
+single letter, alternately `y` or `n`, so that an answer by two versions is visible in its text, whatever version its
+chunks name. Clients stream one answer after the other, two per session. A new version is published as soon as both
+gateways route to the previous one. The program writes `reports/demo-swaps.json`, with exit status 1 if a line does not
+hold.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Answer:
     """Finish reason."""
     is_complete: bool = False
     at_s: list[float] = field(default_factory=list)
-    """Time of each piece of text."""
+    """Monotonic time at which each piece of text arrived, in seconds."""
     error: str | None = None
 
     @property

@@ -1,9 +1,8 @@
-"""Simulated runs with known quality, the features that sources report about them, and people who rate a few of them.
+"""Simulated runs of known quality, the features that sources report about them, and people who rate a few of them.
 
 All features depend on whether the run is good, so that the probability that a run is good, given its features, is a
-product. It is the truth with which a reward model's values and intervals are compared.
-
-Stable and drifting judges, as input of the drift alarm in `headrace_scorer.judge_monitor`.
+product. A reward model's values and intervals are compared with this true probability. Stable and drifting judges are
+simulated for the drift alarm in `headrace_scorer.judge_monitor`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ class KnownRun:
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Raters: the share of runs that they rate, their error rate, and the share of poisoners, who invert every
-    rating."""
+    """Raters: the share of runs that they rate, their error rate, and the share of thumbs from poisoners, who invert
+    them.
+    """
 
     share: float = 0.03
     flipped: float = 0.2

@@ -52,7 +52,7 @@ MODES = ("plain", "stream")
 
 @dataclass
 class Way:
-    """One route to the replica, with the latencies of its calls in milliseconds by mode."""
+    """One route to the replica, with the latencies of its calls in milliseconds, by plain and streamed mode."""
 
     name: str
     url: str

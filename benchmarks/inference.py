@@ -53,7 +53,7 @@ Run = Callable[[int], Awaitable[int]]
 
 @dataclass
 class Case:
-    """One way to sample, with its tokens per second by number of requests."""
+    """One way to sample, with its tokens per second by number of concurrent requests."""
 
     name: str
     run: Run

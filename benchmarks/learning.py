@@ -45,7 +45,7 @@ LAGS = (2, 4, 8)
 
 
 def _ignore_sets(experiences: Sequence[Experience], _chance: random.Random) -> list[Experience]:
-    """Remove the grammars, so that the trainer takes held tokens for free ones."""
+    """Remove the grammars, so that the trainer treats restricted tokens as free ones."""
     return [
         experience.model_copy(update={"branch": _without_grammars(experience.branch)}) for experience in experiences
     ]

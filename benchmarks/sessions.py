@@ -53,15 +53,15 @@ DECODINGS_MAX = 8.0
 """Growth of the gateway's CPU time per turn, in multiples of that of decoding the request and the replica's answer."""
 LENGTHS = (20, 200, 2000)
 _TURNS_MIN = 200
-"""Short sessions are repeated until so many turns are measured."""
+"""Minimum number of measured turns; short sessions are repeated until it is reached."""
 _OPENING_BYTES = 4096
 _MESSAGE_BYTES = 24
 _ARRIVAL_S = 120.0
 _IDLE_S = 10.0
 _TOKENS_PER_S = 1e9
-"""Limit of the gateway, above what one client sends."""
+"""Token limit of the gateway per second, above what one client sends."""
 _DECODED = 20
-"""Turns of a session whose JSON is decoded."""
+"""Number of turns of a session whose JSON is decoded."""
 AFTER_CAPTURE = ("broker_cpu_ms", "collector_cpu_ms", "scorer_cpu_ms", "topic_bytes", "state_open", "state_closed")
 """Measurements with a limit."""
 

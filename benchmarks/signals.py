@@ -111,25 +111,25 @@ def calibration_error(pairs: Sequence[tuple[float, bool]]) -> float:
 
 
 def invert_thumbs(rated: list[ThumbedRun]) -> list[ThumbedRun]:
-    """Planted fault: invert all thumbs."""
+    """Plant a fault: invert all thumbs."""
     return [replace(run, thumbs=tuple(Thumb(thumb.rater, 1 - thumb.value) for thumb in run.thumbs)) for run in rated]
 
 
 def add_leak(rated: list[ThumbedRun]) -> list[ThumbedRun]:
-    """Planted fault: add a feature that copies the thumb."""
+    """Plant a fault: add a feature that copies the thumb."""
     return [replace(run, features={**run.features, _LEAK: run.thumbs[0].value}) for run in rated]
 
 
 @contextlib.contextmanager
 def without_leak_check() -> Iterator[None]:
-    """Planted fault: disable the check whether a feature predicts which runs have a thumb."""
+    """Plant a fault: disable the check whether a feature predicts which runs have a thumb."""
     with mock.patch.object(columns, "foreign_share", return_value=0.0):
         yield
 
 
 @contextlib.contextmanager
 def with_trusted_raters() -> Iterator[None]:
-    """Planted fault: assume that all raters are reliable."""
+    """Plant a fault: assume that all raters are reliable."""
     sound = crowd._reliabilities
 
     def faulty(thumbs: crowd.Thumbs, good: crowd.Array) -> tuple[float, crowd.Array]:

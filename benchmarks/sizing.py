@@ -1,17 +1,17 @@
 """Memory, disk and speed of trainings and replicas by model size: `python -m benchmarks.sizing`.
 
 For each shape (0.4, 35 and 135 million parameters, and 0.5 billion; random weights), for all weights and for LoRA, in
-float32 and in bfloat16, the benchmark measures in processes of their own:
+float32 and in bfloat16, the benchmark measures in separate processes:
 
 - the peak memory of a trainer that opens the base, takes two steps of two passes each and saves a version after each;
-- the disk of a version and of a restore point;
-- the memory of a replica that has loaded the base and two versions, and its peak until then;
-- trained and sampled tokens per second, which depend on the machine and on what else it does.
+- the disk space of a version and of a restore point;
+- the memory of a replica that has loaded the base and two versions, and its peak while loading;
+- trained and sampled tokens per second, which depend on the machine and its load.
 
-The lines: what `headrace config check` computes is within 20 % of each measured size. Exit status 1 if one does not
-hold. A case that needs more memory than the machine has free is not measured, and the report names it. Writes
-`reports/bench-sizing.json` after each case; cases that `--only` leaves out keep their figures. It takes about
-20 minutes.
+The acceptance line: each size that `headrace config check` computes is within 20 % of the measured one. The exit status
+is 1 if it does not hold. A case that needs more memory than the machine has free is not measured, and the report names
+it. The benchmark writes `reports/bench-sizing.json` after each case, keeps the figures of cases that `--only` leaves
+out, and takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training."""
+    """One training run: shape, trained weights and precision."""
 
     shape: str
     kind: str

@@ -54,7 +54,7 @@ _IDLE_TICKS = 50
 
 
 async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: int, name: str) -> dict[str, object]:
-    """Run the timers until no work is left, then some more."""
+    """Run the timers until no work is left, then some more times."""
     ticks: dict[str, list[float]] = {name: [] for name in steps}
 
     turn = asyncio.Lock()

@@ -51,7 +51,7 @@ LINES = ("head", "growth", "held", "peers", "disk")
 
 
 def child(module: str, **options: int | str) -> dict[str, Any]:
-    """Return the output of a benchmark in a process of its own."""
+    """Run a benchmark module in a separate process and return its JSON output."""
     texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", f"benchmarks.{module}", *texts]
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=CHILD_S_MAX)
@@ -69,7 +69,7 @@ def head(options: argparse.Namespace, missed: list[str], progress: ProgressDispl
 
 
 def growth(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
-    """Measure attention alone, because all other costs of a step are proportional to the tokens."""
+    """Measure the cost of attention by sequence length; all other costs of a step are proportional to the tokens."""
     report: dict[str, Any] = {}
     for name, window, power in (("full", 0, 2), ("window", WINDOW, 1)):
         short, long = (child("_sequence_cost", length=n, window=window, threads=options.threads) for n in GROWN)
