@@ -1,1 +1,1 @@
-"""An agent that answers questions about a mailbox, and is trained on its own traffic when Headrace serves its model."""
+"""Agent that answers questions about a mailbox; it is trained on its own traffic if Headrace serves its model."""

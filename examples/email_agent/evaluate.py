@@ -23,7 +23,7 @@ from example_parts.react import Episode
 
 
 class Examination(examining.Examination[Task]):
-    """Held-out questions about the mailbox of one seed."""
+    """Examination with held-out questions about the mailbox of one seed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -48,7 +48,7 @@ class AnsweredQuestion:
 
 
 async def rewards(answered: AnsweredQuestion) -> None:
-    """Send whether the answer was accepted, and the right answer as context."""
+    """Send whether the answer was accepted, with the right answer as context."""
     await answered.end(value=float(answered.accepted), context={"expected": answered.task.expected})
 
 
@@ -102,7 +102,7 @@ SIGNALS: Mapping[str, Callable[[AnsweredQuestion], Awaitable[None]]] = {
 
 
 def _correction(episode: Episode, right: list[Any]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the first response that differs from the right step, with that step, or None."""
+    """Return the first response that differs from the right step, and that step, or None."""
     responses = [message for message in episode.messages if message["role"] == "assistant"]
     if episode.answer is not None:
         responses.append({"role": "assistant", "content": episode.answer})

@@ -1,1 +1,1 @@
-"""An agent that finds mails with one call of the right tool, trained on comparisons of its own runs."""
+"""Agent that finds mails with one call of the right tool, trained on comparisons of its own runs."""

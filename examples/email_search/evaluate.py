@@ -23,7 +23,7 @@ from example_parts.react import Episode
 
 
 class Examination(examining.Examination[Query]):
-    """Queries that occur neither in the warm-up nor in the agent's own traffic."""
+    """Examination with queries that occur neither in the warm-up nor in the agent's own traffic."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -1,4 +1,4 @@
-"""Rewards of a run: the correctness of its call by parts, their values, and the number of relevant mails found."""
+"""Rewards of a run by part, the weights of the parts, and the number of relevant mails that the run found."""
 
 from __future__ import annotations
 

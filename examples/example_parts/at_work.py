@@ -46,10 +46,12 @@ T = TypeVar("T", bound=UserTask)
 
 
 class Users(ABC, Generic[T]):
-    """Users with tasks: `options.concurrency` users at a time, `options.tasks` tasks in total, 0 without a bound."""
+    """Users with tasks: at most `options.concurrency` users at a time, and `options.tasks` tasks in total (0: no
+    limit).
+    """
 
     words = ("questions", "of the answers accepted")
-    """Name of the counted tasks, and of the accepted share."""
+    """Texts of the summary: the name of the counted tasks, and of the accepted share."""
 
     def __init__(self, tasks: Iterator[T], options: argparse.Namespace) -> None:
         self._tasks = tasks
@@ -57,7 +59,7 @@ class Users(ABC, Generic[T]):
         self._started_tasks = 0
         self.tally = Tally(options.seed, *self.words)
         self.had_enough = False
-        """Whether the users stop. Open tasks are still finished, but no new ones begin."""
+        """Whether the users stop. Open tasks are still finished, but no new ones are started."""
 
     @abstractmethod
     async def play(self, task: T) -> Episode:
@@ -82,7 +84,7 @@ class Users(ABC, Generic[T]):
             await self.attend(task)
 
     def questions(self) -> Iterator[T]:
-        """Yield the next tasks for any free user."""
+        """Yield the tasks in order, without end or up to the limit; any free user takes the next one."""
         while not self.had_enough and not 0 < self._options.tasks <= self._started_tasks:
             self._started_tasks += 1
             yield next(self._tasks)

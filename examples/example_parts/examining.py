@@ -1,10 +1,8 @@
-"""Play held-out tasks for the registry's gate, or against one version, and print a line of JSON for each.
+"""Frame of the programs that play held-out tasks for the registry's gate, or against one version.
 
 With `--gate` a program prints its task names, those of the gate and those of the audit, and then plays the requests on
-standard input (docs/gate.md). With `--model` it plays audit tasks. A task that the server could not play has no score,
-and the exit status is then 1, because a partial evaluation is no result.
-
-Standard input on an event loop, with the registry's requests to a gate program (docs/gate.md).
+standard input (docs/gate.md). With `--model` it plays audit tasks. Each result is a line of JSON. A task that the
+server could not play has no score, and the exit status is then 1, because a partial evaluation is no result.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ class HeldOutTask(Protocol):
 
     @property
     def id(self) -> str:
-        """Identifier, which is the same for the same task."""
+        """Identifier of the task, equal in every run."""
 
 
 T = TypeVar("T", bound=HeldOutTask)
 
 
 class Unplayable(Exception):
-    """The server could not play a task."""
+    """Error when the server could not play a task."""
 
 
 class Examination(ABC, Generic[T]):

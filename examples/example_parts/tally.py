@@ -19,8 +19,9 @@ UPDATE_S, WRITE_S = 0.5, 1.0
 
 
 class Tally:
-    """Counts of tasks and requests. Requests are model calls and feedback; a failed request failed after the client's
-    own retries."""
+    """Counts of tasks and requests. Requests are model calls and feedback; a request counts as failed after all
+    retries.
+    """
 
     def __init__(self, seed: int, task_words: str, accepted_words: str) -> None:
         self._words = task_words, accepted_words

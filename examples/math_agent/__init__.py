@@ -1,1 +1,1 @@
-"""An agent that solves word problems with a calculator, trained to be right, brief and in the expected form."""
+"""Agent that solves word problems with a calculator, trained to be right, brief and in the expected form."""

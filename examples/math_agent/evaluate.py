@@ -23,7 +23,7 @@ from math_agent.solution import of_episode
 
 
 class Examination(examining.Examination[Problem]):
-    """Problems that occur neither in the warm-up nor in the agent's own traffic."""
+    """Examination with problems that occur neither in the warm-up nor in the agent's own traffic."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -1,6 +1,6 @@
-"""Reward functions for finished trajectories. The scorer loads this file and calls them by name.
+"""Reward functions for finished trajectories; the scorer loads this file and calls them by name.
 
-The correctness of the answer is scored by `accuracy` of the reward library. This file has the other two functions.
+The correctness of the answer is scored by `accuracy` of the reward library; this file scores form and length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace_schemas import Trajectory
 
 DETOUR = 0.5
-"""Penalty for twice as many steps as needed."""
+"""Reduction of the reward for twice as many steps as needed."""
 
 
 def form(trajectory: Trajectory) -> float:

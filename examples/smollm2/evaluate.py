@@ -19,7 +19,7 @@ from smollm2.mails import Task, is_right, stream
 
 
 class Examination(examining.Examination[Task]):
-    """Mails that do not occur in the agent's own traffic."""
+    """Examination with mails that do not occur in the agent's own traffic."""
 
     def tasks(self, half: examining.Half) -> list[Task]:
         return list(itertools.islice(stream(half, self.options.seed), self.options.tasks))

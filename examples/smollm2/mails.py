@@ -38,7 +38,7 @@ ANSWERS = {
     "Sender and day?": "{sender}, {day}",
     "Sender and time?": "{sender}, {time}",
 }
-"""The form of the answer to each question."""
+"""Format of the answer to each question."""
 EXAMPLE = {"topic": "the picnic", "day": "Monday", "time": "7:20", "room": "room 12", "sender": "Tom Reed"}
 """Facts of the mail that each conversation shows as an example. No other mail has them."""
 
@@ -49,7 +49,7 @@ class Task:
 
     id: str
     kind: str
-    """The question."""
+    """Question about the mail."""
     mail: str
     expected: str
 

@@ -1,4 +1,4 @@
-"""Run Trinity's benches: a local Ray for all of them, and a `trinity run` for each."""
+"""Runner of Trinity's benches: one local Ray for all of them, and a `trinity run` for each."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Job:
 
     @property
     def tasks(self) -> Path:
-        """Folder with one file of rows."""
+        """Folder with one file of task rows."""
         return self.folder / "tasks"
 
     @property
@@ -49,10 +49,10 @@ def plays_timeout_s(settings: Settings, job: Job) -> float:
 
 
 def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
-    """Return the configuration.
+    """Return the YAML configuration of a bench as a mapping.
 
-    The table contains no secrets and no names of variables with secrets, because Ray shows the values of variables that
-    it names.
+    It contains no secrets and no names of variables with secrets, because Ray shows the values of variables that it
+    names.
     """
     bench_arguments = {
         "workflow": settings.workflow,

@@ -15,7 +15,7 @@ _REASON = 300
 
 
 class BenchFailed(Exception):
-    """A bench did not score every play, so that its result is not used."""
+    """Error of a bench that did not score every play, so that its result is not used."""
 
 
 def scores(results: Path, plays: Sequence[Play], settings: Settings, log: Path) -> Mapping[Play, float]:

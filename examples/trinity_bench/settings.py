@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 class Unusable(Exception):
-    """A setting or a file of tasks cannot be used. The message has the problem and the remedy."""
+    """Error of a setting or a task file that cannot be used. The message has the problem and the remedy."""
 
 
 class Settings(BaseModel):
@@ -33,15 +33,15 @@ class Settings(BaseModel):
     workflow: Text
     """Trinity's name of a workflow, or the dotted path of your class."""
     gate_tasks: Path
-    """JSON lines of a Trinity taskset: the tasks that decide."""
+    """File of JSON lines with the Trinity tasks that decide about versions."""
     audit_tasks: Path
-    """Other tasks, which only measure."""
+    """File of JSON lines with other tasks, which only measure."""
     name_key: str = ""
     """Key of a row that names its task; if empty, tasks are numbered."""
     reward: str = ""
-    """`default_reward_fn_type`, for workflows that take one."""
+    """Trinity's `default_reward_fn_type`, for workflows that take one."""
     metric: str = ""
-    """Metric of a run that is its score; if empty, its reward."""
+    """Name of the metric that is the score of a run; if empty, the score is the reward."""
     lowest: Finite = 0.0
     highest: Finite = 1.0
     """Rewards from `lowest` to `highest` become scores from 0 to 1; a reward outside of them fails the bench."""

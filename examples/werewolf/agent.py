@@ -23,7 +23,7 @@ VILLAGERS = "villager:v1.0"
 
 
 class Players(at_work.Users[Deal]):
-    """Players of all tables; `options.concurrency` tables play at a time."""
+    """Players of all tables; at most `options.concurrency` tables play at a time."""
 
     words = ("games", "won by the werewolves")
 

@@ -21,7 +21,7 @@ from werewolf.table import GameEpisode, Table, as_text
 
 
 class Examination(examining.Examination[Deal]):
-    """Deals that occur neither in the warm-up nor in the players' own traffic."""
+    """Examination with deals that occur neither in the warm-up nor in the players' own traffic."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:

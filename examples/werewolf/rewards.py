@@ -1,7 +1,7 @@
-"""Reward functions for one werewolf, computed from the facts in its feedback. The scorer calls them.
+"""Reward functions for one werewolf, computed from the facts in its feedback; the scorer calls them.
 
-Each returns 1 or 0 for an event (the penalty -1 or 0), and abstains if the context lacks the facts. The scorer's
-weights in `headrace.toml`, 10, 5, 2 and 5, determine their value. The file does not import Headrace.
+Each function returns 1 or 0 for an event (the penalty -1 or 0), and abstains if the context lacks the facts. The
+scorer's weights in `headrace.toml` are 10, 5, 2 and 5. The file does not import Headrace.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from werewolf import talk
 from werewolf.rules import NAMES, Deal, Game, Statement
 
 CALLS = 2 * len(NAMES)
-"""Model calls of one game: each player speaks once and votes once."""
+"""Number of model calls of one game: each player speaks once and votes once."""
 
 
 @dataclass

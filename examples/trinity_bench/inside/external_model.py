@@ -1,5 +1,4 @@
-"""Missing part of Trinity's external model: its runners look up an actor of the model, which Trinity does not
-create."""
+"""Actor of the external model, which Trinity's runners look up but Trinity does not create."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ BASE_URL = "HEADRACE_BENCH_URL"
 
 
 class Monitor(TensorboardMonitor):  # type: ignore[misc]
-    """Trinity's monitor, which also creates the actor: Trinity creates it in the explorer's process, before the
-    runners."""
+    """Trinity's monitor, which also creates the actor. Trinity creates its monitor in the explorer's process before the
+    runners.
+    """
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Any) -> None:
         super().__init__(project, group, name, role, config)
@@ -36,4 +36,4 @@ class _Model:
         return os.environ[BASE_URL]
 
     def shutdown(self) -> None:
-        """Return without action."""
+        """Do nothing, because the actor owns no resources."""

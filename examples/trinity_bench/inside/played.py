@@ -1,5 +1,4 @@
-"""Trinity workflow of one play: it runs the user's own workflow with the exact version, and writes a line with its
-score."""
+"""Trinity workflow of one play: it runs the user's own workflow with the exact version and writes the score."""
 
 from __future__ import annotations
 

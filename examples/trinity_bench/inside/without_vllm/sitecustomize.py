@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Return without action, because the module is empty."""
+        """Do nothing, because the module is empty."""
 
 
 sys.meta_path.append(_Finder())
