@@ -1,6 +1,4 @@
-"""The ten most frequent questions of users, each answered from the first page with the keyboard, with and without
-JavaScript.
-"""
+"""The ten questions of users, each answered from the first page with the keyboard, with and without JavaScript."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ _BYTES_MAX = 8_388_608
 def lenient(
     choices_max: int = 4, json_values_max: int = 10_000, *, media: Literal["refuse", "placeholder"] = "refuse"
 ) -> RequestContext:
-    """Return a context in which the gateway accepts fields without an effect as hints."""
+    """Return a context that accepts fields without an effect, such as hints."""
     return RequestContext(RequestRules(choices_max, json_values_max, media=media), _BYTES_MAX)
 
 
