@@ -139,7 +139,7 @@ class Table:
         return difference([run.scores for run in self.arms[arm]], [run.scores for run in self.arms[other]])
 
     def _beside_true(self, arm: str) -> dict[str, object] | None:
-        """Return the comparison with the demo's agent, or None if that was not run or is the same arm."""
+        """Return the comparison with the demo's agent, or None if that was not run or the arm types its answers."""
         if kinds.TRUE.name not in self.arms or arm in TYPED:
             return None
         return self.compare(arm, kinds.TRUE.name).report()

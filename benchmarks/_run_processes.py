@@ -68,7 +68,7 @@ def play(
     Args:
         name: name of the benchmark.
         work: runs one job in a worker process.
-        found: builds a result from the contents of a result file.
+        result_type: builds a result from the contents of a result file.
         alone: use a new process for each job; otherwise a few processes run all jobs.
     """
     reaper.start()
