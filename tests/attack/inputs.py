@@ -1,8 +1,7 @@
 """Generator of valid and nearly valid JSON: numbers at their edges, lists at their limits, every kind of text.
 
 `mutate` changes a valid JSON document in one to three places and returns the bytes of the result, which may no longer
-be
-valid JSON.
+be valid JSON.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `SmallStack` has a broker, a few services, a producer of raw records and the final content of topics. `headrace up` runs
 with two tenants, a reward function with hostile results, and optional planted faults. `serving` runs a gateway, a
-replica
-with a tiny model and the bus between them as three processes, as users do.
+replica with a tiny model and the bus between them as three processes, as users do.
 """
 
 from __future__ import annotations

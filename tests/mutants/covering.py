@@ -40,8 +40,7 @@ class LineRecorder:
     """Pytest plugin that writes the duration of each test in seconds, and the lines of one file that the test runs.
 
     Processes that tests start are not recorded, and the lines of a fixture that several tests share are recorded for
-    the
-    first of these tests.
+    the first of these tests.
     """
 
     def __init__(self, file: Path, output: Path) -> None:

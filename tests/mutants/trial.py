@@ -69,8 +69,7 @@ class Server:
     """Process that has imported the unchanged modules of one file and runs one trial at a time.
 
     The caller must `close` it. The first trial is that of the unchanged file, whose verdict is `control`. A mutant is
-    tried
-    with the tests that run the changed statement, and if it survives these, with all other tests.
+    tried with the tests that run the changed statement, and if it survives these, with all other tests.
     """
 
     def __init__(self, file: str, tests: tuple[str, ...], timeout_s: float) -> None:

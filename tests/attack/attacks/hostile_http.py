@@ -105,8 +105,7 @@ async def _drip(writer: asyncio.StreamWriter, drip: bytes) -> None:
 
 async def _ambiguous(port: int, rng: random.Random) -> tuple[int, int]:
     """Send ambiguous requests. Return the number of those that got anything but one refusal and a closed connection,
-    and of
-    all.
+    and of all.
     """
     names = [name for name in HEADS for _ in range(AMBIGUOUS)]
     rng.shuffle(names)

@@ -88,8 +88,7 @@ async def _session(
     name: str, client: httpx2.AsyncClient, urls: list[str], view: BusView, clocks: list[Path], draw: random.Random
 ) -> list[tuple[str, float]]:
     """Play one or two runs with the session id `name`. Each gets several values through both gateways, before and after
-    its
-    end.
+    its end.
 
     Returns:
         The turn id and the value of each acknowledged feedback, in order.

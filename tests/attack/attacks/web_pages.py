@@ -1,8 +1,7 @@
 """A hostile web page in a real browser that tries every route of every service of a default stack, in all fetch modes.
 
 The page is served from another port of this machine, from another site, and from a name that DNS rebinding points at
-the
-service. Every process records which requests of the browser arrived and which reached its handlers: none may.
+the service. Every process records which requests of the browser arrived and which reached its handlers: none may.
 """
 
 from __future__ import annotations
