@@ -74,7 +74,9 @@ async def test_session_page_shows_which_answers_training_pushed_and_where(stand:
     turns = dict(zip(session.turn_ids, page.split('class="turn"')[1:], strict=True))
     pushed = {name: re.findall(r"This answer was pushed [^<]*", text) for name, text in turns.items()}
     where = f"by step 3 of lineage main, first in {FIRST}."
-    again = "This answer was pushed up, advantage +0.25, by step 4 of lineage main."
+    again = (
+        "This answer was pushed up, advantage +0.25, by training after step 4 of lineage main, in no saved version yet."
+    )
     assert pushed == {
         first: [f"This answer was pushed up, advantage +0.75, {where}", again],
         second: [f"This answer was pushed down, advantage -0.25, {where}", again],
@@ -101,9 +103,38 @@ async def test_session_page_names_the_training_of_an_edit(stand: Stand) -> None:
     assert "This answer was pushed" not in page
 
 
+async def test_session_page_names_the_version_that_contains_a_save_between_versions(stand: Stand) -> None:
+    session = Session("a")
+    await apply(stand, [*session.events, saved(FIRST, 1), saved(None, 2, session.outcome(0.5)), saved(SECOND, 3)])
+    client = await stand.signed_in()
+    page = (await client.get(f"/s/{session.key}")).text
+    link = f'<a href="/models/m/{SECOND[2:]}">{SECOND[:14]}</a>'
+    assert f"trained: pushed up, advantage +0.5 (step 3 of lineage main), first in {link}" in page
+    assert f"by step 3 of lineage main, first in {SECOND}." in page
+    assert await learned_rows(stand, SECOND) == [(session.key, "+0.5", "up")], "the version's own page agrees"
+
+
+async def test_runs_of_one_session_are_told_apart(stand: Stand) -> None:
+    first, second = Session("a"), Session("a")
+    rename = {"experience_id": "b", "trajectory_id": "T-b"}
+    run, trained = (event.model_copy(update=rename) for event in second.events[1:])
+    second.name = "b"
+    events = [*first.events, second.events[0], run, trained]
+    await apply(stand, [*events, saved(FIRST, 0, first.outcome(0.5), second.outcome(-0.5))])
+    page = (await (await stand.signed_in()).get(f"/s/{first.key}")).text
+    assert "2 turns in 2 runs" in page
+    turns = page.split('class="turn')[1:]
+    assert [re.findall("Run [0-9]", text) for text in turns] == [["Run 1"], ["Run 2"]]
+    experiences = re.findall(r'<a href="#t-([0-9]+)">Run ([0-9])</a>, experience <code>([ab])</code>', page)
+    assert [entry[1:] for entry in experiences] == [("1", "a"), ("2", "b")]
+    assert all(f'id="t-{turn}"' in page for turn, *_ in experiences)
+    page = (await (await stand.signed_in()).get("/models/m/00000000000000aa/learned")).text
+    assert re.findall(r'#t-([0-9]+)">.*?<td class="number">([0-9])</td>', page) == [entry[:2] for entry in experiences]
+
+
 async def learned_rows(stand: Stand, version: str, query: str = "") -> list[tuple[str, str, str]]:
     page = (await (await stand.signed_in()).get(f"/models/m/{version.partition('@')[2]}/learned{query}")).text
-    rows = re.findall(r'<tr><th scope="row"><a href="/s/([a-z2-7]{16})">.*?</tr>', page)
+    rows = re.findall(r'<tr><th scope="row"><a href="/s/([a-z2-7]{16})#t-[0-9]+">.*?</tr>', page)
     cells = re.findall(r'<td class="number">([-+.0-9]*)</td><td>([^<]*)</td></tr>', page)
     return [(key, *cell) for key, cell in zip(rows, cells, strict=True)]
 

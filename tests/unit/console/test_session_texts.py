@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_console.pages.session import describe_absence, message_values, new_messages, reward_values
+from headrace_console.read_model.training_queries import Runs
 from headrace_schemas import Message, Reward
 from headrace_schemas.events.chat import FunctionCall, ToolCall
 from tests.support.account_events import KEY, START, turn
@@ -47,11 +48,14 @@ def test_new_messages_are_those_that_the_turn_before_lacks() -> None:
     assert new_messages(first, None) == (user,)
 
 
-def test_reward_names_its_run_while_its_record_can_be_read() -> None:
+def test_reward_names_its_run_and_its_reason() -> None:
     row = {
         "source": 1, "outcome": 2, "value": None, "revision": 0, "turn": 0, "at_ms": 0, "partition": 0, "log_offset": 5,
+        "trajectory": 7,
     }  # fmt: skip
     texts = {1: "judge:help", 2: "abstained"}
     record = Reward(time=START, trajectory_id="T", session_key=KEY, source="judge:help", outcome="abstained")
-    assert reward_values(row, {(0, 5): record}, texts)["run"] == "T"
-    assert reward_values(row, {}, texts)["run"] == ""
+    record = record.model_copy(update={"reason": "no answer"})
+    values = reward_values(row, {(0, 5): record}, texts, Runs({1: 1, 3: 2}, {6: 1, 7: 3}, 2))
+    assert (values["run"], values["first_turn"], values["reason"]) == (2, 3, "no answer")
+    assert reward_values(row, {}, texts, Runs({}, {}, 0))["run"] is None, "its run was not read"

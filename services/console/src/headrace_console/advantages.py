@@ -10,9 +10,9 @@ from typing import NamedTuple
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
-from headrace_console.read_model.queries import Row, steps_of, texts_of
+from headrace_console.read_model.queries import Row, texts_of
 from headrace_console.read_model.status import HistoryEntry, history_of
-from headrace_console.read_model.training_queries import experiences_of_turn
+from headrace_console.read_model.training_queries import experiences_of_turn, steps_of
 
 Steps = Mapping[tuple[int, int], tuple[int, int, int]]
 """Step, lineage and version (0 without one) by lineage and save."""
@@ -125,17 +125,17 @@ def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -
     """Return the step of an outcome, with the version that contains it first."""
     version = first_version(entry, steps, texts)
     name = step_name(entry, steps, texts)
-    return f"{name}, first in {version}" if version else name
+    return f"{name}, first in {version}" if version else f"training {name}, in no saved version yet"
 
 
 def step_name(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the step of an outcome and its lineage."""
-    step, lineage, _ = steps.get((entry.lineage, entry.save), (0, 0, 0))
-    return f"step {step} of lineage {texts.get(lineage, '')}"
+    """Return the step of an outcome and its lineage, or the step before it while no version contains it."""
+    step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
+    return f"{'' if version else 'after '}step {step} of lineage {texts.get(lineage, '')}"
 
 
 def first_version(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the first version that contains the step of an outcome, or an empty text before it is saved."""
+    """Return the first version that contains an outcome, or an empty text before it is saved."""
     _, _, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     return texts[version] if version else ""
 

@@ -10,7 +10,7 @@ from headrace_console.pages.page import InvalidParameter, Page, Visit
 from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row
 from headrace_console.read_model.status import history_of
-from headrace_console.read_model.training_queries import version_training
+from headrace_console.read_model.training_queries import Runs, runs_of, version_training
 
 ORDERS = ("up", "down")
 """Values of the parameter `first`: the sessions that were pushed up most, or down most, come first."""
@@ -24,19 +24,20 @@ async def learned(visit: Visit) -> Response:
     version = (await find_version(visit)).id
     async with visit.transaction() as tx:
         training = await version_training(tx, visit.user.scope, version, is_ascending=first == "down")
+        runs = await runs_of(tx, {row["session"] for row in training.rows} if training is not None else ())
     return visit.render(
         "learned.html",
         version=version,
         training=training,
-        rows=[_row(row) for row in training.rows] if training is not None else [],
+        rows=[_row(row, runs) for row in training.rows] if training is not None else [],
         first=first,
         rows_max=PAGE_ROWS,
     )
 
 
-def _row(row: Row) -> dict[str, object]:
+def _row(row: Row, runs: Runs) -> dict[str, object]:
     """Return the template values of a trained revision."""
-    history = history_of(row["history"])
+    history, turns = history_of(row["history"]), unpack_numbers(row["turns"])
     entry = next(
         (
             entry
@@ -50,7 +51,9 @@ def _row(row: Row) -> dict[str, object]:
         "key": row["session_key"],
         "title": row["title"] or row["session_id"] or row["session_key"],
         "revision": row["revision"],
-        "turns": len(unpack_numbers(row["turns"])),
+        "first_turn": min(turns, default=0),
+        "run": runs.of_turn.get(min(turns, default=0), ""),
+        "turns": len(turns),
         "reward": row["reward"],
         "advantage": row["advantage"],
         "direction": direction(row["advantage"]),

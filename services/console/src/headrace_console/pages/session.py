@@ -17,6 +17,7 @@ from headrace_console.read_model.letter_queries import refusal_reasons
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
+from headrace_console.read_model.training_queries import Runs, runs_of, steps_of
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import Feedback, Message, Reward, Turn
 
@@ -33,10 +34,11 @@ async def session(visit: Visit) -> Response:
         if session is None:
             raise NotFound
         rows = await queries.session_records(tx, session["id"], before)
+        runs = await runs_of(tx, [session["id"]])
         in_order = sorted(rows.experiences, key=lambda row: min(unpack_numbers(row["turns"]), default=0))
         histories = [history_of(row["history"]) for row in in_order]
         entries = [entry for history in histories for entry in history]
-        steps = await queries.steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
+        steps = await steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
         numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
         numbers |= {entry.reason for entry in entries}
         texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
@@ -54,11 +56,14 @@ async def session(visit: Visit) -> Response:
         model=texts.get(session["model"], ""),
         version=texts.get(session["version"], ""),
         statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
-        turns=_turns(rows, turns, texts, pushes),
+        runs=runs.count,
+        turns=_turns(rows, runs, turns, texts, pushes),
         earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
-        experiences=[_experience(row, history, steps, texts) for row, history in zip(in_order, histories, strict=True)],
+        experiences=[
+            _experience(row, runs, history, steps, texts) for row, history in zip(in_order, histories, strict=True)
+        ],
         absence=describe_absence(texts.get(row["status"], "") for row in rows.turns),
-        rewards=[reward_values(row, rewards, texts) for row in rows.rewards[:_SPEAKERS_MAX]],
+        rewards=[reward_values(row, rewards, texts, runs) for row in rows.rewards[:_SPEAKERS_MAX]],
         feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
         speakers_max=_SPEAKERS_MAX,
         can_give_feedback=visit.user.has_role("reviewer"),
@@ -91,6 +96,7 @@ async def _outcomes(
 
 def _turns(
     rows: SessionRecords,
+    runs: Runs,
     events: Mapping[tuple[int, int], object],
     texts: Mapping[int, str],
     pushes: Mapping[int, Sequence[str]],
@@ -105,6 +111,8 @@ def _turns(
         entries.append(
             {
                 "id": row["id"],
+                "run": runs.of_turn.get(row["id"]),
+                "begins_run": row["id"] in runs.first_turns.values(),
                 "response_id": unpack_id(row["name"]),
                 "at": from_epoch_ms(row["at_ms"]),
                 "version": texts.get(row["version"], ""),
@@ -169,6 +177,7 @@ def describe_absence(statuses: Iterable[str]) -> str:
 
 def _experience(
     row: Row,
+    runs: Runs,
     history: Sequence[HistoryEntry],
     steps: Steps,
     texts: Mapping[int, str],
@@ -177,12 +186,15 @@ def _experience(
     outcomes = [
         {
             "sentence": f"revision {entry.revision}: {_outcome(entry, steps, texts)}",
-            "version": first_version(entry, steps, texts),
+            "version": "" if entry.kind == "dropped" else first_version(entry, steps, texts),
         }
         for entry in reversed(history)
     ]
+    first_turn = min(unpack_numbers(row["turns"]), default=0)
     return {
         "id": unpack_id(row["name"]),
+        "first_turn": first_turn,
+        "run": runs.of_turn.get(first_turn),
         "revision": row["revision"],
         "reward": row["reward"],
         "no_reward": texts.get(row["no_reward"] or 0, "").replace("_", " "),
@@ -199,17 +211,21 @@ def _outcome(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str
     return f"{entry.kind}{effect and f': {effect}'} ({step})"
 
 
-def reward_values(row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str]) -> dict[str, object]:
-    """Return the template values of a reward. Its run and its reason are known while its record is."""
+def reward_values(
+    row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str], runs: Runs
+) -> dict[str, object]:
+    """Return the template values of a reward. Its reason is known while its record is."""
     event = events.get(position_of(row))
     reward = event if isinstance(event, Reward) else None
+    first_turn = runs.first_turns.get(row["trajectory"])
     return {
         "source": texts.get(row["source"], ""),
         "outcome": texts.get(row["outcome"], "").replace("_", " "),
         "value": row["value"],
         "revision": row["revision"],
         "turn": row["turn"],
-        "run": reward.trajectory_id if reward is not None else "",
+        "first_turn": first_turn,
+        "run": runs.of_turn.get(first_turn or 0),
         "at": from_epoch_ms(row["at_ms"]),
         "reason": reward.reason if reward is not None else None,
     }

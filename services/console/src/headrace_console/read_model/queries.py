@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,15 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import join_turn, pack_id, split_turn
 from headrace_console.read_model.status import split_status
 from headrace_console.users import Scope
-from headrace_runtime.storage.tables import is_one_of
+from headrace_schemas.values.ids import RESPONSE_PREFIX, created_ms
 
 Row = Mapping[str, Any]
 PAGE_ROWS = 100
 SEARCHED_MAX = 5_000
 """Sessions that one page reads at most to find those that match filters without an index."""
 SESSION_TURNS_MAX = 200
+_CALL_MS_MAX = 3_600_000
+"""Longest time of a call whose session is found by the end of its response id."""
 _VERSION = re.compile(r"(?:([^@]+)@)?([0-9a-f]{12,64})")
 """Name of a version, as a whole or as pages show it."""
 _VERSIONS_MAX = 16
@@ -251,6 +253,23 @@ async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row,
     return None
 
 
+async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Row, Row] | None:
+    """Return the session and the turn whose response id ends in these 32 digits, or None.
+
+    The digits begin with the time of the call, so the last `SEARCHED_MAX` sessions that had begun by then are searched.
+    """
+    table = tables.sessions
+    until_ms = created_ms(tail) + _CALL_MS_MAX
+    for tenant in (await tenants(tx, scope)).values():
+        earlier = select(table.c.id, table.c.session_key).where(table.c.tenant == tenant, table.c.began_ms <= until_ms)
+        begun = earlier.order_by(table.c.began_ms.desc()).limit(SEARCHED_MAX).subquery()
+        query = select(begun.c.session_key).join(tables.turns, tables.turns.c.session == begun.c.id)
+        key = await tx.scalar(query.where(tables.turns.c.name == bytes.fromhex(tail)).limit(1))
+        if key is not None:
+            return await turn_of(tx, scope, f"{RESPONSE_PREFIX}{key}-{tail}")
+    return None
+
+
 async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row | None:
     """Return the captured turn of a session with this number, or None."""
     table = tables.turns
@@ -357,14 +376,3 @@ async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Row]:
         for row in reversed(rows)
         if row["lineage"] == latest
     ]
-
-
-async def steps_of(
-    tx: AsyncConnection, saves: Collection[tuple[int, int]]
-) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """Return step, lineage and version (0 without one) of these saves of lineages."""
-    table = tables.steps
-    if not saves:
-        return {}
-    rows = await tx.execute(select(table).where(is_one_of(table.c.lineage, table.c.account, saves)))
-    return {(row.lineage, row.account): (row.step, row.lineage, row.version or 0) for row in rows}

@@ -3,7 +3,8 @@ turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row, numbers_of, tenants, texts_of
 from headrace_console.users import Scope
+from headrace_runtime.storage.tables import is_one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ async def version_training(
     joined = joined.join(sessions, sessions.c.id == experiences.c.session)
     order = trained.c.advantage.asc() if is_ascending else trained.c.advantage.desc()
     columns: list[Any] = [
-        trained, experiences.c.reward, experiences.c.turns, experiences.c.history, sessions.c.session_key,
-        sessions.c.session_id, sessions.c.title,
+        trained, experiences.c.reward, experiences.c.turns, experiences.c.history, experiences.c.session,
+        sessions.c.session_key, sessions.c.session_id, sessions.c.title,
     ]  # fmt: skip
     query = select(*columns).select_from(joined).where(*selection)
     query = query.order_by(order.nulls_last(), trained.c.experience, trained.c.revision).limit(PAGE_ROWS)
@@ -81,6 +83,56 @@ def _counts(advantage: ColumnElement[Any]) -> list[ColumnElement[Any]]:
         "not_reported": advantage.is_(None),
     }
     return [func.sum(case((condition, 1), else_=0)).label(name) for name, condition in conditions.items()]
+
+
+async def steps_of(
+    tx: AsyncConnection, saves: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Return step, lineage and version of the first version that contains each of these saves of lineages.
+
+    For a save that no version contains yet, return the step of the version before it, and 0 for the version.
+    """
+    table, later, version = tables.steps, tables.steps.alias(), tables.steps.alias()
+    if not saves:
+        return {}
+    follows = (later.c.lineage == table.c.lineage) & (later.c.account >= table.c.account)
+    first = select(func.min(later.c.account)).where(follows, later.c.version.is_not(None)).scalar_subquery()
+    contains = (version.c.lineage == table.c.lineage) & (version.c.account == first)
+    query = select(table.c.lineage, table.c.account, table.c.step, version.c.step.label("last"), version.c.version)
+    query = query.select_from(table.outerjoin(version, contains))
+    rows = await tx.execute(query.where(is_one_of(table.c.lineage, table.c.account, saves)))
+    return {
+        (row.lineage, row.account): (row.step if row.last is None else row.last, row.lineage, row.version or 0)
+        for row in rows
+    }
+
+
+_RUNS_MAX = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of sessions, numbered from 1 within each session in the order of their first turns."""
+
+    of_turn: Mapping[int, int]
+    """Number of the run by turn."""
+    first_turns: Mapping[int, int]
+    """First turn by trajectory."""
+    count: int
+
+
+async def runs_of(tx: AsyncConnection, sessions: Collection[int]) -> Runs:
+    """Return the published runs of sessions, at most 5,000 of them."""
+    table = tables.trajectories
+    query = select(table.c.session, table.c.id, table.c.turns).where(table.c.session.in_(sessions))
+    rows = (await tx.execute(query.order_by(table.c.id).limit(_RUNS_MAX))).all()
+    runs = sorted((min(turns), row.id, row.session, turns) for row in rows if (turns := unpack_numbers(row.turns)))
+    of_turn: dict[int, int] = {}
+    numbers: Counter[int] = Counter()
+    for _, _, session, turns in runs:
+        numbers[session] += 1
+        of_turn |= dict.fromkeys(turns, numbers[session])
+    return Runs(of_turn, {run: first for first, run, *_ in runs}, len(runs))
 
 
 _TURN_EXPERIENCES_MAX = 64
