@@ -50,6 +50,7 @@ def _load_templates() -> jinja2.Environment:
         "visible": _visible,
         "lines": _lines,
         "moment": _format_time,
+        "minute": _format_minute,
         "iso": _iso,
         "exp": math.exp,
     }
@@ -107,6 +108,10 @@ def _lines(text: object) -> str:
 
 def _format_time(time: datetime) -> str:
     return f"{time.astimezone(UTC):%d %b %Y %H:%M:%S} UTC"
+
+
+def _format_minute(time: datetime) -> str:
+    return f"{time.astimezone(UTC):%d %b %Y %H:%M}"
 
 
 def _iso(time: datetime) -> str:

@@ -108,9 +108,9 @@ class Visit:
         """Begin a transaction of the read model."""
         return self.parts.database.transaction()
 
-    def render(self, template: str, **values: object) -> Response:
+    def render(self, template: str, status: int = 200, **values: object) -> Response:
         """Return the page of a template."""
-        return self.parts.templates.render(self.request, self.user, template, 200, **values)
+        return self.parts.templates.render(self.request, self.user, template, status, **values)
 
 
 Handler = Callable[[Visit], Awaitable[Response]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import get_args
 from urllib.parse import quote, urlencode
 
@@ -33,6 +34,7 @@ LIST_CHOICES = {**CHOICES, "evaluation": ("hidden", "shown")}
 """Choices of the list. Review queues have no filter of evaluation sessions."""
 _POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
+_TAIL = re.compile(r"[0-9a-f]{32}")
 
 
 async def sessions(visit: Visit) -> Response:
@@ -40,17 +42,24 @@ async def sessions(visit: Visit) -> Response:
     query = visit.parameters(*FILTERS, "evaluation", "tenant", "after")
     parameters = {name: text for name, text in query.items() if text}
     evaluation = parameters.setdefault("evaluation", "hidden")
-    selection = parse_filter(parameters)
+    selection = problem = None
+    try:
+        selection = parse_filter(parameters)
+    except InvalidParameter as error:
+        problem = str(error)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
-        empty = queries.SessionPage((), None, None)
-        page = await queries.session_page(tx, tenants[tenant], selection) if tenant is not None else empty
+        page = queries.SessionPage((), None, None)
+        if tenant is not None and selection is not None:
+            page = await queries.session_page(tx, tenants[tenant], selection)
         texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
     following = None
     if page.after is not None:
         following = "?" + urlencode({**parameters, "after": "{}.{}".format(*page.after)})
     return visit.render(
         "sessions.html",
+        status=200 if problem is None else 400,
+        problem=problem,
         rows=[_session(row, texts) for row in page.rows],
         tenants=list(tenants),
         tenant=tenant,
@@ -59,6 +68,7 @@ async def sessions(visit: Visit) -> Response:
         is_filtered=any(name in parameters for name in FILTERS),
         with_evaluation=_with_evaluation(parameters) if evaluation == "hidden" else None,
         following=following,
+        newest="?" + urlencode({name: text for name, text in parameters.items() if name != "after"}),
         queue_query=_queue_query(parameters) if visit.user.has_role("reviewer") else None,
         searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
     )
@@ -91,7 +101,11 @@ async def find(visit: Visit) -> Response:
         for key in keys:
             if address is None and await queries.session_of(tx, visit.user.scope, key) is not None:
                 address = f"/s/{key}"
-        if address is None and await queries.numbers_of_versions(tx, text):
+        versions = await queries.texts_of(tx, await queries.numbers_of_versions(tx, text))
+        if address is None and len(versions) == 1:
+            model, _, digest = versions.popitem()[1].partition("@")
+            address = f"/models/{quote(model, safe='')}/{quote(digest, safe='')}"
+        elif address is None and versions:
             address = f"/sessions?{urlencode({'version': text, 'evaluation': 'shown'})}"
         for tenant, number in tenants.items():
             if address is None and await queries.has_task(tx, number, text):
@@ -117,6 +131,8 @@ def _queue_query(parameters: Mapping[str, str]) -> str:
 async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | None:
     """Return the address of a turn in its session, or None if the user may see no such turn."""
     target = await queries.turn_of(tx, user.scope, turn_id)
+    if target is None and _TAIL.fullmatch(turn_id):
+        target = await queries.turn_of_tail(tx, user.scope, turn_id)
     if target is None:
         return None
     session, turn = target
@@ -160,16 +176,15 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
     since = reward = None
     if "since" in parameters:
         try:
-            since = epoch_ms(datetime.fromisoformat(f"{parameters['since']}+00:00"))
+            since = epoch_ms(parse_time(parameters["since"]))
         except ValueError:
-            raise InvalidParameter(
-                "since", parameters["since"], "must be a time in UTC such as 2026-11-27T07:30"
-            ) from None
+            problem = "must be a time in UTC such as 27 Nov 2026 07:30 or 2026-11-27T07:30"
+            raise InvalidParameter("began since", parameters["since"], problem) from None
     if "reward_max" in parameters:
         try:
             reward = float(parameters["reward_max"])
         except ValueError:
-            raise InvalidParameter("reward_max", parameters["reward_max"], "must be a number") from None
+            raise InvalidParameter("reward at most", parameters["reward_max"], "must be a number") from None
     return Filter(
         model=parameters.get("model"),
         version=parameters.get("version"),
@@ -185,6 +200,16 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
     )
 
 
+def parse_time(text: str) -> datetime:
+    """Return a time in UTC, as the pages print it or in ISO 8601. Raises `ValueError`."""
+    plain = text.strip().removesuffix("UTC").strip()
+    for form in ("%d %b %Y %H:%M:%S", "%d %b %Y %H:%M", "%d %b %Y"):
+        with contextlib.suppress(ValueError):
+            return datetime.strptime(plain, form).replace(tzinfo=UTC)
+    moment = datetime.fromisoformat(plain)
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
 def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
     """Return the values that the list shows of a session."""
     thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
@@ -192,6 +217,8 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
     return {
         "key": row["session_key"],
         "began": from_epoch_ms(row["began_ms"]),
+        "last": from_epoch_ms(row["last_ms"]),
+        "task": row["task_id"],
         "title": row["title"] or row["session_id"] or row["session_key"],
         "turns": row["turns"],
         "version": texts.get(row["version"], ""),
