@@ -108,6 +108,9 @@ async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_p
         ("arm=candidate", False),
         ("since=2026-01-01T00:00", True),
         ("since=2026-01-01T00:01", False),
+        ("since=01 Jan 2026 00:00:00 UTC", True),
+        ("since=1 Jan 2026 00:01", False),
+        ("since=2026-01-01 00:00:01 UTC", False),
         ("tenant=default&thumb=", True),
     ],
 )
@@ -138,6 +141,24 @@ async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> N
     reply = await client.get(f"/sessions?{query}")
     assert reply.status_code == 400
     assert query.partition("=")[2] in reply.text or "order" in reply.text
+
+
+async def test_list_keeps_what_was_typed_beside_a_refused_filter(stand: Stand) -> None:
+    reply = await (await stand.signed_in()).get("/sessions?task=invoices&reward_max=low&thumb=down")
+    assert reply.status_code == 400
+    assert "reward at most = &#39;low&#39;: must be a number" in reply.text
+    for kept in ('value="invoices"', 'value="low"', '<option value="down" selected>'):
+        assert kept in reply.text, kept
+
+
+async def test_list_shows_when_a_session_began_and_when_it_was_called_last(stand: Stand) -> None:
+    later = turn(response_id(KEY), session_key=KEY, session_id="s1", time=START + timedelta(hours=30))
+    await apply(stand, [*session_events(), later])
+    page = (await (await stand.signed_in()).get("/sessions")).text
+    times = re.findall(r"<time [^>]*>([^<]*)</time>", page)
+    assert times == ["01 Jan 2026 00:00", "02 Jan 2026 06:00"]
+    assert '<th scope="col">last call (UTC)</th>' in page
+    assert "task invoices" in page, "so that the filter can be used"
 
 
 async def test_pages_of_the_list_follow_each_other_without_gap_or_repetition(stand: Stand) -> None:
@@ -208,7 +229,7 @@ async def test_session_page_shows_turns_outcomes_and_rewards(stand: Stand) -> No
 async def test_response_id_leads_to_its_turn(stand: Stand) -> None:
     await apply(stand, session_events())
     client = await stand.signed_in()
-    for address in (f"/r/{TURN_ID}", f"/find?q={TURN_ID}"):
+    for address in (f"/r/{TURN_ID}", f"/find?q={TURN_ID}", f"/find?q={TURN_ID[-32:]}"):
         reply = await client.get(address)
         assert reply.status_code == 303
         target = reply.headers["location"]
@@ -238,8 +259,8 @@ async def test_response_id_of_a_long_session_leads_to_the_page_that_shows_it(sta
     [
         ("s1", f"/s/{KEY}"),
         (KEY, f"/s/{KEY}"),
-        (VERSION, "/sessions?version=m%40"),
-        ("0123456789ab", "/sessions?version=0123456789ab"),
+        (VERSION, "/models/m/0123456789ab"),
+        ("0123456789ab", "/models/m/0123456789ab"),
         ("invoices", "/sessions?task=invoices"),
         ("", "/sessions"),
     ],
@@ -293,8 +314,10 @@ async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) 
     page = (await client.get("/rewards")).text
     rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>((?:<td class="number">[0-9,]+</td>)+)</tr>', page))
     numbers = {source: re.findall(r">([0-9,]+)<", cells) for source, cells in rows.items()}
-    assert numbers["concise"] == ["1", "0", "0", "0", "0", "0"], "two revisions of one reward are one reward"
-    assert numbers["judge:help"] == ["0", "1", "0", "0", "0", "0"]
+    assert numbers["concise"] == ["1", "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
+    assert numbers["judge:help"] == ["1", "0", "1", "0", "0", "0", "0"]
+    assert "No source failed in the last 7 days." in page
+    assert "</meter> 100 %" in page
     assert "0.4 to 0.5" in page
     assert (await client.get("/rewards?days=0")).status_code == 400
 

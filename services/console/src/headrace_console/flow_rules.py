@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headrace_console.learning import GateRule, describe_rule
 from headrace_runtime.settings.sections import Common, Section
+from headrace_schemas.values.ids import fits
 
 
 class RewardRules(Section):
@@ -16,6 +17,11 @@ class RewardRules(Section):
     required: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     reward_wait_s: float = 600.0
+    weights: dict[str, float] = Field(default_factory=lambda: {"*": 1.0})
+
+    def weight(self, source: str) -> float:
+        """Return the weight of a source in the reward: that of the first pattern that fits, or 0."""
+        return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
 
 
 class BatchRules(Section):

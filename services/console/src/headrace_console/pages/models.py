@@ -11,6 +11,25 @@ from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.sources.registry import VERSIONS_MAX
 from headrace_schemas.http.registry_api import AuditedPromoteRequest, VersionState, WithdrawRequest
 
+NUMBER_NAMES = {
+    "tasks": "tasks drawn",
+    "plays": "plays of all compared versions together",
+    "trial": "number of this trial among those against one anchor",
+    "alpha": "probability of a wrong promotion that this trial may spend",
+    "beta": "probability of a wrong refusal",
+    "difference": "mean difference from the champion",
+    "standard_error": "its standard error",
+    "margin": "loss against the champion that must be ruled out",
+    "anchor_difference": "mean difference from the anchor",
+    "anchor_standard_error": "standard error of the difference from the anchor",
+    "anchor_margin": "loss against the anchor that must be ruled out",
+    "score": "mean score of the audit tasks",
+    "score_standard_error": "standard error of the score",
+    "replicas": "replicas that loaded the version",
+    "max_abs_delta": "largest difference of a log probability from the trainer's",
+    "parent_max_abs_delta": "the same difference with the weights of the parent",
+}
+"""Words for the numbers of decisions and measurements."""
 _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
 
@@ -45,6 +64,7 @@ async def version(visit: Visit) -> Response:
         version=version,
         model=model,
         sentence=describe_decision(version),
+        number_names=NUMBER_NAMES,
         can_promote=visit.user.has_role("operator") and version.state not in _UNPROMOTABLE and not version.retired,
         can_withdraw=visit.user.has_role("operator") and version.state != "withdrawn" and version.id != model.champion,
     )

@@ -17,6 +17,7 @@ from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.text import printable
 
 OUTCOMES = get_args(Outcome)
+_FAILURES = ("failed", "parse_error", "timed_out")
 _DAYS_MAX = 400
 _DAYS = "7"
 
@@ -36,6 +37,8 @@ async def rewards(visit: Visit) -> Response:
         "rewards.html",
         sources={name: (source.outcomes, histogram(source.buckets)) for name, source in sources.items()},
         outcomes=OUTCOMES,
+        weights={name: visit.parts.rules.rewards.weight(name) for name in sources},
+        failing=[name for name, source in sources.items() if any(source.outcomes.get(kind) for kind in _FAILURES)],
         tenants=list(tenants),
         tenant=tenant,
         days=int(text),
@@ -43,10 +46,8 @@ async def rewards(visit: Visit) -> Response:
 
 
 def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return label and number of each tenth between the lowest and the highest one with rewards."""
-    if not buckets:
-        return []
-    return [(_label(bucket), buckets.get(bucket, 0)) for bucket in range(min(buckets), max(buckets) + 1)]
+    """Return label and number of each tenth with rewards, the lowest first."""
+    return [(_label(bucket), number) for bucket, number in sorted(buckets.items()) if number]
 
 
 def _label(bucket: int) -> str:
