@@ -72,7 +72,6 @@ SETTINGS: dict[str, object] = {
     "registry.rollout.uneven": 0.5,
     "registry.rollout.maturity_s": 3,
     "registry.rollout.closing_s": 3,
-    "registry.rollout.read_s": 0.2,
 }
 
 

@@ -39,13 +39,12 @@ MODEL = "m"
 MAX_STALENESS = 2
 Main = Callable[[], Coroutine[Any, Any, None]]
 
-COLLECTOR = CollectorSettings(idle_s=12.0, end_wait_s=600.0, feedback_wait_s=10.0)
+COLLECTOR = CollectorSettings(idle_s=12.0, feedback_wait_s=10.0)
 SCORER = ScorerSettings(expected=("feedback",), reward_wait_s=8.0, lease_s=18.0)
 REGISTRY = RegistrySettings.model_validate(
     {
         "poll_s": 6.0,
         "lease_s": 24.0,
-        "reconcile_s": 8.0,
         "retry_s": 10.0,
         "probe_timeout_s": 30.0,
         "gate": {"margin": 0.4, "anchor_margin": 0.2, "audit_tasks": 4},

@@ -74,6 +74,8 @@ class KeySettings(Section):
 class CaptureSettings(Section):
     """How a turn becomes durable before its client sees the end of the response (P1)."""
 
+    FIXED: ClassVar = {"spool_tenant_share": "half of the spool"}
+
     bus_wait_s: Positive = 2.0
     """How long the bus may take to acknowledge before the event goes to the spool instead."""
     spool_dir: str = ""
@@ -83,8 +85,6 @@ class CaptureSettings(Section):
     spool_reserve_bytes: Annotated[int, Field(ge=131_072)] = 16_777_216
     """Room on the disk that the spool holds ahead, for the turns of calls that are under way when the disk fills up.
     While it cannot be had and the bus is away, new requests are refused with 503."""
-    spool_tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Where keys belong to several tenants, the part of the spool at which one of them alone is refused with 503."""
     tenant_bytes_per_hour: Annotated[int, Field(ge=1_048_576)] = 34_359_738_368
     """About how many bytes of events one tenant may have stored per hour; beyond it new requests of that tenant are
     refused with 429. A turn is always kept."""

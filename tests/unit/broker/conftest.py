@@ -19,6 +19,7 @@ from headrace_broker.broker import Broker
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.log import AppendResult, Log
+from headrace_broker.login import Credentials
 from headrace_broker.protocol.groups import (
     Assignment,
     JoinGroupRequest,
@@ -277,12 +278,15 @@ def run(tmp_path: Path) -> Run:
 
     @contextlib.asynccontextmanager
     async def start(
-        guards: tuple[DiskGuard | None, DiskGuard | None] = (None, None), **changes: object
+        guards: tuple[DiskGuard | None, DiskGuard | None] = (None, None),
+        password: str = "",
+        **changes: object,
     ) -> AsyncIterator[Live]:
         settings = BrokerSettings.model_validate({"kafka_port": 0, "port": 0, "fsync": False, **changes})
         store = Store(tmp_path, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
         try:
-            async with running_broker(store, settings, SystemClock(), guards=guards) as (broker, server):
+            login = Credentials("headrace", password)
+            async with running_broker(store, settings, SystemClock(), login, guards) as (broker, server):
                 yield Live(broker, server, store)
         finally:
             store.close()

@@ -96,11 +96,19 @@ async def test_more_connections_than_allowed_are_turned_away(run: Run, monkeypat
             await again.ask(MetadataRequest((), False), MetadataResponse)
 
 
-async def test_a_request_that_does_not_arrive_in_time(run: Run) -> None:
-    async with run(transfer_timeout_s=0.1) as live, live.client() as slow:
+async def test_a_request_that_does_not_arrive_in_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.TRANSFER_TIMEOUT_S", 0.1)
+    async with run() as live, live.client() as slow:
         slow.writer.write(struct.pack(">i", 1_000) + b"only this")
         await _until(lambda: live.server.request_bytes == 1_000)
         await _closed(slow)
+        assert _nothing_held(live)
+
+
+async def test_silent_connection_is_closed_before_its_login(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.TRANSFER_TIMEOUT_S", 0.1)
+    async with run(password="a-password-of-the-bus") as live, live.client() as silent:
+        await _closed(silent)
         assert _nothing_held(live)
 
 
@@ -119,8 +127,9 @@ async def test_a_connection_that_waits_for_us_is_not_idle(run: Run, monkeypatch:
             assert answer.topics[0].partitions[0].error_code == Code.NONE
 
 
-async def test_a_client_that_does_not_take_its_answers(run: Run) -> None:
-    async with run(transfer_timeout_s=0.2) as live:
+async def test_a_client_that_does_not_take_its_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_broker.server.TRANSFER_TIMEOUT_S", 0.2)
+    async with run() as live:
         topic = await live.create("t")
         async with live.client() as client:
             for _ in range(8):

@@ -21,12 +21,11 @@ from pydantic import SecretStr
 
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
 from headrace_broker.login import Credentials, Login
-from headrace_broker.settings import BrokerSettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.bus_client import check_login, client_options
 from headrace_runtime.kafka.producer import EventProducer
-from headrace_runtime.settings.sections import BusSettings, load
+from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support.account_events import experience
 from tests.support.broker_process import BrokerProcess
@@ -39,7 +38,7 @@ _SIZE = struct.Struct(">i")
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    process = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD, BROKER__TRANSFER_TIMEOUT_S=2)
+    process = BrokerProcess(tmp_path_factory.mktemp("broker"), BUS__PASSWORD=PASSWORD)
     process.start()
     yield process
     process.stop()
@@ -110,11 +109,6 @@ async def test_wrong_logins_are_refused_and_the_right_one_is_taken(broker: Broke
 async def test_what_is_sent_before_the_login_is_bounded(broker: BrokerProcess) -> None:
     assert await answers(broker, _SIZE.pack(1_000_000) + bytes(100)) == []
     assert len(await answers(broker, frame(17, 1, struct.pack(">h", 5) + b"SCRAM"))) == 1
-    reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
-    started = time.monotonic()
-    assert await asyncio.wait_for(reader.read(), 10) == b"", "a connection that sends nothing is closed"
-    assert time.monotonic() - started < 8
-    writer.close()
 
 
 async def test_our_clients_log_in(settings: BusSettings, tmp_path: Path) -> None:
@@ -220,23 +214,11 @@ def test_a_second_one_on_the_same_file_is_refused(process_broker: BrokerProcess,
     assert "another broker has opened this file" in result.stderr
 
 
-def test_it_listens_on_loopback_alone(tmp_path: Path) -> None:
+def test_broker_refuses_another_address_than_loopback(tmp_path: Path) -> None:
     result = _run(tmp_path, BROKER__KAFKA_HOST="0.0.0.0")
     assert result.returncode == 2
     assert "broker.kafka_host" in result.stderr
-    assert "listens on loopback only" in result.stderr
-
-
-@pytest.mark.parametrize("host", ["192.168.1.7", "::", "broker.example"])
-def test_other_addresses_are_refused_too(host: str) -> None:
-    with pytest.raises(SettingError, match=r"broker\.kafka_host"):
-        load("broker", BrokerSettings, None, {"HEADRACE_BROKER__KAFKA_HOST": host})
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.2", "::1"])
-def test_loopback_addresses(host: str) -> None:
-    _, settings = load("broker", BrokerSettings, None, {"HEADRACE_BROKER__KAFKA_HOST": host})
-    assert settings.kafka_host == host
+    assert "run Apache Kafka and set bus.address" in result.stderr
 
 
 def _cpu_s(pid: int) -> float:

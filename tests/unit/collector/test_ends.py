@@ -238,8 +238,11 @@ async def test_end_without_a_session_is_dead_lettered(stream: Bench) -> None:
     assert [letter.reason for letter in stream.sent(DeadLetter)] == ["invalid_event"]
 
 
-async def test_session_beyond_the_completion_limit_is_closed(with_settings: Open) -> None:
-    async with with_settings(completions_per_session_max=3) as stream:
+async def test_session_beyond_the_completion_limit_is_closed(
+    with_settings: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "SEQUENCES_MAX", 3)
+    async with with_settings() as stream:
         turns = [ask([user(f"q{at}")], at=at) for at in range(5)]
         await stream.deliver(*turns)
         assert turns_of(stream) == [("limit", [turn.turn_id for turn in turns[:3]])]
@@ -247,8 +250,9 @@ async def test_session_beyond_the_completion_limit_is_closed(with_settings: Open
         assert turns_of(stream)[1:] == [("end_call", [turn.turn_id for turn in turns[3:]])]
 
 
-async def test_large_session_closes_the_longest_idle_runs(with_settings: Open) -> None:
-    async with with_settings(completions_per_session_max=4) as stream:
+async def test_large_session_closes_the_longest_idle_runs(with_settings: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "SEQUENCES_MAX", 4)
+    async with with_settings() as stream:
         runs = [ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("abc")]
         for turn in runs:
             stream.clock.advance(1)
@@ -261,16 +265,16 @@ async def test_large_session_closes_the_longest_idle_runs(with_settings: Open) -
         assert turns_of(stream)[2:] == [("end_call", [runs[0].turn_id, more.turn_id])]
 
 
-async def test_session_beyond_the_token_limit_is_closed(with_settings: Open) -> None:
-    async with with_settings(tokens_per_session_max=20) as stream:
+async def test_session_beyond_the_token_limit_is_closed(with_settings: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_BRANCH_TOKENS_MAX", 20)
+    async with with_settings() as stream:
         await stream.deliver(ask([user("x" * 30)]))
         assert [reason for reason, _ in turns_of(stream)] == ["limit"]
 
 
-async def test_token_limit_applies_to_the_longest_branch(
-    with_settings: Open,
-) -> None:
-    async with with_settings(tokens_per_session_max=200) as stream:
+async def test_token_limit_applies_to_the_longest_branch(with_settings: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_BRANCH_TOKENS_MAX", 200)
+    async with with_settings() as stream:
         turns = [ask([user("q" * 20)], at=0)]
         while len(turns) < 8:
             turns.append(ask(after(turns[-1], user("m")), at=len(turns)))
@@ -285,8 +289,11 @@ async def test_token_limit_applies_to_the_longest_branch(
         assert tuple(ids[: len(too_long.prompt_token_ids)]) == tuple(too_long.prompt_token_ids)
 
 
-async def test_long_run_does_not_close_other_runs_of_its_key(with_settings: Open) -> None:
-    async with with_settings(tokens_per_session_max=100) as stream:
+async def test_long_run_does_not_close_other_runs_of_its_key(
+    with_settings: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_BRANCH_TOKENS_MAX", 100)
+    async with with_settings() as stream:
         short = ask([user("s")], at=0, session_source="implicit")
         long = ask([user("l" * 120)], at=1, session_source="implicit")
         await stream.deliver(short)

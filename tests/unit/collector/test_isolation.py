@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from headrace_collector import closing, feedback_targets, schema, store, upkeep
+from headrace_collector import closing, feedback_targets, handlers, schema, store, upkeep
 from headrace_collector.closing import build_trajectory
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
@@ -125,7 +125,8 @@ async def test_large_session_with_a_failing_run_loses_no_other_turn(
     with_settings: Open, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """If the session reaches its limit and one of its runs fails, all other turns are published."""
-    async with with_settings(completions_per_session_max=3) as stream:
+    monkeypatch.setattr(handlers, "SEQUENCES_MAX", 3)
+    async with with_settings() as stream:
 
         def planted(*arguments: Any, **named_: Any) -> object:
             if named_["reason"] == "limit":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from headrace_collector import schema, store, upkeep
+from headrace_collector import handlers, schema, store, upkeep
 from headrace_collector.closing import build_trajectory
 from headrace_collector.facts import turn_facts
 from headrace_collector.runs import superseded_turns
@@ -361,9 +361,12 @@ async def test_open_turn_survives_the_end_of_the_run_that_it_extends(with_settin
         assert stream.sent(DeadLetter) == []
 
 
-async def test_long_session_of_extending_turns_is_one_trajectory(with_settings: Open) -> None:
+async def test_long_session_of_extending_turns_is_one_trajectory(
+    with_settings: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Complete turns reach the session's limit after 20 completions here; turns that extend each other do not."""
-    async with with_settings(completions_per_session_max=20) as stream:
+    monkeypatch.setattr(handlers, "SEQUENCES_MAX", 20)
+    async with with_settings() as stream:
         await stream.deliver(*conversation(50, "whole"), end("whole"))
         limited = [trajectory.end_reason for trajectory in stream.sent(Trajectory)]
         await stream.deliver(*chained(conversation(50, "extended")), end("extended"))

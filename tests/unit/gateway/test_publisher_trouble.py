@@ -144,14 +144,16 @@ async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) ->
             assert "the bus is away" in str(publisher.lacks_room)
 
 
-async def test_one_of_several_tenants_may_fill_its_part_and_not_a_byte_more(tmp_path: Path) -> None:
+async def test_one_of_several_tenants_may_fill_its_part_and_not_a_byte_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event, bytes_max = feedback(1), 8192
     size = len(event.to_json())
 
     async def is_refused(tenants: int | None, share_bytes: int, tenant: str = "default") -> bool:
         async with Spool(tmp_path / f"{tenants}-{share_bytes}-{tenant}", bytes_max) as spool:
-            limits = {"spool_bytes_max": bytes_max, "spool_tenant_share": share_bytes / bytes_max}
-            publisher = publisher_of(Connections(tmp_path), spool, tenants=tenants, **limits)
+            publisher = publisher_of(Connections(tmp_path), spool, tenants=tenants, spool_bytes_max=bytes_max)
+            monkeypatch.setattr("headrace_gateway.capture.publisher.TENANT_SHARE", share_bytes / bytes_max)
             await publisher.publish(event)
             with contextlib.suppress(ApiError):
                 publisher.admit(tenant)

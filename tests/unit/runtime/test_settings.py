@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import AfterValidator, BaseModel, SecretStr
@@ -32,6 +32,8 @@ from tests.support import plugins
 
 
 class Inner(Section):
+    FIXED: ClassVar = {"depth_max": "8"}
+
     size_max: int = 10
     kind: str = "narrow"
 
@@ -95,6 +97,10 @@ def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
         ("[gatway]\nport = 1\n", r"gatway = .*unknown; did you mean 'gateway'\?"),
         ("[gateway]\nprot = 1\n", r"gateway\.prot = 1: unknown; did you mean 'port'\?"),
         ("[gateway.inner]\nsize_mx = 1\n", r"gateway\.inner\.size_mx = 1: unknown; did you mean 'size_max'\?"),
+        (
+            "[gateway.inner]\ndepth_max = 9\n",
+            r"depth_max = 9: is no setting any more, its value is fixed \(8\)",
+        ),
         ("[gateway]\nport = 'eighty'\n", r"gateway\.port = 'eighty': .*integer"),
         ("[gateway]\nport = 70000\n", r"gateway\.port = 70000"),
         ("[gateway]\nmode = 'c'\n", r"gateway\.mode = 'c': .*'a' or 'b'"),

@@ -24,7 +24,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 import headrace_schemas
 import headrace_schemas.events
 from headrace_collector.closing import _TOOLS_MAX
-from headrace_collector.settings import CollectorSettings
+from headrace_collector.handlers import SEQUENCES_MAX
 from headrace_gateway.requests.chat_request import ChatRequest
 from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_inference.announce import _VERSIONS_MAX
@@ -44,6 +44,7 @@ from headrace_schemas.values.errors import InvalidEvent
 from headrace_scorer.feedback_rewards import CORRECTIONS_MAX
 from headrace_scorer.reward_policy import PARTS_MAX
 from headrace_trainer.batches.summary import VALUES_MAX
+from headrace_trainer.lineage.lineage import OUTCOMES_PER_SAVE
 from headrace_trainer.settings import MemorySettings
 
 EXAMPLES = sorted((Path(headrace_schemas.__file__).parent / "examples").glob("*/*.json"))
@@ -285,9 +286,9 @@ SLOTS = upper_bound(RolloutPlan, "slots")
 SERVED = upper_bound(RegistrySettings, "served_max") + 2 * (4 + SLOTS)
 """Requested versions, and champion, previous champion, candidate, anchor and rollouts, each with its base."""
 QUEUE = upper_bound(MemorySettings, "queue_experiences")
-OUTCOMES = upper_bound(MemorySettings, "outcomes") + 2 * QUEUE
+OUTCOMES = OUTCOMES_PER_SAVE + 2 * QUEUE
 """The outcomes that cause a save, and those of a step and of all that waits in one poll."""
-COMPLETIONS = upper_bound(CollectorSettings, "completions_per_session_max") + upper_bound(ChatRequest, "n")
+COMPLETIONS = SEQUENCES_MAX + upper_bound(ChatRequest, "n")
 ISOLATED = 0
 """Built for one item, which fails by name when the event cannot be built (`headrace_runtime.storage.isolation`)."""
 SPLIT = 0

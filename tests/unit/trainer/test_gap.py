@@ -75,9 +75,7 @@ def test_few_runs_are_enough_where_each_reply_suits_its_own_answer() -> None:
     for count, waits in ((2, True), (3, True), (4, False), (5, False)):
         told_BB = np.full((count, count), -1.2)
         np.fill_diagonal(told_BB, -0.6)
-        decision = refusal(
-            GapEstimate().plus([ReplyBlock(told_BB, np.full(count, -1.1))]), HindsightSettings(runs_min=2)
-        )
+        decision = refusal(GapEstimate().plus([ReplyBlock(told_BB, np.full(count, -1.1))]), SETTINGS)
         assert (decision is not None) == waits
         assert decision is None or decision.undecided
 

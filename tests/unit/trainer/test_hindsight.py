@@ -135,17 +135,17 @@ def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> Non
 
 
 def test_few_runs_are_not_believed(base: Path) -> None:
-    with pytest.raises(StepRefused, match=r"measured on 3 runs, below trainer\.advantage\.hindsight\.runs_min = 4"):
+    with pytest.raises(StepRefused, match=r"measured on 3 runs, and 4 are needed; raise trainer\."):
         appraised_teacher(base, rows_of(3))
     with pytest.raises(StepRefused, match=r"measured on 0 runs"):
         appraised_teacher(base, rows_of(1))
 
 
-def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> None:
+def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_trainer.torch_learner.hindsight.GUARD_ANSWERS_MAX", 2)
     accepted = [replace(guard_row, hindsight=None, experience_id=f"a{n}") for n, guard_row in enumerate(rows_of(3))]
-    teacher = appraised_teacher(base, [*rows_of(24), *accepted], guard_answers=2)
-    other = HindsightTeacher(HindsightSettings(guard_answers=2), 512)
-    other.load(teacher.state())
+    teacher = appraised_teacher(base, [*rows_of(24), *accepted])
+    (other := HindsightTeacher(HindsightSettings(), 512)).load(teacher.state())
     assert other.gap == teacher.gap
     assert [guard_row.token_ids_T.tolist() for guard_row in other.guard] == [
         guard_row.token_ids_T.tolist() for guard_row in accepted[1:]

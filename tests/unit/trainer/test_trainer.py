@@ -210,10 +210,14 @@ async def test_grpo_trains_whole_groups(world: World, make: Make) -> None:
     assert trained == ["e0", "e2", "e4", "e6", "e1", "e3", "e5", "e7"]
 
 
-async def test_outcomes_without_a_step_are_saved_by_time_and_by_number(world: World, make: Make) -> None:
+async def test_outcomes_without_a_step_are_saved_by_time_and_by_number(
+    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = await begin(world, make)
     world.bus.produce(*(experience(n, version, reward=None) for n in range(10)))
-    await world.run(make(save_interval_s=1e9, memory={"outcomes": 8}), per_poll=5)
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace_trainer.lineage.lineage.OUTCOMES_PER_SAVE", 8)
+        await world.run(make(save_interval_s=1e9), per_poll=5)
     assert len(world.bus.verdicts) == 8
     assert [account.version for account in world.bus.accounts[1:]] == [None]
     assert world.bus.sent[-1].topic == "training-metrics"

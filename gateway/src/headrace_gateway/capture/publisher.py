@@ -24,6 +24,9 @@ from headrace_schemas import EVENTS, Event, Feedback, SessionEnd
 DRAIN_BATCH = 200
 """Spooled events that are sent to the bus at one time."""
 
+TENANT_SHARE = 0.5
+"""Where keys belong to several tenants, the part of the spool at which one of them alone is refused."""
+
 log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
@@ -88,10 +91,10 @@ class Publisher:
         lack = self.lacks_room
         if lack is not None:
             raise overloaded(lack)
-        share = self._settings.spool_bytes_max * self._settings.spool_tenant_share
+        share = self._settings.spool_bytes_max * TENANT_SHARE
         if self._shared and self._shares.of(tenant) >= share:
             raise overloaded(
-                f"this tenant's part of the spool is full {self._why()}; capture.spool_tenant_share bounds it"
+                f"this tenant's part of the spool is full {self._why()}; it is half of capture.spool_bytes_max"
             )
 
     def _why(self) -> str:

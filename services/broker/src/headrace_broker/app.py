@@ -21,7 +21,7 @@ from headrace_broker.login import Credentials
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.reads import Readers
 from headrace_broker.server import Server, listening_socket
-from headrace_broker.settings import BrokerSettings
+from headrace_broker.settings import KAFKA_HOST, BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.store import Store
 from headrace_broker.topics import CommittedOffsets, TopicStore
@@ -61,7 +61,7 @@ async def run(common: Common, settings: BrokerSettings) -> None:
         free_min = common.disk_free_bytes_min
         guards = disk.DiskGuard(folder, free_min), disk.DiskGuard(folder, free_min, share=_SHARE_OF_TABLES)
         async with running_broker(store, settings, SystemClock(), credentials, guards) as (broker, server):
-            log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
+            log.info("listening", kafka=f"{KAFKA_HOST}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_wait_for_failure(broker.writer.failed, store))
                 group.create_task(_wait_for_failure(broker.readers.failed, store))
@@ -83,9 +83,9 @@ async def running_broker(
 ) -> AsyncIterator[tuple[Broker, Server]]:
     """Run a broker on its port while the body runs. At the end all submitted operations are committed."""
     try:
-        listener = listening_socket(settings.kafka_host, settings.kafka_port)
+        listener = listening_socket(KAFKA_HOST, settings.kafka_port)
     except OSError as error:
-        remedy = f"cannot listen on {settings.kafka_host}: {error.strerror}; is another broker or Kafka running there?"
+        remedy = f"cannot listen on {KAFKA_HOST}: {error.strerror}; is another broker or Kafka running there?"
         raise SettingError("broker.kafka_port", settings.kafka_port, remedy) from None
     db = store.connect()
     broker = assemble(store, db, settings, clock, listener.getsockname()[1], credentials, guards)

@@ -24,6 +24,8 @@ CONNECTION_REQUESTS_MAX = 32
 """Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
 CONNECTION_IDLE_S = 600.0
 """Seconds without a request after which a connection is closed."""
+TRANSFER_TIMEOUT_S = 30.0
+"""Seconds for receiving one request, and for sending one response."""
 REQUESTS_BYTES_MAX = 64 * 1024 * 1024
 """Memory for all requests in progress. Further requests wait."""
 
@@ -56,7 +58,6 @@ class Connection:
         self._memory = memory
         self._reader = reader
         self._writer = writer
-        self._settings = broker.settings
         self._pending: asyncio.Queue[_Pending] = asyncio.Queue(CONNECTION_REQUESTS_MAX)
         self._started: set[_Pending] = set()
         self._login = Login(broker.credentials)
@@ -113,7 +114,7 @@ class Connection:
             raise Malformed(f"request of {size} bytes: must be between 8 and {bytes_max} bytes")
         held_bytes = await self._memory.take(size)
         try:
-            async with asyncio.timeout(self._settings.transfer_timeout_s):
+            async with asyncio.timeout(TRANSFER_TIMEOUT_S):
                 return await self._reader.readexactly(size), held_bytes
         except BaseException:
             self._memory.give(held_bytes)
@@ -123,7 +124,7 @@ class Connection:
         """Wait for the size of the next request, without a timeout while the client waits for responses."""
         while True:
             try:
-                idle_s = CONNECTION_IDLE_S if self._login.done else self._settings.transfer_timeout_s
+                idle_s = CONNECTION_IDLE_S if self._login.done else TRANSFER_TIMEOUT_S
                 async with asyncio.timeout(idle_s):
                     return await self._reader.readexactly(_SIZE.size)
             except TimeoutError:
@@ -147,7 +148,7 @@ class Connection:
                 encode_response(pending.request, response, sink)
                 _RESPONSE_START.pack_into(sink, 0, len(sink) - _SIZE.size, pending.request.correlation_id)
                 self._writer.write(sink)
-                async with asyncio.timeout(self._settings.transfer_timeout_s):
+                async with asyncio.timeout(TRANSFER_TIMEOUT_S):
                     await self._writer.drain()
             self._release(pending)
             if self._login.refused:

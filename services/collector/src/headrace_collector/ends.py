@@ -25,6 +25,8 @@ from headrace_runtime.stream.processor import Unfinished
 from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
 
+END_WAIT_S = 900.0
+"""Seconds that an end waits at most for the turns that were sent before it."""
 _AT_ONCE_MAX = 200
 """Largest number of ends that one transaction applies. The timer applies the rest."""
 
@@ -73,7 +75,7 @@ async def apply_ends(
     Args:
         started: When this process started. Time before it does not make an end overdue.
     """
-    due_ends = await _load_due_ends(tx, now, settings, started)
+    due_ends = await _load_due_ends(tx, now, started)
     if not due_ends:
         return []
 
@@ -96,15 +98,13 @@ async def apply_ends(
     return Unfinished(events) if len(due_ends) == _AT_ONCE_MAX else events
 
 
-async def _load_due_ends(
-    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
-) -> Sequence[RowMapping]:
+async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) -> Sequence[RowMapping]:
     turns, feedback = stream.positions.alias(), stream.positions.alias()
     reached = and_(
         ends.c.turns_until <= func.coalesce(turns.c.next_offset, 0),
         ends.c.feedback_until <= func.coalesce(feedback.c.next_offset, 0),
     )
-    overdue = now - timedelta(seconds=settings.end_wait_s)
+    overdue = now - timedelta(seconds=END_WAIT_S)
     if overdue >= started:  # a log may end with a control record, and then the position never reaches its end
         reached = or_(reached, ends.c.at_ms <= epoch_ms(overdue))
     query = (

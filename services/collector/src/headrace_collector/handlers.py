@@ -25,6 +25,11 @@ from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX
 from headrace_schemas.values.ids import key_of_response, session_key
 from headrace_schemas.values.text import printable
 
+SEQUENCES_MAX = 800
+"""Number of open completions at which a session is closed (`limit`), so that all fit into one trajectory. A completion
+whose turn extends another one's answer (`Turn.extends`) does not count."""
+_BRANCH_TOKENS_MAX = 4_000_000
+"""Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`)."""
 _COMPLETIONS_MAX = 4000
 """Number of open completions at which a session is closed: a branch holds 4,096 spans."""
 _ADDED_TOKENS_MAX = 64_000_000
@@ -112,9 +117,9 @@ class Collector:
 
     def _too_large(self, size: store.SessionSize) -> bool:
         return (
-            size.sequences >= self.settings.completions_per_session_max
+            size.sequences >= SEQUENCES_MAX
             or size.completions >= _COMPLETIONS_MAX
-            or size.longest_tokens >= self.settings.tokens_per_session_max
+            or size.longest_tokens >= _BRANCH_TOKENS_MAX
             or size.added_tokens >= _ADDED_TOKENS_MAX
         )
 
@@ -129,7 +134,7 @@ class Collector:
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
             together = store.SessionSize.of([*remaining, candidate.run])
             crowded = bool(remaining) and (
-                together.sequences >= self.settings.completions_per_session_max / 2
+                together.sequences >= SEQUENCES_MAX / 2
                 or together.completions >= _COMPLETIONS_MAX / 2
                 or together.added_tokens >= _ADDED_TOKENS_MAX / 2
             )

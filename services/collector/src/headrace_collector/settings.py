@@ -14,21 +14,18 @@ class CollectorSettings(ServiceSettings):
     """When sessions end, and how long their turns are stored."""
 
     COMMON: ClassVar = ("idle_s",)
+    FIXED: ClassVar = {
+        "completions_per_session_max": "800",
+        "end_wait_s": "900 s",
+        "tokens_per_session_max": "4 million",
+    }
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""
     idle_s: Annotated[float, Field(gt=0)] = 300.0
     """Seconds without a turn after which a run ends; counted from the start of the service at the earliest."""
-    end_wait_s: Annotated[float, Field(gt=0)] = 900.0
-    """Seconds that an end waits at most for the turns that were sent before it."""
     feedback_wait_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that feedback waits for its turns before it is dead-lettered as `unknown_target`."""
-    completions_per_session_max: Annotated[int, Field(ge=1, le=896)] = 800
-    """Number of open completions at which a session is closed (`limit`); later turns start a new trajectory. A
-    completion whose turn extends another one's answer (`Turn.extends`) does not count, up to 4,000 completions."""
-    tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
-    """Tokens of the longest branch (a prompt and its completion) at which a session is closed (`limit`). So is one
-    whose open turns add 64 million new tokens together."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
     """Number of open sessions beyond which sessions are closed (`limit`): those that were idle for longest, of the
     tenants with the most open sessions."""

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import metrics
 from headrace_collector.closing import find_open_runs, load_session
-from headrace_collector.ends import End, store_ends
+from headrace_collector.ends import END_WAIT_S, End, store_ends
 from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions, stream, turns
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
@@ -94,7 +94,7 @@ async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: C
     Only the oldest feedback is checked: where a partition of `turns` lags, all later feedback waits with it.
     """
     waited = now - timedelta(seconds=settings.feedback_wait_s)
-    overdue = waited - timedelta(seconds=settings.end_wait_s)
+    overdue = waited - timedelta(seconds=END_WAIT_S)
     reached = select(stream.positions.c.next_offset).where(
         stream.positions.c.topic == "turns", stream.positions.c.partition == feedback.c.partition
     )

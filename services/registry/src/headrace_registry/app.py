@@ -96,9 +96,7 @@ class _Registry:
             limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus, self._wake)
-        self._traffic_reader = TrafficReader(
-            self._processor, self._lease, common.bus, settings.rollout.read_s, self._wake
-        )
+        self._traffic_reader = TrafficReader(self._processor, self._lease, common.bus, self._wake)
         answers = None
         if settings.rollout.shadow.tenants:
             key = common.security.internal_key.get_secret_value()
@@ -115,7 +113,7 @@ class _Registry:
             reports,
             answers,
         )
-        self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
+        self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock)
         garbage = GarbageCollector(
             blobs, self._processor, self._lease, settings.retired_for_s, settings.versions_bytes_max
         )

@@ -96,6 +96,7 @@ class RegistrySettings(ServiceSettings):
     """Settings of the registry."""
 
     SHARED: ClassVar = ("host", "lease_s", "retry_s")
+    FIXED: ClassVar = {"reconcile_s": "5 s"}
 
     port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""
@@ -118,7 +119,5 @@ class RegistrySettings(ServiceSettings):
     """Bytes that the files of all versions may take. Beyond it the registry retires and removes trained versions that
     are not needed: first versions that never served, the oldest first. Manifests, labelled versions and two former
     champions of each model stay. Without a value: 2 GiB, or five times the largest version if that is more."""
-    reconcile_s: Positive = 5.0
-    """Seconds for which the bus may have another routing than the database before it is published again."""
     retry_s: Positive = 60.0
     """Seconds that bus or database may be away before the process gives up and is restarted."""

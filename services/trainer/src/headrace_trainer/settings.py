@@ -172,6 +172,7 @@ class MemorySettings(Section):
     """Bounds on stored state, in memory and in each checkpoint."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+    FIXED: ClassVar = {"outcomes": "4096"}
 
     queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Experiences that may wait for a batch; when it is full the bus is not read."""
@@ -191,8 +192,6 @@ class MemorySettings(Section):
     restore_points_bytes: Count | None = None
     """Bytes that these may take on the disk. The oldest are removed first, champions' last, those of base and newest
     version never. None: 1 GiB, or the size of one if that is more. A version without one restarts the optimizer."""
-    outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
-    """Number of training outcomes, or ranges of records read, that cause a save."""
 
 
 class TrainerSettings(ServiceSettings):

@@ -57,6 +57,8 @@ class Section(BaseModel):
     TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
     """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
 
+    FIXED: ClassVar[Mapping[str, str]] = {}
+    """Former settings with the value that is fixed now. A file that sets one of them is refused with this value."""
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Names of the settings that the enclosing table has, too. Its value applies where this section sets none, and the
     reference lists the setting there."""
@@ -368,24 +370,25 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         if first["type"] == "string_type" and isinstance(first["input"], int | float):
             remedy += "; put it in quotes"
         if first["type"] == "extra_forbidden":
-            remedy = f"unknown{_hint(path[-1], _names_at(model, path[:-1]))}"
+            section = _section_at(model, path[:-1])
+            remedy = f"unknown{_hint(path[-1], list(section.model_fields) if section else [])}"
+            if fixed := getattr(section, "FIXED", {}).get(path[-1]):
+                remedy = f"is no setting any more, its value is fixed ({fixed}); remove it"
         raise SettingError(prefix + ".".join(path), first["input"], remedy) from None
 
 
-def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the names of the settings in the section at `path`, or an empty list if there is no section."""
+def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """Return the section at `path`, or None if there is none."""
     for part in path:
-        field = model.model_fields.get(part)
-        inner = field.annotation if field else None
+        inner = getattr(model.model_fields.get(part), "annotation", None)
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
+            return None
         model = inner
-    return list(model.model_fields)
+    return model
 
 
 def _hint(name: str, valid_names: tuple[str, ...] | list[str]) -> str:
-    similar = closest(name, valid_names)
-    if similar:
+    if similar := closest(name, valid_names):
         return f"; did you mean {similar!r}?"
     return f"; known here: {', '.join(sorted(set(valid_names)))}" if valid_names else ""
 

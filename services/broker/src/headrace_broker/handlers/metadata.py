@@ -22,6 +22,7 @@ from headrace_broker.protocol.metadata import (
     SaslHandshakeResponse,
     TopicMetadata,
 )
+from headrace_broker.settings import KAFKA_HOST
 from headrace_broker.topics import check_name
 from headrace_runtime.process.logs import get_logger
 
@@ -34,7 +35,7 @@ async def metadata(broker: Broker, call: RequestContext, request: MetadataReques
     names = list(topics) if request.topics is None else request.topics
     return MetadataResponse(
         throttle_time_ms=0,
-        brokers=(BrokerMetadata(NODE_ID, broker.settings.kafka_host, broker.port, None),),
+        brokers=(BrokerMetadata(NODE_ID, KAFKA_HOST, broker.port, None),),
         cluster_id=broker.cluster_id,
         controller_id=NODE_ID,
         topics=tuple(_topic(name, topics.get(name)) for name in names),
@@ -47,7 +48,7 @@ async def find_coordinator(
     """Handle FindCoordinator. The coordinator is always this broker."""
     if request.key_type not in (_GROUP, _TRANSACTION):
         raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type} is not supported")
-    return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, broker.settings.kafka_host, broker.port)
+    return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, KAFKA_HOST, broker.port)
 
 
 def _topic(name: str, topic: TopicState | None) -> TopicMetadata:

@@ -112,6 +112,8 @@ log = get_logger(__name__)
 OUTCOME_TOPICS = (Trajectory.topic, Reward.topic, Feedback.topic)
 _BATCH_MAX = 200
 _RECONNECT_S = 0.5
+READ_INTERVAL_S = 0.5
+"""Seconds between reads of the topics while a rollout is under way."""
 _STEP_MAX_S = 5.0
 """Longest time that one round adds to the clocks. A longer round means that the process was stopped or the machine
 slept."""
@@ -126,14 +128,12 @@ class TrafficReader:
         processor: Processor,
         lease: LeaderLease,
         bus: BusSettings,
-        every_s: float,
         on_round: Callable[[], None],
     ) -> None:
         """Create a reader. `on_round` is called after each complete round."""
         self._processor = processor
         self._lease = lease
         self._bus = bus
-        self._every_s = every_s
         self._read = on_round
         self._round_s: float | None = None
         self.enabled = asyncio.Event()
@@ -151,7 +151,7 @@ class TrafficReader:
                 self.following.set()
                 while self.enabled.is_set():
                     await self._round(reader, partitions)
-                    await asyncio.sleep(self._every_s)
+                    await asyncio.sleep(READ_INTERVAL_S)
             except (KafkaError, OSError, _BusAway) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:

@@ -17,6 +17,8 @@ Label = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 EVENTS_PER_UNIT_MAX = 1024
 """Turns, rewards and feedback that are stored for one unit until it is closed; later ones do not count."""
+_RERUN_STEPS_MAX = 8
+"""Model calls for one prompt and one version."""
 _RERUN_TOKENS_MAX = 32_768
 """Tokens of all model calls for one prompt and one version."""
 
@@ -44,6 +46,7 @@ class ShadowSettings(Section):
     `rollout.shadow_units` to use it."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+    FIXED: ClassVar = {"steps_max": "8"}
 
     tenants: tuple[ShadowTenant, ...] = ()
     """Tenants that have agreed. Prompts of other tenants are neither stored nor answered."""
@@ -59,14 +62,12 @@ class ShadowSettings(Section):
     """Number of prompts that are taken from the traffic per minute."""
     tokens_max: Annotated[int, Field(ge=1)] = 2_000_000
     """Tokens of prompts and answers that the shadow of one rollout may take; then no further prompt is taken."""
-    steps_max: Annotated[int, Field(ge=1, le=256)] = 8
-    """Number of model calls for one prompt and one version."""
     concurrency: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of prompts that are answered at a time."""
 
     @property
     def bounds(self) -> RerunBounds:
-        return RerunBounds(self.steps_max, _RERUN_TOKENS_MAX)
+        return RerunBounds(_RERUN_STEPS_MAX, _RERUN_TOKENS_MAX)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -101,6 +102,7 @@ class RolloutSettings(RolloutPlan):
     """Rules for trying a version on live traffic after it has passed the gate: see `docs/rollouts.md`."""
 
     COMMON: ClassVar = ("kind",)
+    FIXED: ClassVar = {"read_s": "0.5 s"}
 
     kind: Kind = "rolling"
     """`rolling`: a version that passed the gate serves all traffic. `canary`: it gets a growing share of the traffic
@@ -113,8 +115,6 @@ class RolloutSettings(RolloutPlan):
     check_after_updates: Annotated[int, Field(ge=1)] = 1
     """Number of versions that must be published before the newest of them is tried; the others are skipped. A version
     that an operator requests is tried at once."""
-    read_s: Annotated[float, Field(gt=0, le=60)] = 0.5
-    """Seconds between reads of the topics while a rollout is under way."""
     shadow: ShadowSettings = ShadowSettings()
 
     @model_validator(mode="after")

@@ -127,12 +127,21 @@ def _comparable(routing: Routing) -> object:
 log = get_logger(__name__)
 
 
+GRACE_S = 5.0
+"""Seconds for which the bus may have another routing than the database before it is published again."""
+
+
 class Reconciler:
     """Compares the routings on the bus with those in the database. Repairs a difference that lasts longer than
     `grace_s`."""
 
     def __init__(
-        self, processor: Processor, lease: LeaderLease, on_bus: Mapping[str, Routing], clock: Clock, grace_s: float
+        self,
+        processor: Processor,
+        lease: LeaderLease,
+        on_bus: Mapping[str, Routing],
+        clock: Clock,
+        grace_s: float = GRACE_S,
     ) -> None:
         self._processor = processor
         self._lease = lease

@@ -35,6 +35,8 @@ from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
+OUTCOMES_PER_SAVE = 4096
+"""Training outcomes, or ranges of records read, that cause a save. An account lists them all (`LISTED_MAX`)."""
 _SAVE_INTERVAL_S, _SAVE_INTERVAL_S_MAX = 30.0, 1800.0
 _SAVE_BYTES_PER_S = 1_000_000
 """Mean rate at which saves between versions may write, without a setting."""
@@ -105,7 +107,7 @@ class Lineage:
         if stepped and self.is_version_due:
             return True
         late = since_s >= self._save_interval_s(stepped=stepped)
-        full = max(outcomes, len(self.state.read)) >= self._settings.memory.outcomes
+        full = max(outcomes, len(self.state.read)) >= OUTCOMES_PER_SAVE
         return full or (late and (stepped or outcomes > 0))
 
     def _save_interval_s(self, *, stepped: bool) -> float:

@@ -37,7 +37,7 @@ The teacher never changes, so a withdrawn reply is trained once more with the op
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -54,13 +54,20 @@ if TYPE_CHECKING:
 ERROR = 0.1
 """Bound on the probability that training begins although replies have no specific information, however long it
 waits."""
-
+DIFFERENCE_MAX = 5.0
+"""Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect."""
+GUARD_ANSWERS_MAX = 64
+"""Size of the guard set; the newest accepted answers are kept."""
+RUNS_MIN = 4
+"""Number of runs with a contradicted answer that the gap test needs: of fewer no permutation has a small p-value."""
 _LEVEL_RUNS_MAX = 256
 """Number of runs from which on the level stays constant: the permutations cannot resolve smaller p-values."""
 
 
 class HindsightSettings(Section):
     """`[trainer.advantage.hindsight]`."""
+
+    FIXED: ClassVar = {"guard_answers": "64", "limit": "5 nats", "runs_min": "4"}
 
     contradicted_max: float = 0.25
     """A turn whose reward is at most this was contradicted, if a message of the user follows."""
@@ -75,22 +82,14 @@ class HindsightSettings(Section):
     earlier_max: Annotated[int, Field(ge=0, le=64)] = 8
     """With `distributions`: how many answers before the contradicted one, since the user's previous message, may be the
     one that the reply is about. 0: the reply is about the contradicted one."""
-    limit: Annotated[float, Field(gt=0)] = 5.0
-    """Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect."""
-    runs_min: Annotated[int, Field(ge=2)] = 4
-    """Number of runs with a contradicted answer that the gap test needs."""
-    runs_max: Annotated[int, Field(ge=2)] = 64
+    runs_max: Annotated[int, Field(ge=RUNS_MIN)] = 64
     """Number of runs at which a gap that is not surely positive stops training. With fewer the batch waits, and is cut
     again when there are twice as many experiences."""
-    guard_answers: Annotated[int, Field(ge=2, le=4096)] = 64
-    """Size of the guard set; the newest accepted answers are kept."""
 
     @model_validator(mode="after")
     def _bounds_are_apart(self) -> Self:
         if self.contradicted_max >= self.accepted_min:
             raise ValueError(f"contradicted_max is not below accepted_min = {self.accepted_min:g}")
-        if self.runs_min > self.runs_max:
-            raise ValueError(f"runs_min is above runs_max = {self.runs_max}")
         return self
 
 
@@ -116,10 +115,10 @@ def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
     probability: a twentieth at four runs, then a fortieth and so on.
     """
     undecided = gap.count < settings.runs_max
-    if gap.count < settings.runs_min:
+    if gap.count < RUNS_MIN:
         return StepDecision(
-            f"the gap between teacher and student was measured on {gap.count} runs, below "
-            f"trainer.advantage.hindsight.runs_min = {settings.runs_min}; raise trainer.batch_experiences_min",
+            f"the gap between teacher and student was measured on {gap.count} runs, and {RUNS_MIN} are needed; raise "
+            "trainer.batch_experiences_min",
             undecided,
         )
     level = 2 * ERROR / min(gap.count, _LEVEL_RUNS_MAX)
