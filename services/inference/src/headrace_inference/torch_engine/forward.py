@@ -7,7 +7,6 @@ Each row has its own positions: rows of different lengths decode together, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from transformers import AttentionInterface
 
 ATTENTION = "headrace"
 """Name of the engine's attention in transformers (`attn_implementation`)."""
-
-Forward = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of attention that the fused implementation would ignore."""
