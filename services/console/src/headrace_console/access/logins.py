@@ -1,31 +1,82 @@
 """Logins with one-time tokens and tokens of users, and the sessions that they begin.
 
-A session is a random cookie of which only the digest is kept, in a file, so that a restart ends no session. The
-rotation of a user's token, or of the stack's key for its owner, does.
+A session is a random cookie of which only the digest is stored, in a file, so that a restart ends no session. The
+rotation of a user's token, or of the stack's key for its owner, does. Only its owner can read the file. If it cannot be
+read or written, users log in again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import secrets
 from collections import OrderedDict, deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace_console.access.session_file import Session, SessionFile
+from pydantic import TypeAdapter, ValidationError
+
 from headrace_console.metrics import LOGINS
 from headrace_console.settings import UserSettings
 from headrace_console.users import Role, Scope, User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.files import owner_alone, replace_file
 from headrace_schemas.http.stack_access import take_login_token
 
+log = get_logger(__name__)
 SESSION_S = 12 * 3600
 _SESSIONS_MAX = 200
 _ATTEMPTS_MAX, _ATTEMPTS_S = 10, 60.0
 _ROUNDING_S = 1.0
 OWNER = "owner"
 """Name of the user who logs in with the token that `headrace up` prints."""
+_FILE_BYTES_MAX = 1_048_576
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A login. Role and tenants are those that the settings give the user of that name."""
+
+    digest: str
+    """SHA-256 of the cookie."""
+    name: str
+    token: str
+    """SHA-256 that proves which token the user had. The session ends when the settings name another one."""
+    ends_at_s: float
+    """Civil time in seconds since 1970."""
+
+
+_SESSIONS: TypeAdapter[list[Session]] = TypeAdapter(list[Session])
+
+
+class SessionFile:
+    """Sessions in `path`, which is replaced as a whole. Blocks for a few milliseconds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> list[Session]:
+        """Return the stored sessions, the oldest first."""
+        try:
+            with self._path.open("rb") as file:
+                return _SESSIONS.validate_json(file.read(_FILE_BYTES_MAX))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValidationError) as error:
+            log.warning("sessions_unreadable", path=str(self._path), error=type(error).__name__)
+            return []
+
+    def write(self, sessions: list[Session]) -> None:
+        """Store the sessions."""
+        content = json.dumps([asdict(session) for session in sessions]).encode("ascii")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self._path, content, opener=owner_alone)
+        except OSError as error:
+            log.warning("sessions_not_stored", path=str(self._path), error=str(error))
 
 
 class Logins:
