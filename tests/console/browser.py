@@ -278,6 +278,7 @@ def pages(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             reply = page.goto(path)
             observed["plain"].append([path, reply.status if reply else 0, len(page.locator("main").inner_text())])
         observed["plain_rating"] = rate(page, queue) != queue
+        page.click(".account summary")
         page.select_option("#theme", "dark")
         page.click("header form[action='/theme'] button")
         observed["plain_theme"] = page.locator("html").get_attribute("data-theme")
