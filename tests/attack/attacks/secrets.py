@@ -134,7 +134,7 @@ def _output(command: list[str], environ: Mapping[str, str]) -> str:
 
 
 async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[str, int]) -> int:
-    """Run a stack with keys and a reward function that looks for them. Return how often the function found a secret."""
+    """Run a stack with keys and a reward function that prints its environment. Return the number of its calls."""
     (folder / "spy.py").write_text(_SPY)
     key = planted.digits()
     environ = {
