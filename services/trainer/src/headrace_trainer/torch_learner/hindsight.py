@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace_runtime.errors import SettingError
 from headrace_statistics import student_t
-from headrace_trainer.algorithms.catalog.hindsight import DIFFERENCE_MAX, GUARD_ANSWERS_MAX, HindsightSettings, refusal
+from headrace_trainer.algorithms.catalog.hindsight import GUARD_ANSWERS_MAX, HindsightSettings, refusal
 from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row, passes
 from headrace_trainer.learner import Abandoned, StepRefused
@@ -124,7 +124,7 @@ class HindsightTeacher:
                 advantages.append(np.zeros(row.tokens))
                 continue
             gap_N = next(teacher) - row.behaviour_T[row.loss_mask_T]
-            advantages.append(float(row.advantage) * settings.coefficient * gap_N.clip(-DIFFERENCE_MAX, DIFFERENCE_MAX))
+            advantages.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
         return replace(pack, advantage_N=torch.from_numpy(np.concatenate(advantages)).to(pack.advantage_N))
 
     def _with_targets(self, packs: Sequence[Pack]) -> list[Pack]:
@@ -196,8 +196,8 @@ class HindsightTeacher:
         (positions_M,) = weight_N.nonzero(as_tuple=True)
         hidden_MH = torch.cat(self._hidden(teachers))[positions_M]
         weight_M = self._settings.coefficient * weight_N[positions_M]
-        answer = self._policy.reference_head.answer
-        target = DistillationTarget(positions_M, hidden_MH, weight_M, answer, DIFFERENCE_MAX)
+        answer, limit = self._policy.reference_head.answer, self._settings.limit
+        target = DistillationTarget(positions_M, hidden_MH, weight_M, answer, limit)
         return replace(pack, advantage_N=torch.zeros_like(pack.advantage_N), distillation=target)
 
     def _hidden(self, rows: Sequence[Row]) -> list[Tensor]:

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 ERROR = 0.1
 """Bound on the probability that training begins although replies have no specific information, however long it
 waits."""
-DIFFERENCE_MAX = 5.0
-"""Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect."""
 GUARD_ANSWERS_MAX = 64
 """Size of the guard set; the newest accepted answers are kept."""
 RUNS_MIN = 4
@@ -67,7 +65,7 @@ _LEVEL_RUNS_MAX = 256
 class HindsightSettings(Section):
     """`[trainer.advantage.hindsight]`."""
 
-    FIXED: ClassVar = {"guard_answers": "64", "limit": "5 nats", "runs_min": "4"}
+    FIXED: ClassVar = {"guard_answers": "64", "runs_min": "4"}
 
     contradicted_max: float = 0.25
     """A turn whose reward is at most this was contradicted, if a message of the user follows."""
@@ -82,6 +80,8 @@ class HindsightSettings(Section):
     earlier_max: Annotated[int, Field(ge=0, le=64)] = 8
     """With `distributions`: how many answers before the contradicted one, since the user's previous message, may be the
     one that the reply is about. 0: the reply is about the contradicted one."""
+    limit: Annotated[float, Field(gt=0)] = 5.0
+    """Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect."""
     runs_max: Annotated[int, Field(ge=RUNS_MIN)] = 64
     """Number of runs at which a gap that is not surely positive stops training. With fewer the batch waits, and is cut
     again when there are twice as many experiences."""
