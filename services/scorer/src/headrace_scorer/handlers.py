@@ -92,7 +92,9 @@ class Scorer:
         row = await store.add_trajectory(tx, now, trajectory, offset, partition, self.settings.reward_wait_s)
         if row is None:
             return []
-        self.cache.keep(trajectory)
+        value = handling.received.record.value
+        if value is not None and handling.received.envelope.dataref is None:  # what lies in the blob store is large
+            self.cache.keep(trajectory, len(value))
         name = trajectory.trajectory_id
         entries = await ledger.read(tx, {name: trajectory.tenant})
         score = TrajectoryScore(trajectory, row, entries[name])

@@ -26,6 +26,9 @@ from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn
 
 log = get_logger(__name__)
 _CACHED_MAX = 256
+_CACHED_BYTES_MAX = 2 << 20
+"""JSON bytes of the trajectories in memory. Each full garbage collection visits all their objects, on the event loop:
+9 MB of trajectories with many short messages are half a million objects and 0.1 s."""
 _TURNS_AT_ONCE = 500
 """Largest number of turns in one SQL statement."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
@@ -39,17 +42,24 @@ class TrajectoryCache:
     """Cache of trajectories by id. The most recent ones stay in memory, because a new trajectory is soon read again."""
 
     def __init__(self) -> None:
-        self._recent: OrderedDict[str, Trajectory] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[Trajectory, int]] = OrderedDict()
+        self._size_bytes = 0
 
-    def keep(self, trajectory: Trajectory) -> None:
-        self._recent[trajectory.trajectory_id] = trajectory
-        while len(self._recent) > _CACHED_MAX:
-            self._recent.popitem(last=False)
+    def keep(self, trajectory: Trajectory, size_bytes: int) -> None:
+        """Keep a trajectory with a JSON text of `size_bytes`, unless it is too large for the cache."""
+        name = trajectory.trajectory_id
+        self._size_bytes -= self._recent.pop(name, (trajectory, 0))[1]
+        if size_bytes > _CACHED_BYTES_MAX:
+            return
+        self._recent[name] = trajectory, size_bytes
+        self._size_bytes += size_bytes
+        while len(self._recent) > _CACHED_MAX or self._size_bytes > _CACHED_BYTES_MAX:
+            self._size_bytes -= self._recent.popitem(last=False)[1][1]
 
     async def get(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, Trajectory]:
         """Return the trajectories from memory or from the database, except those that the database does not have."""
         ids = set(trajectory_ids)
-        cached = {name: self._recent[name] for name in ids & self._recent.keys()}
+        cached = {name: self._recent[name][0] for name in ids & self._recent.keys()}
         missing = ids - cached.keys()
         if not missing:
             return cached
@@ -57,7 +67,7 @@ class TrajectoryCache:
         loaded = {}
         for name, payload in await tx.execute(query.where(trajectories.c.trajectory_id.in_(missing))):
             loaded[name] = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
-            self.keep(loaded[name])
+            self.keep(loaded[name], len(payload))
         return cached | loaded
 
 
