@@ -50,8 +50,8 @@ class GateSettings(Section):
     """Tolerated loss against the champion: a version whose mean score is lower by `margin` is promoted with probability
     `alpha` at most."""
     anchor_margin: Margin = 0.05
-    """Tolerated loss against the anchor, the best version so far: a version whose mean score is lower by this much is
-    promoted with probability `alpha` at most. It bounds the sum of many small losses."""
+    """Tolerated loss against the anchor, the last version shown to be better than its anchor: a version whose mean
+    score is lower by this much is promoted with probability `alpha` at most. It bounds the sum of many small losses."""
     alpha: Probability = 0.05
     """Probability of a wrong promotion, over all versions together that are compared with one anchor."""
     beta: Probability = 0.05

@@ -20,10 +20,11 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Manage models, their
 
 
 def list_models(*, registry: RegistryOptions, json: AsJson = False) -> None:
-    """List every model with its champion, the version before it, the candidate, and the best version so far.
+    """List every model with its champion, the version before it, the candidate, and the anchor of the gate.
 
-    The best version is the anchor: no version that is worse by `registry.gate.anchor_margin` takes over, even after
-    many small losses. `trials` is the number of versions that were compared with it.
+    The anchor is the last version shown to be better than the anchor before it: no version that is worse by
+    `registry.gate.anchor_margin` takes over, even after many small losses. `trials` is the number of versions
+    that were compared with it.
     """
     with registry.open() as api:
         models = api.models()

@@ -57,7 +57,7 @@ class AnchorState:
     """The anchor of a model: a version that candidates are compared with besides the champion. None: the champion."""
 
     anchor: str | None = None
-    """The best version so far: the last one that was shown to be better than the anchor before it."""
+    """The last version that was shown to be better than the anchor before it."""
     trials: int = 0
     """Number of versions that were compared with this anchor: the size of the family so far."""
     lead: str | None = None

@@ -24,7 +24,7 @@ MODELS = Table(
     Column("paused", Boolean, nullable=False, server_default=false()),
     Column("revision", BigInteger, nullable=False),
     Column("routing", Text),  # the last published Routing as JSON
-    Column("anchor", Text),  # the best version so far, where it is not the champion
+    Column("anchor", Text),  # the last version shown to be better, where it is not the champion
     Column("trials", BigInteger, nullable=False, server_default="0"),  # versions that were compared with the anchor
     Column("lead", Text),  # the champion's evidence against the anchor, as JSON
     Column("family", BigInteger, nullable=False, server_default="0"),  # rollouts against the champion or its equals
