@@ -87,7 +87,6 @@ ROLLOUT = {
     "ALPHA": 0.2,
     "MATURITY_S": 1.0,
     "CLOSING_S": 1.5,
-    "READ_S": 0.1,
 }
 
 

@@ -37,7 +37,6 @@ ROLLOUT = {
     "UNEVEN": "0.5",
     "MATURITY_S": "0.5",
     "CLOSING_S": "1.0",
-    "READ_S": "0.1",
 }
 
 

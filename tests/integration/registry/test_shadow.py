@@ -89,7 +89,6 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
         "SUCCESSES": '[{metric = "reward", margin = 0.3}]',
         "MATURITY_S": "2.0",
         "CLOSING_S": "2.0",
-        "READ_S": "0.1",
         "SHADOW_UNITS": str(UNITS),
         "SHADOW": json.dumps(shadow).replace('": ', '" = '),
     }

@@ -97,7 +97,7 @@ async def test_the_collector_goes_on_behind_any_record(
         assert {letter.reason for letter in stream.sent(DeadLetter)} <= NAMED
         closed_turns = {name for trajectory in stream.sent(Trajectory) for name in trajectory.turn_ids}
     assert {turn.turn_id for turn in sound_turns} <= closed_turns
-    assert min(seen[True], seen[False]) > 5, "some are taken and some are refused"
+    assert min(seen[True], seen[False]) >= records // 30, "some are accepted and some are refused"
 
 
 @each_number
@@ -124,7 +124,7 @@ async def test_the_scorer_goes_on_behind_any_record(
             experience.trajectory_id for experience in rig.stream.sent(Experience) if experience.reward is not None
         }
     assert {run.trajectory_id for run in sound_runs} <= scored
-    assert min(seen[True], seen[False]) > 5, "some are taken and some are refused"
+    assert min(seen[True], seen[False]) >= records // 30, "some are accepted and some are refused"
 
 
 async def test_a_turn_is_in_one_trajectory_only(database_url: str, data_dir: Path) -> None:
