@@ -17,10 +17,12 @@ import re
 import time
 import unicodedata
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
+T = TypeVar("T")
 NAMESPACE = uuid.UUID("6f1d3c1e-9c0e-5d0a-8a55-6865616472ab")
 """The UUIDv5 namespace of all derived ids. It must never change, or replayed facts would get new ids."""
 
@@ -202,6 +204,11 @@ def _split(source: str) -> tuple[str, bool]:
 def fits(pattern: str, source: str) -> bool:
     """Return whether `source` matches `pattern`."""
     return _compiled(pattern).fullmatch(source) is not None
+
+
+def first_fitting(values: Mapping[str, T], source: str) -> T | None:
+    """Return the value of the first pattern that `source` matches, or None."""
+    return next((value for pattern, value in values.items() if fits(pattern, source)), None)
 
 
 def fits_any(patterns: Iterable[str], source: str) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headrace_console.learning import GateRule, describe_rule
 from headrace_runtime.settings.sections import Common, Section
-from headrace_schemas.values.ids import fits
+from headrace_schemas.values.ids import first_fitting
 
 
 class RewardRules(Section):
@@ -21,7 +21,7 @@ class RewardRules(Section):
 
     def weight(self, source: str) -> float:
         """Return the weight of a source in the reward: that of the first pattern that fits, or 0."""
-        return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
+        return first_fitting(self.weights, source) or 0.0
 
 
 class BatchRules(Section):

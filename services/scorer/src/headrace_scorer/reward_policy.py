@@ -15,7 +15,7 @@ from typing import Literal
 from headrace_schemas import RewardPart
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.reward import Outcome
-from headrace_schemas.values.ids import fits, fits_any
+from headrace_schemas.values.ids import first_fitting, fits, fits_any
 
 PARTS_MAX = 64
 """Largest number of sources that count in one reward: an experience holds as many parts."""
@@ -62,7 +62,7 @@ class RewardPolicy:
 
     def weight(self, source: str) -> float:
         """Return the weight of a source; 0 if no pattern fits."""
-        return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
+        return first_fitting(self.weights, source) or 0.0
 
     def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
         """Return whether every expected source has answered, apart from the reward model `learned`, which is last."""

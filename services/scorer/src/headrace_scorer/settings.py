@@ -12,7 +12,7 @@ from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
-from headrace_schemas.values.ids import fits
+from headrace_schemas.values.ids import first_fitting
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.reward_policy import RewardPolicy
@@ -81,7 +81,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
     @model_validator(mode="after")
     def _required_sources_count(self) -> Self:
         for name in self.required:
-            weight = next((weight for pattern, weight in self.weights.items() if fits(pattern, name)), 0.0)
+            weight = first_fitting(self.weights, name) or 0.0
             if "*" not in name and not weight:
                 raise ValueError(f"required source {name!r} has no weight; add it to weights")
         return self
