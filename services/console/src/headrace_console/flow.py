@@ -297,7 +297,7 @@ def _only_untrained_traffic(facts: Facts) -> Cause | None:
     if facts.rise("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
         return None
     turns = facts.rises("gateway", "headrace_gateway_turns_total", label="purpose")
-    if turns and turns.keys() <= {"eval"}:
+    if turns.keys() == {"eval"}:
         since = "since an experience was last trained" if facts.trained else "so far"
         return Cause(
             "only_evaluations",

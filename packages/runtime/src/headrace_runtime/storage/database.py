@@ -211,9 +211,8 @@ def _sqlite(path: Path) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Any) -> None:
-        reads = connection.get_execution_options().get(
-            _READS
-        )  # a read that later writes must not deadlock with another
+        reads = connection.get_execution_options().get(_READS)
+        # Without this option, a read that later writes must not deadlock with another.
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     @event.listens_for(engine.sync_engine, "invalidate")

@@ -60,7 +60,7 @@ async def send(visit: Visit) -> Response:
 async def _own_feedback(visit: Visit, session: Row, turn: Row | None) -> tuple[dict[str, Feedback], bool]:
     """Return the user's valid feedback about the turn or the session by its kind, and whether all could be read."""
     async with visit.transaction() as tx:
-        rows = (await queries.session_records(tx, session["id"], turns_max=1)).feedback
+        rows = await queries.feedback_of(tx, session["id"])
     events = await visit.parts.records.read_rows("feedback", rows[:_FEEDBACK_MAX])
     read = [event for row in rows if isinstance(event := events.get(position_of(row)), Feedback)]
     turn_id = unpack_id(turn["name"]) if turn is not None else None
@@ -76,8 +76,8 @@ def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | 
         turn_id: response id of the turn that it is about, or None for the session.
     """
     last: dict[str, Feedback] = {}
+    named = (turn_id,) if turn_id is not None else ()
     for event in newest_first:
-        named = (turn_id,) if turn_id is not None else ()
         if (event.source, event.rater, event.msg_ids) == (SOURCE, rater, named):
             last.setdefault(event.about, event)
     return {kind: event for kind, event in last.items() if not event.withdrawn}

@@ -103,6 +103,7 @@ def _turns(
 ) -> list[dict[str, object]]:
     """Return the template values of each turn: its numbers, its training, and the messages that the turn adds."""
     entries, previous = [], None
+    beginnings = frozenset(runs.first_turns.values())
     for row in rows.turns:
         event = events.get(position_of(row))
         turn = event if isinstance(event, Turn) else None
@@ -112,7 +113,7 @@ def _turns(
             {
                 "id": row["id"],
                 "run": runs.of_turn.get(row["id"]),
-                "begins_run": row["id"] in runs.first_turns.values(),
+                "begins_run": row["id"] in beginnings,
                 "response_id": unpack_id(row["name"]),
                 "at": from_epoch_ms(row["at_ms"]),
                 "version": texts.get(row["version"], ""),

@@ -66,9 +66,9 @@ async def sessions(visit: Visit) -> Response:
         choices=LIST_CHOICES,
         parameters=parameters,
         is_filtered=any(name in parameters for name in FILTERS),
-        with_evaluation=_with_evaluation(parameters) if evaluation == "hidden" else None,
+        with_evaluation=_first_page(parameters, evaluation="shown") if evaluation == "hidden" else None,
         following=following,
-        newest="?" + urlencode({name: text for name, text in parameters.items() if name != "after"}),
+        newest=_first_page(parameters),
         queue_query=_queue_query(parameters) if visit.user.has_role("reviewer") else None,
         searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
     )
@@ -101,12 +101,8 @@ async def find(visit: Visit) -> Response:
         for key in keys:
             if address is None and await queries.session_of(tx, visit.user.scope, key) is not None:
                 address = f"/s/{key}"
-        versions = await queries.texts_of(tx, await queries.numbers_of_versions(tx, text))
-        if address is None and len(versions) == 1:
-            model, _, digest = versions.popitem()[1].partition("@")
-            address = f"/models/{quote(model, safe='')}/{quote(digest, safe='')}"
-        elif address is None and versions:
-            address = f"/sessions?{urlencode({'version': text, 'evaluation': 'shown'})}"
+        if address is None:
+            address = await _version_address(tx, text)
         for tenant, number in tenants.items():
             if address is None and await queries.has_task(tx, number, text):
                 address = f"/sessions?{urlencode({'task': text, 'evaluation': 'shown', 'tenant': tenant})}"
@@ -116,16 +112,25 @@ async def find(visit: Visit) -> Response:
     return RedirectResponse(address, 303)
 
 
-def _with_evaluation(parameters: Mapping[str, str]) -> str:
-    """Return the query of the list from its beginning, with evaluation sessions."""
+def _first_page(parameters: Mapping[str, str], **changed: str) -> str:
+    """Return the query of the first page of the list, with some parameters changed."""
     selection = {name: text for name, text in parameters.items() if name != "after"}
-    return f"?{urlencode({**selection, 'evaluation': 'shown'})}"
+    return f"?{urlencode(selection | changed)}"
 
 
 def _queue_query(parameters: Mapping[str, str]) -> str:
     """Return the query that fills the form of a new review queue with the filter of the list."""
     selection = {name: text for name, text in parameters.items() if name not in ("evaluation", "after")}
     return f"?{urlencode(selection)}" if selection else ""
+
+
+async def _version_address(tx: AsyncConnection, text: str) -> str | None:
+    """Return the address of the version of this name, or of the sessions of all versions of this name, or None."""
+    versions = await queries.texts_of(tx, await queries.numbers_of_versions(tx, text))
+    if len(versions) == 1:
+        model, _, digest = versions.popitem()[1].partition("@")
+        return f"/models/{quote(model, safe='')}/{quote(digest, safe='')}"
+    return f"/sessions?{urlencode({'version': text, 'evaluation': 'shown'})}" if versions else None
 
 
 async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | None:

@@ -320,15 +320,11 @@ async def session_records(
         query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
     newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
     turns = [turn_row(row) for row in (await tx.execute(newest)).mappings()]
-    related = []
-    for kind, column, order in (
-        (select(tables.experiences), tables.experiences.c.session, tables.experiences.c.id),
-        (rewards_query(), tables.sessions.c.id, tables.rewards.c.trajectory),
-        (select(tables.feedback), tables.feedback.c.session, tables.feedback.c.log_offset),
-    ):
-        rows = await tx.execute(kind.where(column == session).order_by(order.desc()).limit(_SESSION_ROWS_MAX))
-        related.append([dict(row) for row in rows.mappings()])
-    experiences, rewards, feedback = related
+    of_session = tables.experiences.c.session == session
+    experiences = await _newest_rows(tx, select(tables.experiences).where(of_session), tables.experiences.c.id)
+    rewarded = rewards_query().where(tables.sessions.c.id == session)
+    rewards = await _newest_rows(tx, rewarded, tables.rewards.c.trajectory)
+    feedback = await feedback_of(tx, session)
     numbers: set[int | None] = set()
     columns = ("model", "version", "status", "finish", "arm", "no_logprobs", "untrained")
     numbers.update(row[name] for row in turns for name in columns)
@@ -337,6 +333,17 @@ async def session_records(
     texts = await texts_of(tx, numbers)
     oldest_first = turns[turns_max - 1 :: -1] if len(turns) > turns_max else turns[::-1]
     return SessionRecords(oldest_first, len(turns) > turns_max, experiences, rewards, feedback, texts)
+
+
+async def feedback_of(tx: AsyncConnection, session: int) -> list[Row]:
+    """Return the rows of the newest feedback of a session, the newest first."""
+    table = tables.feedback
+    return await _newest_rows(tx, select(table).where(table.c.session == session), table.c.log_offset)
+
+
+async def _newest_rows(tx: AsyncConnection, query: Select[Any], order: ColumnElement[Any]) -> list[Row]:
+    rows = await tx.execute(query.order_by(order.desc()).limit(_SESSION_ROWS_MAX))
+    return [dict(row) for row in rows.mappings()]
 
 
 @dataclass(frozen=True, slots=True)
