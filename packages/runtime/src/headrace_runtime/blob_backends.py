@@ -21,7 +21,7 @@ from headrace_runtime.registries import Registry
 
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 _WRITABLE = 0o222
-_MEMORY = threading.Lock()
+_MEMORY_LOCK = threading.Lock()
 """Lock for stores in memory, which are shared within this process."""
 
 
@@ -84,7 +84,7 @@ def _create_by_condition(file_system: Any, path: str, data: bytes) -> bool:
 
 
 def _create_under_lock(file_system: Any, path: str, data: bytes) -> bool:
-    with _MEMORY:
+    with _MEMORY_LOCK:
         return _create_by_condition(file_system, path, data)
 
 
@@ -94,7 +94,11 @@ OBJECTS = BlobBackend(_create_by_condition)
 
 
 def write_draft(target: Path, data: bytes) -> tuple[Path, list[Path]]:
-    """Write a durable draft next to `target`. Return it and the folders to sync after it was renamed."""
+    """Write `data` to a durable temporary file next to `target`.
+
+    Returns:
+        The temporary file, and the folders to sync after the caller has renamed it to `target`.
+    """
     draft, folders = _draft_of(target)
     try:
         with draft.open("wb") as file:
@@ -108,7 +112,13 @@ def write_draft(target: Path, data: bytes) -> tuple[Path, list[Path]]:
 
 
 def copy_durably(target: Path, path: Path, *, move: bool) -> list[Path]:
-    """Copy, or with `move` move, the file `path` to the durable file `target`. Return the folders to sync."""
+    """Copy the file `path` to the durable file `target`. Return the folders that the caller must sync.
+
+    Args:
+        target: the new file.
+        path: the file to copy.
+        move: whether to remove `path`. On the same disk it is renamed instead of copied.
+    """
     draft, folders = _draft_of(target)
     try:
         if move:
@@ -125,7 +135,7 @@ def copy_durably(target: Path, path: Path, *, move: bool) -> list[Path]:
 
 
 def link_read_only(source: Path, target: Path) -> bool:
-    """Give the blob `source` the second name `target`, and make it read-only for both. `target` is replaced.
+    """Create `target`, or replace it, as a hard link to the blob `source`, and make the file read-only.
 
     Returns:
         False if the file system, its rights or another disk do not allow this; then the caller must copy the file.

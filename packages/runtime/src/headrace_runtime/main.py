@@ -62,9 +62,11 @@ class Service(Generic[S]):
     """Net allocations between two garbage collections. Services whose reference cycles may hold tensors use Python's
     own threshold, because it does not count the bytes of tensors."""
     notes: str = ""
-    """The function that returns sentences about a start without problems, such as its sizes, as `module:function`."""
+    """Function, as `module:function`, of which `--check` prints the sentences when it has found no problem, for example
+    the sizes that follow from the settings."""
     suggest: str = ""
-    """The function that returns values of settings which follow from others, by name, as `module:function`."""
+    """Function, as `module:function`, that returns values by name for `--suggest-settings`: settings that follow from
+    others."""
 
     def main(self) -> NoReturn:
         """Run the process from its arguments to its exit."""
@@ -89,7 +91,7 @@ class Service(Generic[S]):
         except (SettingError, PluginError) as error:
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (logs are not configured yet)
             return 2
-        status = self._answer(arguments, common, settings)
+        status = self._run_option(arguments, common, settings)
         if status is not None:
             return status
         os.umask(_OWNER_ALONE)
@@ -104,7 +106,7 @@ class Service(Generic[S]):
             run = getattr(import_module(module), function)
             tune_garbage_collection(self.garbage_threshold)
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
-            asyncio.run(_until_stopped(run, common, settings, pipe))
+            asyncio.run(_run_until_stopped(run, common, settings, pipe))
         except (SettingError, PluginError) as error:
             log.error("refused_to_start", error=str(error))
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (a sentence for the person who started it)
@@ -123,8 +125,8 @@ class Service(Generic[S]):
             return 1
         return 0
 
-    def _answer(self, arguments: argparse.Namespace, common: Common, settings: S) -> int | None:
-        """Check or suggest settings if the arguments ask for that, and return the exit status, else None."""
+    def _run_option(self, arguments: argparse.Namespace, common: Common, settings: S) -> int | None:
+        """Run a `--check` or `--suggest-settings` and return the exit status. Return None without such an option."""
         if arguments.check_config:
             return 0
         if arguments.suggest_settings:
@@ -179,7 +181,7 @@ def _environment_secrets(environ: Mapping[str, str]) -> set[str]:
     return secrets.union(*(secrets_of_url(value) for value in environ.values() if "://" in value))
 
 
-async def _until_stopped(run: Run[S], common: Common, settings: S, pipe: int | None) -> None:
+async def _run_until_stopped(run: Run[S], common: Common, settings: S, pipe: int | None) -> None:
     """Run the service until it ends or SIGTERM or SIGINT cancels it. `run` stops cleanly in its `finally` blocks.
 
     The event loop sends heartbeats to `pipe` from before the first step until after the last one (`liveness`).

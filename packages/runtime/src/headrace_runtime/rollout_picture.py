@@ -23,7 +23,7 @@ def metric_of(rollout: RolloutState) -> str:
 
 
 def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """Return the points of a metric in the order of time, of which the last one counts for each number of units."""
+    """Return the points of a metric in the order of time: for each number of units only the last one."""
     last_points = {
         point.units: (point.units, *point.metrics[metric]) for point in rollout.chart if metric in point.metrics
     }

@@ -32,7 +32,10 @@ def allow_stops(mask: NDArray[np.int32], end_id: int, stop_ids: Set[int]) -> Non
 
 
 class GrammarGuide:
-    """A `headrace_inference.engine.Guide`. All `stop_ids` are allowed where the grammar allows `end_id`."""
+    """Restriction of one choice to the tokens that a grammar allows: a `headrace_inference.engine.Guide`.
+
+    All `stop_ids` are allowed where the grammar allows `end_id`.
+    """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end_id: int, stop_ids: Set[int]) -> None:
         self._matcher = matcher

@@ -33,20 +33,23 @@ class TrialTimedOut(TrialFailed):
 
 
 class GrammarTrial:
-    """A process for trials. Not thread-safe; it ends with the thread that made its first trial."""
+    """Child process that compiles grammars on trial. Not thread-safe.
+
+    The process ends with the thread that made its first trial.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, text: str, timeout_s: float) -> None:
-        """Compile a grammar on trial. Whether it is valid has no effect. Blocks.
+        """Compile a grammar on trial, and return normally for an invalid one, too. Blocks.
 
         Raises:
             TrialTimedOut: the compilation took longer than `timeout_s`.
             TrialFailed: the compilation ended the process.
             RuntimeError: the process does not start.
         """
-        process = self._running()
+        process = self._ensure_running()
         assert process.stdin is not None
         content = text.encode()
         try:
@@ -65,7 +68,7 @@ class GrammarTrial:
             with contextlib.suppress(OSError), process:
                 process.wait()
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.stop()
@@ -83,7 +86,7 @@ class GrammarTrial:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        """Wait for the answer of the process."""
+        """Wait for the byte by which the process reports that it is ready for a grammar."""
         assert process.stdout is not None
         poll = select.poll()  # `select.select` takes no descriptor above 1,023
         poll.register(process.stdout, select.POLLIN)
@@ -116,7 +119,7 @@ def _serve() -> None:
 
 
 def _limit_process() -> None:
-    """Bound the memory of this process, and let the replica's own threads go first."""
+    """Bound the memory of this process, and give it a lower CPU priority than the replica."""
     os.nice(5)
     if sys.platform == "linux":
         import resource

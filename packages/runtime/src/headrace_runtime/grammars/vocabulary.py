@@ -67,7 +67,7 @@ def read_token_bytes(inner: Any, size: int) -> TokenBytes:
     """Read the first `size` ids of a `tokenizers.Tokenizer`."""
     added = {number: token.content for number, token in inner.get_added_tokens_decoder().items()}
     names = {number: name for name, number in inner.get_vocab(with_added_tokens=True).items() if number < size}
-    decoded = _decoded_behind_another(inner, names)
+    decoded = _decode_after_token(inner, names)
     data: list[bytes | None] = [None] * size
     unlike: dict[str, str] = {}
     for number, name in names.items():
@@ -83,7 +83,12 @@ def read_token_bytes(inner: Any, size: int) -> TokenBytes:
 
 
 def _spellings(name: str, text: str) -> Iterator[bytes]:
-    """Yield the interpretations of a token's name, then the decoded text itself if it is complete."""
+    """Yield the bytes that a token may stand for: each interpretation of its spelling, then its decoded text.
+
+    Args:
+        name: the token's spelling in the vocabulary.
+        text: its decoded text. It is left out if it contains U+FFFD, the sign of an incomplete character.
+    """
     byte = _BYTE.fullmatch(name)
     if byte is not None:
         yield bytes([int(byte[1], 16)])
@@ -94,7 +99,7 @@ def _spellings(name: str, text: str) -> Iterator[bytes]:
         yield text.encode()
 
 
-def _decoded_behind_another(inner: Any, names: Mapping[int, str]) -> dict[int, str]:
+def _decode_after_token(inner: Any, names: Mapping[int, str]) -> dict[int, str]:
     """Return the text that each token adds after another token. At the beginning of a text decoders strip spaces."""
     anchor = next((ids[-1] for text in _ANCHORS if (ids := inner.encode(text, add_special_tokens=False).ids)), None)
     if anchor is None:
@@ -129,7 +134,7 @@ class LibraryVocabulary:
 
 
 class _LibraryTokenizer:
-    """The interface that `llguidance.TokenizerWrapper` requires of a tokenizer."""
+    """Adapter of a tokenizer to the interface that `llguidance.TokenizerWrapper` requires."""
 
     def __init__(self, inner: Any, data: list[bytes | None], vocabulary: int, end_id: int) -> None:
         self._inner = inner
@@ -164,8 +169,8 @@ class _LibraryTokenizer:
         digest.update(repr((self.eos_token_id, self.special_token_ids, tokenized)).encode())
         return digest.hexdigest()
 
-    def unspelled(self) -> bytes:
-        """Return the bytes of text that have no token of their own."""
+    def bytes_without_token(self) -> bytes:
+        """Return the bytes of `_TEXT_BYTES` for which the vocabulary has no token of this one byte."""
         return bytes(byte for byte in _TEXT_BYTES if bytes([byte]) not in self._spelled)
 
     def _longest_first(self, data: bytes) -> list[int]:
@@ -197,7 +202,7 @@ def library_vocabulary(inner: Any, vocabulary: int, end_id: int) -> LibraryVocab
     last_id = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
     read = read_token_bytes(inner, max(vocabulary, last_id + 1))
     source = _LibraryTokenizer(inner, list(read.data), vocabulary, end_id)
-    missing = source.unspelled()
+    missing = source.bytes_without_token()
     if missing:
         examples = ", ".join(f"0x{byte:02X}" for byte in missing[:_EXAMPLES_MAX])
         raise VocabularyUnreadable(f"{len(missing)} bytes of UTF-8 have no token of their own, among them {examples}")

@@ -41,7 +41,7 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
-        self.conn = self._strict = _Strict(HEADER_BYTES_MAX)
+        self.conn = self._strict = _StrictConnection(HEADER_BYTES_MAX)
         self._is_unused = True
         """Whether no data was received yet."""
         self._is_refused = False
@@ -175,8 +175,8 @@ class TimedProtocol(H11Protocol):
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
 
-class _Strict(h11.Connection):
-    """h11's connection without its tolerance of ambiguous requests."""
+class _StrictConnection(h11.Connection):
+    """h11 connection that refuses requests of ambiguous length and headers over the limit, which h11 accepts."""
 
     def __init__(self, header_bytes_max: int) -> None:
         super().__init__(h11.SERVER, header_bytes_max)

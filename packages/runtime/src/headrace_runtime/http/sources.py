@@ -24,7 +24,7 @@ from headrace_schemas.http.registry_api import SourceList, SourceState
 log = get_logger(__name__)
 _FINE = frozenset({"scored", "abstained"})
 _QUOTES = frozenset({"parse_error"})
-"""Outcomes whose reason quotes a model. It is not logged, because the log contains no text of runs."""
+"""Outcomes whose reason quotes a model's text. The reason is not logged, because the log contains no text of runs."""
 RETRIED = "retried"
 _SOURCES_MAX = 256
 _ERROR_LENGTH_MAX = 2000
@@ -46,7 +46,7 @@ class Sources:
         self._sources: dict[str, _Source] = {}
 
     def expect(self, names: Iterable[str]) -> None:
-        """Add sources without outcomes."""
+        """Add sources, so that `GET /sources` lists them before their first outcome."""
         for name in names:
             self._sources.setdefault(name, _Source())
 

@@ -94,10 +94,10 @@ class TopicTable(Generic[E_co]):
             settings: the settings of the bus.
             client_id: the id of the Kafka client.
             blobs: the store of large events.
-            refuse: dead-letters a record that cannot be decoded
-            (`headrace_runtime.kafka.dead_letters.DeadLetterSender`). changed: called after each change in the event
-            loop with the key and the event; it must not block. accepts: returns whether a valid event is applied.
-            Otherwise its row stays unchanged.
+            refuse: dead-letters a record that cannot be decoded, for example a `DeadLetterSender`.
+            changed: gets the key and the new event, or None for a removed key, after each change. It runs in the
+                event loop and must not block.
+            accepts: returns whether a valid event is applied. Otherwise its row stays unchanged.
         """
         self._accepts = accepts
         self._event = event
@@ -179,7 +179,7 @@ async def _records(reader: AIOKafkaConsumer) -> AsyncIterator[Record | None]:
 
 
 class Offsets:
-    """Connection that reads offsets.
+    """Connection to the bus that reads the end offsets of topics and the committed offsets of a consumer group.
 
     Call `start` before use. Methods raise `Unavailable` if the bus does not respond.
     """

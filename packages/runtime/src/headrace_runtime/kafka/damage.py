@@ -30,7 +30,10 @@ _CORRUPT_RESPONSES = 3
 
 
 class Batches:
-    """Replacement of aiokafka's `MemoryRecords`. After an error, `resume` returns the offset to continue at."""
+    """Record batches of a fetch response: replacement of aiokafka's `MemoryRecords`.
+
+    After an error in a batch, `resume` returns the offset at which the consumer continues.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = bytes(data)
@@ -53,11 +56,11 @@ class Batches:
         return MemoryRecords(self._data[self._at : self._next]).next_batch()
 
     def damaged(self) -> bytes:
-        """Return the bytes of the last batch."""
+        """Return the first bytes of the last batch that was read."""
         return self._data[self._at : self._next][:_KEPT_BYTES_MAX]
 
     def resume(self, position: int) -> int:
-        """Return the offset after the last batch, which begins at or before `position`.
+        """Return the offset after the last batch that was read, which begins at or before `position`.
 
         The content of a damaged batch is not reliable. So the offset is that of the next complete batch, or it follows
         from the header if its number of records agrees with its last offset. Otherwise only `position` is skipped, and

@@ -1,5 +1,7 @@
-"""Existing models and versions, read from `checkpoints` and `routing`, for the validation of ingested trajectories; and
-the signals that the trainer of each model learns from."""
+"""Reader of the existing models and versions, and of the signals that the trainer of each model learns from.
+
+It reads the topics `checkpoints` and `routing`. Ingested trajectories are validated by it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ _VERSIONS_MAX = 100_000
 
 
 class KnownVersions:
-    """Reader of the topics. `run` must run in a task, and `models` returns the current state."""
+    """Existing models and versions as of the last record of `checkpoints` and `routing`.
+
+    The task `run` keeps them current.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,7 @@ class KnownVersions:
         self._manifests: dict[str, BlobRef] = {}
         self._vocabularies: dict[str, int | None] = {}
         self._signals: dict[str, tuple[str, LearnedSignals]] = {}
-        """The lineage of each model that announced last what it learns from."""
+        """By model: the lineage with the newest announcement of learned signals, and these signals."""
         self._checkpoints = TopicTable(Checkpoint, bus, client_id, blobs, refuse, self.checkpoint)
         self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
@@ -54,29 +59,29 @@ class KnownVersions:
         return self._checkpoints.loaded.is_set() and self._routings.loaded.is_set()
 
     def checkpoint(self, _key: str, event: Checkpoint | None) -> None:
-        """Handle an event of `checkpoints`."""
+        """Add the version that an event of `checkpoints` announces, and its trainer's signals."""
         if event is not None:
-            self._learn(event.model, event.version, event.manifest, event.lineage)
+            self._add_version(event.model, event.version, event.manifest, event.lineage)
             if event.learns is not None:
                 self._signals[event.model] = event.lineage, event.learns
 
     def signals_of(self, model: str, version: str) -> LearnedSignals | None:
-        """Return what the trainer of `model` learns from answers of `version`, or None if that is not known.
+        """Return the signals that the trainer of `model` learns from in answers of `version`; None if not known.
 
-        It is not known for a version of another lineage, which the trainer drops as `foreign_version`.
+        They are not known for a version of another lineage, whose answers the trainer drops as `foreign_version`.
         """
         lineage, learns = self._signals.get(model, ("", None))
         own_lineage = self._versions.get(model, {}).get(version)
         return learns if own_lineage in (None, lineage) else None
 
     def routing(self, _key: str, event: Routing | None) -> None:
-        """Handle an event of `routing`."""
+        """Add the versions that an event of `routing` names."""
         for served in event.serve if event is not None else ():
             assert event is not None
-            self._learn(event.model, served.version, served.manifest)
+            self._add_version(event.model, served.version, served.manifest)
         if event is not None:
             for version in (*event.aliases.values(), *event.withdrawn):
-                self._learn(event.model, version, None)
+                self._add_version(event.model, version, None)
 
     async def models(self, model: str) -> KnownModels:
         """Return all models and versions, with the vocabulary size of `model`.
@@ -91,7 +96,7 @@ class KnownVersions:
         sizes = {name: size for name, size in self._vocabularies.items() if size is not None}
         return KnownModels({name: versions.keys() for name, versions in self._versions.items()}, sizes)
 
-    def _learn(self, model: str, version: str, manifest: BlobRef | None, lineage: str | None = None) -> None:
+    def _add_version(self, model: str, version: str, manifest: BlobRef | None, lineage: str | None = None) -> None:
         versions = self._versions.setdefault(model, {})
         versions[version] = lineage or versions.get(version)
         if len(versions) > _VERSIONS_MAX:
@@ -100,9 +105,9 @@ class KnownVersions:
             self._manifests[model] = manifest
 
     def _vocabulary(self, manifest: BlobRef) -> int | None:
-        """Return the vocabulary size in the model's `config.json`, or None if it is missing.
+        """Return the vocabulary size in the model's `config.json`, or None if it cannot be read.
 
-        The trainer checks it, too.
+        A missing size is harmless, because the trainer checks token ids, too.
         """
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}

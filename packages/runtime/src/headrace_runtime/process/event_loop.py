@@ -43,8 +43,8 @@ T = TypeVar("T")
 _LARGE_BYTES = 131_072
 """Work on more bytes runs in a separate thread, so that it does not delay smaller work."""
 _REST, _REST_FROM_S, _REST_S_MAX = 2.0, 0.02, 5.0
-"""After work of over `_REST_FROM_S` its tenant's next work of that kind starts `_REST` times as long later, while other
-tenants have requests. The interpreter lock is theirs in the meantime."""
+"""After work that took longer than `_REST_FROM_S`, the tenant's next work of that kind starts later by `_REST` times
+that duration while other tenants have requests, so that their work gets the interpreter lock in the meantime."""
 _COMPANY_S = 1.0
 _INLINE_BYTES_MAX = 32_768
 """Work on more bytes would delay the event loop noticeably: parsing may take half a microsecond per byte."""
@@ -93,7 +93,7 @@ class LoopWatch:
             self._waited_at_s, self._waited_s = self._began_s, waited_for_core_s()
 
     def take(self, kind: str = "busy") -> float:
-        """Return the longest block since the last call, in seconds."""
+        """Return the longest block since the last call, in seconds. `kind` is `busy` or `late`."""
         longest = max(self._windows[kind])
         self._windows[kind][:] = [0.0, 0.0]
         return longest
@@ -184,8 +184,11 @@ async def run_off_loop(size_bytes: int, work: Callable[[], T]) -> T:
 
 
 class _TenantTurns:
-    """Order in which the tasks of one tenant use one kind of worker threads: one at a time, with a rest after long ones
-    while other tenants work, so that a flood of large bodies waits for itself and not before the requests of others."""
+    """Turns of tenants in one kind of worker threads: each tenant's tasks run one at a time.
+
+    After a long task the tenant pauses while other tenants work. So a tenant with many large bodies delays its own
+    requests rather than those of others.
+    """
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
@@ -193,13 +196,18 @@ class _TenantTurns:
         self._rests_until_s: dict[str, float] = {}
 
     @contextlib.asynccontextmanager
-    async def take(self, tenant: str, has_company: Callable[[], bool]) -> AsyncIterator[None]:
-        """Wait for the tenant's turn, and keep it during the block. Only tenants with tasks or rests are remembered."""
+    async def take(self, tenant: str, has_other_tenants: Callable[[], bool]) -> AsyncIterator[None]:
+        """Wait for the tenant's turn, and keep it during the block. Only tenants with tasks or pauses use memory.
+
+        Args:
+            tenant: the tenant.
+            has_company: returns whether other tenants have work. Otherwise the tenant does not pause.
+        """
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         try:
             async with self._locks.setdefault(tenant, asyncio.Lock()):
                 rest_s = self._rests_until_s.get(tenant, 0.0) - time.monotonic()
-                if rest_s > 0 and has_company():
+                if rest_s > 0 and has_other_tenants():
                     await asyncio.sleep(rest_s)
                 began_s = time.monotonic()
                 try:
@@ -251,7 +259,11 @@ class WorkerThreads:
         is_large = size_bytes > _LARGE_BYTES
         pool = self._large if is_large else self._small
         turns = self._large_turns if is_large else self._small_turns
-        turn = turns.take(tenant, lambda: self._has_company(tenant)) if tenant is not None else contextlib.nullcontext()
+        turn = (
+            turns.take(tenant, lambda: self._has_other_tenants(tenant))
+            if tenant is not None
+            else contextlib.nullcontext()
+        )
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
 
@@ -262,7 +274,7 @@ class WorkerThreads:
         while now_s - next(iter(self._seen_s.values())) > _COMPANY_S:
             del self._seen_s[next(iter(self._seen_s))]
 
-    def _has_company(self, tenant: str) -> bool:
+    def _has_other_tenants(self, tenant: str) -> bool:
         """Return whether other tenants had work in the last second."""
         since_s = time.monotonic() - _COMPANY_S
         return any(name != tenant and seen_s > since_s for name, seen_s in self._seen_s.items())

@@ -9,8 +9,9 @@ sends a heartbeat, too. A part that never ends sends none.
 In contrast to HTTP responses, heartbeats also arrive under load. Only time in which the watcher itself runs counts as
 silence.
 
-So they need not wait until its lease expires. For a holder on another machine or in another container they cannot
-detect it, and have to observe whether the holder renews its lease.
+The name of a lease holder (`new_holder`) contains its process. By it, other processes on the same machine detect that
+the holder is dead (`is_dead`), so they need not wait until its lease expires. For a holder on another machine or in
+another container they cannot detect it, and have to observe whether the holder renews its lease.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def new_holder() -> str:
 
 
 def is_dead(holder: str) -> bool:
-    """Return whether the process of a holder is certainly dead. False if this process cannot determine it."""
+    """Return whether the process of a lease holder is certainly dead; False if this process cannot determine it."""
     parts = holder.split("|")
     if len(parts) != 6 or tuple(parts[:3]) != _pid_scope() or not parts[3].isdigit():
         return False
@@ -183,7 +184,7 @@ def is_dead(holder: str) -> bool:
 
 
 def describe(holder: str) -> str:
-    """Return a description of a holder for messages."""
+    """Return process id and machine of a lease holder for messages."""
     parts = holder.split("|")
     return f"process {parts[3]} on {parts[0]}" if len(parts) == 6 else holder
 

@@ -120,7 +120,7 @@ def find_fetched(repository: Repository, data_dir: Path) -> Path | None:
 
 
 def describe(repository: Repository) -> RemoteModel:
-    """Ask the hub for the commit and the files of a model. Blocks.
+    """Request the commit and the list of files of a model from the hub. Blocks.
 
     Raises:
         SettingError: the hub has no such model, no commit of it, or no weights in safetensors.
@@ -161,7 +161,7 @@ def fetch(model: RemoteModel, data_dir: Path) -> Path:
     if not (final / ORIGIN_FILE).is_file():
         draft.mkdir(parents=True, exist_ok=True)
         disk.check_room(draft, model.size)
-        for file in _shown_in_index(model, draft):
+        for file in _files_in_index(model, draft):
             _download(model, file, draft)
             liveness.progress()
         shutil.rmtree(draft / ".cache", ignore_errors=True)  # the library's notes on the download
@@ -176,7 +176,7 @@ def fetch(model: RemoteModel, data_dir: Path) -> Path:
     return final
 
 
-def _shown_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
+def _files_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
     """Yield the files of the model. If it has an index, only those weights that the index names."""
     index = next((file for file in model.files if file.path == _INDEX), None)
     shards: set[str] | None = None

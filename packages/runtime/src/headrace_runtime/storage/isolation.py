@@ -140,7 +140,7 @@ async def each(
         if encode is None:
             events += await work(item)
         else:
-            events += await _alone(tx, name, item, work, fails, encode)
+            events += await _process_alone(tx, name, item, work, fails, encode)
     return events
 
 
@@ -165,7 +165,7 @@ def _encoder(tx: AsyncConnection) -> Encode | None:
     return encode
 
 
-async def _alone(
+async def _process_alone(
     tx: AsyncConnection,
     name: str,
     item: T,

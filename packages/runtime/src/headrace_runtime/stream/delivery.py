@@ -136,7 +136,7 @@ class HeldRecords:
 
     async def hold(self, tx: AsyncConnection, tenant: str, record: Record, now: datetime) -> None:
         """Store a record, unless it is already stored."""
-        values = {"kind": _KIND, "payload": _packed(tenant, record), "attempts": 0, "due_ms": epoch_ms(now)}
+        values = {"kind": _KIND, "payload": _pack_record(tenant, record), "attempts": 0, "due_ms": epoch_ms(now)}
         await upsert(tx, self._table, {"job_id": _name(record)}, values, update=False)
 
     async def remove(self, tx: AsyncConnection, name: str) -> None:
@@ -146,7 +146,7 @@ class HeldRecords:
     async def page(self, database: Database) -> list[HeldRecord]:
         """Return the next records to retry, ordered by topic, partition and offset.
 
-        The caller counts those that stay.
+        The first page resets the counters. The caller passes each record that stays held to `count` again.
         """
         if not self._after:
             self._counts.clear()
@@ -155,7 +155,7 @@ class HeldRecords:
         query = select(table.c.job_id, table.c.payload).where(table.c.kind == _KIND, table.c.job_id > self._after)
         async with database.transaction() as tx:
             rows = (await tx.execute(query.order_by(table.c.job_id).limit(_PAGE))).all()
-        return [HeldRecord(row.job_id, *_unpacked(row.payload)) for row in rows]
+        return [HeldRecord(row.job_id, *_unpack_record(row.payload)) for row in rows]
 
 
 def _name(record: Record) -> str:
@@ -167,31 +167,33 @@ def _size(record: Record) -> int:
     return len(record.value or b"") + sum(len(name) + len(text or b"") for name, text in record.headers)
 
 
-def _packed(tenant: str, record: Record) -> bytes:
+def _pack_record(tenant: str, record: Record) -> bytes:
     fields = {
         "tenant": tenant,
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
-        "key": _coded(record.key),
-        "value": _coded(record.value),
-        "headers": [[name, _coded(text)] for name, text in record.headers],
+        "key": _to_base64(record.key),
+        "value": _to_base64(record.value),
+        "headers": [[name, _to_base64(text)] for name, text in record.headers],
         "timestamp_ms": record.timestamp_ms,
     }
     return json.dumps(fields).encode()
 
 
-def _unpacked(payload: bytes) -> tuple[str, Record]:
+def _unpack_record(payload: bytes) -> tuple[str, Record]:
     fields = json.loads(payload)
-    headers = tuple((name, _decoded(text)) for name, text in fields["headers"])
+    headers = tuple((name, _from_base64(text)) for name, text in fields["headers"])
     position = fields["topic"], fields["partition"], fields["offset"]
-    record = Record(*position, _decoded(fields["key"]), _decoded(fields["value"]), headers, fields["timestamp_ms"])
+    record = Record(
+        *position, _from_base64(fields["key"]), _from_base64(fields["value"]), headers, fields["timestamp_ms"]
+    )
     return fields["tenant"], record
 
 
-def _coded(value: bytes | None) -> str | None:
+def _to_base64(value: bytes | None) -> str | None:
     return None if value is None else base64.b64encode(value).decode()
 
 
-def _decoded(text: str | None) -> bytes | None:
+def _from_base64(text: str | None) -> bytes | None:
     return None if text is None else base64.b64decode(text)

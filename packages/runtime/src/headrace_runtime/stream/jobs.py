@@ -129,7 +129,10 @@ class Jobs:
         await tx.execute(update(self._table).where(self._is_leased_as(job)).values(due_ms=epoch_ms(due_at)))
 
     async def count_exactly(self, tx: AsyncConnection, kind: str, limit: int = COUNTED_MAX) -> int:
-        """Return the number of jobs of exactly this kind, such as those of one tenant, at most `limit`."""
+        """Return the number of jobs whose kind equals `kind`, at most `limit`. `count` includes a kind's tenants.
+
+        For the jobs of one tenant, `kind` is `kind_of_tenant(...)`.
+        """
         return await count_rows(tx, self._table.c.kind == kind, self._table, limit)
 
     def _of(self, kind: str) -> ColumnElement[bool]:

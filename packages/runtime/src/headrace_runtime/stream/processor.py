@@ -344,7 +344,7 @@ class Processor:
         self._note(items, now)
 
     def _note(self, items: Sequence[_Item], now: datetime) -> None:
-        """Count items after their transaction has committed."""
+        """Count the outcomes of items in metrics and in the tenants' limits, after their transaction has committed."""
         for item in items:
             if isinstance(item, Received):
                 self._limits.note(tenant_of(item), refused=False)
