@@ -64,7 +64,7 @@ def iterate_sets(stored: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def check_sets(stored: Sequence[int], token_ids: Sequence[int]) -> None:
-    """Raise `ValueError` unless there is a set for each token that contains it."""
+    """Raise `ValueError` unless there is one set per token and each set contains its token."""
     sets = list(iterate_sets(stored))
     if len(sets) != len(token_ids):
         raise ValueError(f"stored sets: {len(sets)} sets for {len(token_ids)} tokens; the numbers must be equal")

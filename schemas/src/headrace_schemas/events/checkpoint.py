@@ -65,7 +65,7 @@ class Checkpoint(Event):
     manifest: BlobRef
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     learns: LearnedSignals | None = None
-    """What the trainer of live traffic learns from since it announced this version, or None if it does not train live
+    """The signals that the trainer learns from since it announced this version, or None if it does not train live
     traffic. After a restart the announcement is sent again with the present value."""
 
     @property
@@ -220,7 +220,7 @@ class TrainingMetrics(Event):
 
 
 class RolloutStep(Model):
-    """The step of a rollout that a decision was.
+    """Step that a decision takes in a rollout.
 
     For readers without support of rollouts, `decision` is the equivalent: `probed` for an intermediate step,
     `promoted`, `skipped` for a hold (the version serves no traffic but is not refused), `withdrawn` for a rollback (the

@@ -130,7 +130,7 @@ class LoadedVersion(Model):
 
 
 PROMPT = "prompt"
-"""The ability `Replica.prompts` among the request fields that only some replicas support."""
+"""Name of the ability `Replica.prompts` in `Replica.abilities`."""
 
 
 class Replica(Event):

@@ -111,7 +111,14 @@ def token_ids_of(packed: bytes) -> tuple[int, ...]:
 
 
 def shared_bytes(data: bytes, position: int, other: bytes, unit: int) -> int:
-    """Return how many bytes of `other`, in whole units, `data` continues with at `position`."""
+    """Return the length of the longest common prefix of `data[position:]` and `other`, in bytes.
+
+    Args:
+        data: packed values.
+        position: start of the comparison in `data`, in bytes.
+        other: packed values.
+        unit: bytes of one value. Only whole values count, except that all of `other` may be equal.
+    """
     if data.startswith(other, position):
         return len(other)
     low, high = 0, min(len(other), len(data) - position) // unit

@@ -64,7 +64,7 @@ class TrajectoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RevisionOutcome:
-    """Training outcome of one revision of an experience. Turns are named as the caller names them."""
+    """Training outcome of one revision of an experience. The caller chooses the keys that stand for turns."""
 
     dropped: str | None
     reason: str | None
@@ -74,7 +74,7 @@ class RevisionOutcome:
 
     @classmethod
     def of(cls, outcome: TrainingOutcome) -> RevisionOutcome:
-        """Return the outcome with its turns named by their ids."""
+        """Return the outcome with the ids of turns as their keys."""
         return cls(outcome.dropped, outcome.reason, frozenset(outcome.left_out), frozenset(outcome.turn_ids))
 
 
@@ -89,11 +89,12 @@ class LineageOutcomes:
     outcomes: dict[int, RevisionOutcome] = field(default_factory=dict)
     """Valid outcome by revision."""
     _undone: dict[int, bool] = field(default_factory=dict)
-    """Revision to whether it is queued for training again."""
+    """By undone revision: whether it is queued for training again."""
     _undone_outcomes: dict[int, RevisionOutcome] = field(default_factory=dict)
+    """Reverted outcome by undone revision."""
 
     def add(self, revision: int, outcome: RevisionOutcome) -> bool:
-        """Apply an outcome. Return False if the revision had changed the lineage before and changes it again."""
+        """Apply an outcome. Return False if the revision was trained before and is reported as trained again."""
         earlier = self.outcomes.get(revision)
         if earlier is None or earlier.dropped is not None:
             self.outcomes[revision] = outcome
@@ -120,7 +121,7 @@ class LineageOutcomes:
         return True
 
     def status(self, turn: Hashable, revision: int, no_logprobs: str | None, *, refused: bool) -> TurnStatus:
-        """Return the status of the experience for one of its turns: that of a trained revision that holds, otherwise
+        """Return the status of one turn of the experience: trained if a valid revision trained it, otherwise the status
         of the newest revision.
 
         Args:
@@ -147,7 +148,7 @@ class TurnFacts:
 
     eval: bool
     untrained: str | None
-    """Why no version is trained on the turn, although it is not an evaluation."""
+    """The reason why no version is trained on the turn although it is not an evaluation, or None."""
     left_out: str | None
     in_trajectory: bool
     refused: bool
