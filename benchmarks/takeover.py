@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from headrace_cli.demo.report import VersionScore, takeover_mean_s
-from tests.support.headrace_up import HEADRACE
+from tests.support.service_process import HEADRACE
 
 MEAN_S_MAX = 10.0
 

@@ -25,11 +25,10 @@ from headrace_trainer.experiences import examples, pending_updates, waiting
 from headrace_trainer.lineage import culprits
 from headrace_trainer.torch_learner import critic
 from headrace_trainer.torch_learner.model import forward
-from tests.algorithms import advantages, losses, strays, stream, weights
+from tests.algorithms import losses, strays, stream, weights
 from tests.algorithms.losses import CASES
 from tests.support import tiny_model
-from tests.system.line import Line, between, caught
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, between, caught
 
 BOUND = 1e-5
 Check = Callable[[Path], float]
@@ -171,7 +170,7 @@ FAULTS = (
         _forgets_edits,
         lambda base: sum(stream.wrong_in_the_end(base, stream.SFT, "demonstrations", seed) for seed in range(4)),
     ),
-    Fault("GAE without its lambda", _undiscounted, lambda _base: advantages.of_a_critic(0, 0.99, 0.9)),
+    Fault("GAE without its lambda", _undiscounted, lambda _base: losses.critic_difference(0, 0.99, 0.9)),
 )
 
 
@@ -203,15 +202,15 @@ def of_advantages(seeds: int) -> Iterator[Line]:
         ("opmd, mean", "opmd", {}),
         ("opmd, logavgexp", "opmd", {"opmd": {"baseline": "logavgexp", "tau": 0.5}}),
     ):
-        yield line(f"advantage {name}", max(advantages.of_groups(kind, seed, **settings) for seed in range(seeds)))
+        yield line(f"advantage {name}", max(losses.group_difference(kind, seed, **settings) for seed in range(seeds)))
     for norm, weight, decay in ((False, 1.0, 1.0), (True, 0.5, 0.9)):
-        errors = [advantages.of_turns(seed, norm=norm, weight=weight, decay=decay) for seed in range(seeds)]
+        errors = [losses.turn_difference(seed, norm=norm, weight=weight, decay=decay) for seed in range(seeds)]
         yield line(f"advantage step_wise_grpo, norm {norm}, weight {weight}, decay {decay}", max(errors))
     for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (0.9, 0.0)):
         yield line(
-            f"advantage ppo {gamma} {lam}", max(advantages.of_a_critic(seed, gamma, lam) for seed in range(seeds))
+            f"advantage ppo {gamma} {lam}", max(losses.critic_difference(seed, gamma, lam) for seed in range(seeds))
         )
-        revised = [advantages.of_a_revised_reward(seed, gamma, lam) for seed in range(seeds)]
+        revised = [losses.revision_difference(seed, gamma, lam) for seed in range(seeds)]
         yield line(f"revised reward ppo {gamma} {lam}", max(revised))
 
 

@@ -24,8 +24,7 @@ from transformers.utils import logging
 from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import TrainerSettings
 from tests.architectures.catalog import CATALOG, Architecture
-from tests.system.line import Line, equals, no_problems
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, equals, no_problems
 
 PACKINGS: tuple[Literal["blocks", "padded"], ...] = ("blocks", "padded")
 

@@ -27,7 +27,7 @@ from tests.attack.stacks import SmallStack, beside, block_s, small_stack
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.processes import wait_until
-from tests.system.line import Line, at_most
+from tests.system.program import Line, at_most
 
 BODY_BYTES = 8_388_608
 _SLACK_BYTES = 4_096

@@ -20,8 +20,7 @@ from pathlib import Path
 import structlog
 
 from tests.attack import attacks
-from tests.system.line import Line
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(attacks.__path__))
 TIMEOUT_S = 900.0

@@ -33,9 +33,8 @@ from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_llm import FakeLLM
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
-from tests.support.headrace_up import HeadraceUp
 from tests.support.processes import free_port, wait_until
-from tests.support.service_process import ReplicaProcess, ServiceProcess
+from tests.support.service_process import HeadraceUp, ReplicaProcess, ServiceProcess
 
 E = TypeVar("E", bound=Event)
 Place = tuple[str, int, int]

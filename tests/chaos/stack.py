@@ -23,7 +23,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_trainer.lineage.store import LineageStore
 from tests.chaos.balancer import Proxy, answers
 from tests.chaos.ledgers import TrainerLedger
-from tests.chaos.schedule import MACHINES, PAIRS, STREAM, services_on
+from tests.chaos.nemeses import MACHINES, PAIRS, STREAM, services_on
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.kafka_node import KafkaNode
 from tests.support.postgres_node import PostgresNode

@@ -29,9 +29,8 @@ from tests.clients import lesson
 from tests.clients.program import environment_problem
 from tests.clients.repairs import AGENT_KINDS, TASK, Agent, AgentFailed, Bug, generate_bugs
 from tests.e2e.circle import Observed, observe
-from tests.support.headrace_up import HeadraceUp
-from tests.system.line import Line, at_least, at_most, equals, no_problems, none_of
-from tests.system.program import ROOT, Program, Run
+from tests.support.service_process import HeadraceUp
+from tests.system.program import ROOT, Line, Program, Run, at_least, at_most, equals, no_problems, none_of
 
 MODEL = "coder"
 _SHOWN_SETS = 3

@@ -23,12 +23,10 @@ from headrace_gateway.settings import UpstreamSettings
 from headrace_runtime.kafka import wire
 from headrace_schemas import Turn
 from headrace_trainer.experiences.restrictions import SetBuilder
-from tests.clients.account import ClientAccount, account_of, trajectories_of
 from tests.clients.agents import CLIENTS, PACKAGES, Call, Client
-from tests.clients.replica import VOCABULARY, AgentReplica
+from tests.clients.replica import VOCABULARY, AgentReplica, ClientAccount, account_of, trajectories_of
 from tests.support.gateway import Gateway, gateway
-from tests.system.line import Line
-from tests.system.program import ROOT, Program, Run
+from tests.system.program import ROOT, Line, Program, Run
 
 TABLE = ROOT / "docs" / "clients.md"
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"

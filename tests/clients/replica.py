@@ -1,4 +1,4 @@
-"""A replica whose model plays any tool loop: two calls, then an answer that repeats the word of the question.
+"""A replica whose model plays any tool loop, and the account of a client: the runs of its captured turns.
 
 If the system prompt asks for it (`SPOKEN`), there is a sentence before each call.
 
@@ -11,13 +11,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from headrace_collector.closing import build_trajectory
+from headrace_collector.digests import TurnContent
+from headrace_collector.facts import turn_facts
+from headrace_collector.runs import partition_runs, superseded_turns
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -30,6 +36,9 @@ from headrace_runtime.errors import Refused
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_schemas import Trajectory, Turn
+from headrace_schemas.values.base import utcnow
+from headrace_trainer.experiences.restrictions import SetBuilder
 from tests.support import tiny_model
 from tests.support.fake_replica import VERSION, Called, FakeReplica
 from tests.unit.inference.scripted import ScriptedEngine, ScriptedGeneration
@@ -204,3 +213,76 @@ def _filled(schema: Json, final: str, file: str = "note.txt") -> Any:
 def _text(message: Json) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+@dataclass(frozen=True)
+class ClientAccount:
+    """Figures of the turns of one client."""
+
+    calls: int
+    sessions: int
+    runs: int
+    """Trajectories of its task, without side calls."""
+    side_calls: int
+    branches: int
+    trained: int
+    """Turns whose sampling distribution the trainer computes again, which every algorithm can train."""
+    left_out: dict[str, int]
+    """The other turns, by reason."""
+
+
+def trajectories_of(turns: Sequence[Turn]) -> list[Trajectory]:
+    """Return the trajectories of turns in the order of their capture, as the collector builds them."""
+    sessions: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        sessions[turn.session_key].append(turn)
+    return [trajectory for members in sessions.values() for trajectory in _of_session(members)]
+
+
+def _of_session(turns: Sequence[Turn]) -> list[Trajectory]:
+    now = utcnow()
+    by_id = {turn.turn_id: turn for turn in turns}
+    facts = [turn_facts(turn, now, offset) for offset, turn in enumerate(turns)]
+    partition = partition_runs(facts, [])
+    if partition.ties:
+        partition = partition_runs(facts, [], {name: TurnContent.of(by_id[name]) for name in partition.ties})
+    superseded = superseded_turns(facts)
+    return [
+        build_trajectory(
+            [by_id[turn.turn_id] for turn in run.turns],
+            superseded=superseded,
+            about_run=(),
+            about_session=(),
+            reason="idle",
+            models=run.models,
+            is_side_call=run.is_side_call,
+            turns_from=run.log_offset,
+            now=now,
+        )
+        for run in partition.runs
+    ]
+
+
+def account_of(turns: Sequence[Turn], sets: SetBuilder) -> ClientAccount:
+    """Return the account of all turns that a client made. `sets` computes the tokens that answers were sampled from."""
+    trajectories = trajectories_of(turns)
+    tasks = [trajectory for trajectory in trajectories if trajectory.untrained is None]
+    reason_of: dict[str, str | None] = {}
+    for trajectory in trajectories:
+        if trajectory.untrained is not None:
+            reason_of |= dict.fromkeys(trajectory.turn_ids, trajectory.untrained)
+            continue
+        reason_of |= {item.turn_id: item.full_reason for item in trajectory.left_out}
+        for branch in trajectory.branches:
+            problem = None if branch.sampled is None else sets.problem(branch.sampled)
+            reason_of |= {span.turn_id: span.no_logprobs or problem for span in branch.spans}
+    reasons = Counter(reason for reason in reason_of.values() if reason is not None)
+    return ClientAccount(
+        calls=len(turns),
+        sessions=len({turn.session_key for turn in turns}),
+        runs=len(tasks),
+        side_calls=reasons["side_call"],
+        branches=sum(len(trajectory.branches) for trajectory in tasks),
+        trained=sum(reason is None for reason in reason_of.values()),
+        left_out=dict(reasons),
+    )

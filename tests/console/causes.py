@@ -18,7 +18,7 @@ from tests.console.stack import BATCHES, MODEL, ConsoleStack, console_stack
 from tests.support.fake_llm import FakeLLM, status
 from tests.support.full_disk import SmallDisk
 from tests.support.processes import wait_until
-from tests.system.line import Line
+from tests.system.program import Line
 
 NAMED_S_MAX = 10.0
 _EFFECT_S_MAX = 60.0

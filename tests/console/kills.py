@@ -28,7 +28,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from tests.console.stack import BATCHES, ConsoleStack, console_stack
 from tests.support.broker_process import BrokerProcess
 from tests.support.processes import wait_until
-from tests.system.line import Line, at_least, equals, no_problems
+from tests.system.program import Line, at_least, equals, no_problems
 from tests.unit.console.test_counts import random_history
 
 READER_KILLS = 200

@@ -24,7 +24,7 @@ from headrace_schemas.values.ids import is_name, response_id, session_key
 from tests.console.hostile_texts import TEXTS
 from tests.support import presence
 from tests.support.account_events import START, letter, trajectory, turn
-from tests.system.line import Line, at_most, caught, equals, no_problems
+from tests.system.program import Line, at_most, caught, equals, no_problems
 from tests.unit.console.review import Bus, make_queue, session_of
 from tests.unit.console.support import Stand
 

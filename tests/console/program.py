@@ -11,8 +11,7 @@ import structlog
 
 from tests.console import causes, kills, memory_stack, pictures, walk
 from tests.support import presence, tiny_model
-from tests.system.line import Line, at_most
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, at_most
 
 PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
     "browser": walk.lines,

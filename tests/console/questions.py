@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.console.stack import MODEL, ConsoleStack
 from tests.support import presence
-from tests.system.line import Line, no_problems
+from tests.system.program import Line, no_problems
 
 PROGRAM = Path(__file__).with_name("keyboard.py")
 Step = tuple[str, ...]

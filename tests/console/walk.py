@@ -22,7 +22,7 @@ from tests.console import questions
 from tests.console.stack import BATCHES, MODEL, USERS, ConsoleStack, console_stack
 from tests.support import presence
 from tests.support.processes import wait_until
-from tests.system.line import Line, caught, equals, no_problems, none_of
+from tests.system.program import Line, caught, equals, no_problems, none_of
 
 PROGRAM = Path(__file__).with_name("browser.py")
 _VERSIONS = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.docs.fences import ROOT, Fence, fences
 from tests.support import tiny_model
-from tests.support.headrace_up import HeadraceUp
+from tests.support.service_process import HeadraceUp
 
 MODEL = "my-agent"
 BATCH = 4

@@ -20,8 +20,8 @@ import pytest
 
 from tests.docs.fences import ROOT, Fence, fences, tutorials
 from tests.support import tiny_model
-from tests.support.headrace_up import run_of
 from tests.support.processes import free_port, wait_until
+from tests.support.service_process import run_of
 
 _SHOWN_URL = "http://127.0.0.1:8000"
 _SHOWN_PORTS = ("8040", "9092")

@@ -37,7 +37,7 @@ from headrace_schemas import (
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.rules.turn_history import TurnHistory
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HeadraceUp, as_setting
+from tests.support.service_process import HeadraceUp, as_setting
 
 if TYPE_CHECKING:
     from headrace_trainer.settings import TrainerSettings

@@ -26,8 +26,8 @@ from tests.e2e import circle
 from tests.e2e.circle import MODEL, Observed, Work
 from tests.support import presence
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HeadraceUp, run_of
 from tests.support.processes import is_open, naming
+from tests.support.service_process import HeadraceUp, run_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ import pytest
 from headrace_schemas import Branch, Experience, RewardPart, Span
 from headrace_schemas.values.ids import session_key
 from tests.support import tiny_model
-from tests.support.headrace_up import HEADRACE
+from tests.support.service_process import HEADRACE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

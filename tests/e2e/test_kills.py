@@ -28,8 +28,8 @@ from headrace_operations.supervisor import RunState, read
 from headrace_operations.toml_text import toml
 from tests.e2e.circle import CACHE, EXAMPLES
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HEADRACE, as_setting
 from tests.support.processes import naming
+from tests.support.service_process import HEADRACE, as_setting
 
 WAIT_S = 180.0
 """Limit of most waits on a busy machine; usually seconds."""

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support import tiny_model
-from tests.support.headrace_up import HeadraceUp
+from tests.support.service_process import HeadraceUp
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -29,8 +29,7 @@ from headrace_trainer.experiences import admission, state
 from headrace_trainer.experiences.pending_updates import CorrectionRules
 from tests.feedback.playing import TRAINED, differing, replayed, talk
 from tests.feedback.world import Sampled, Saying
-from tests.system.line import Line, caught, no_problems
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, caught, no_problems
 
 _SET_OF = feedback_matching.feedback_for
 _TASK = feedback_matching.with_task

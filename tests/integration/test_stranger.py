@@ -23,9 +23,9 @@ from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.http.stack_access import key_for
 from headrace_trainer.settings import TrainerSettings
 from tests.support import plugins, tiny_model
-from tests.support.headrace_up import HEADRACE, HeadraceUp
 from tests.support.hindsight_world import OPENING, conversation, encoder, user_message
 from tests.support.processes import wait_until
+from tests.support.service_process import HEADRACE, HeadraceUp
 from tests.unit.trainer.conftest import SMALL
 from tests.unit.trainer.world import World
 

@@ -18,8 +18,7 @@ from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, say
 from tests.support.java_agent import JavaAgent, Runs, compiled, trained_runs
 from tests.support.processes import free_port
-from tests.system.line import Line, equals
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, equals
 
 ANSWER = "It left the warehouse and comes on Monday."
 REQUESTS = 4

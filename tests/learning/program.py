@@ -28,8 +28,7 @@ from headrace_trainer.batches.batch import Batch
 from headrace_trainer.settings import OptimizerSettings, TrainerSettings
 from tests.learning.corrections import AFTER, LAG, Case, CorrectionRun, differing_bytes, rest, weight_change
 from tests.support import tiny_model
-from tests.system.line import Line, between, caught
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, between, caught
 from tests.unit.trainer.test_advantages import plus_plus
 from tests.unit.trainer.test_appraisers import check_learns
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from tests.mutants.covering import ROOT
-from tests.mutants.trial import Mutant
+from tests.mutants.trial import ROOT, Mutant
 
 HERE = Path(__file__).parent
 GENERATOR = ROOT / ".venv-mutants" / "bin" / "python"

@@ -23,8 +23,7 @@ from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group, planted
 from tests.mutants.trial import Mutant, Target, Verdict, VerdictCache, served
-from tests.system.line import at_least, at_most, no_problems
-from tests.system.program import Program, Run
+from tests.system.program import Program, Run, at_least, at_most, no_problems
 
 SHARE_MIN = 0.95
 

@@ -1,7 +1,7 @@
 """Test server of one file: `python -m tests.mutants.server FILE TEST...` returns the tests' verdict on each mutant.
 
 Each line on standard input is a trial: the folder of an overlay, a file for pytest's output, a time limit, and a plan
-(`tests.mutants.covering`). The server prints a line with pytest's exit status, or null after the time limit. A trial is
+(`tests.mutants.trial`). The server prints a line with pytest's exit status, or null after the time limit. A trial is
 a fork of this process, which has imported all modules that do not depend on the file, so that a short trial costs
 little more than its tests.
 """
@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests.mutants.covering import ROOT, planned, split
+from tests.mutants.trial import ROOT, planned, split
 
 _OWN = ("headrace", "tests", "email_agent", "email_search", "example_parts", "math_agent", "smollm2", "werewolf")
 _OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not postgres", "-o", "timeout=30")

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from tests.parity.programs import ALL
 from tests.parity.stage import OWN, PROGRAMS, Stage
-from tests.system.line import Line, no_problems
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, no_problems
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 COUNTS = {"S0": 56, "S1": 37, "S2": 19, "S3": 24, "S4": 22}

@@ -31,8 +31,7 @@ from headrace_trainer.ray_learner.settings import RaySettings
 from tests.ray.player import COUNTED, SENT
 from tests.support import tiny_model
 from tests.support.training_history import follow
-from tests.system.line import Line, between
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, between
 
 ROOT = Path(__file__).parents[2]
 _LIFE_S = 600

@@ -9,10 +9,9 @@ import random
 import pytest
 
 from tests.mutants import library
-from tests.mutants.covering import ROOT, CoveringTests, split
 from tests.mutants.library import Planted, planted
 from tests.mutants.program import Waiting
-from tests.mutants.trial import Mutant, try_mutant
+from tests.mutants.trial import ROOT, CoveringTests, Mutant, split, try_mutant
 
 LIMITS = "gateway/src/headrace_gateway/access/limits.py"
 TESTS = ("tests/unit/gateway/test_access.py",)

@@ -33,7 +33,7 @@ from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import File, Manifest
-from tests.system.line import Line, caught, no_problems
+from tests.system.program import Line, caught, no_problems
 from tests.unit.inference.conftest import Models, Stored, make_models
 from tests.unit.inference.importing.test_folder import damaged, damages
 

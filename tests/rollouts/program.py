@@ -20,8 +20,7 @@ from tests.rollouts.rig import WAIT_S, running
 from tests.rollouts.story import Cell, Played, Story
 from tests.support import tiny_model
 from tests.support.postgres_node import PostgresNode, missing
-from tests.system.line import Line, caught, no_problems
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, caught, no_problems
 
 VICTIMS = ("registry", "registries", "replica", "gateway", "trainer")
 INJECTED = "faults"

@@ -19,8 +19,8 @@ from sqlalchemy.util import await_only
 
 from headrace_runtime.storage import migrations
 from headrace_runtime.storage.database import Database, Driver
+from tests.simulation.loop import world
 from tests.simulation.process import CURRENT, Killed, Process
-from tests.simulation.world import world
 
 
 class Server:

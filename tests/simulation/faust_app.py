@@ -1,4 +1,4 @@
-"""Faust as our stream host uses it: an app in a consumer group, with one agent and events that are acknowledged singly.
+"""Faust on the simulated bus as our stream host uses it, and the replacements of Kafka's client libraries, by name.
 
 It causes the difficulties of a real app: partitions that move while their events are processed, partitions that stay
 and are read again from the last commit, commits that lag behind acknowledgements, a queue that survives a rebalance.
@@ -12,7 +12,7 @@ that and may commit past unacknowledged events: it looks for gaps only behind it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,10 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaConnectionError
 
 from headrace_runtime.settings.sections import BusSettings
+from tests.simulation import clients
 from tests.simulation.clients import connect, message_of
+from tests.simulation.loop import world
 from tests.simulation.process import living
-from tests.simulation.world import world
 
 _COMMIT_INTERVAL_S = 1.0
 _COMMITS_AT_ONCE = 0.2
@@ -226,3 +227,10 @@ class App:
             if reached != self._group.committed.get(topic_partition, 0) and reached > self._reached[topic_partition]:
                 self._group.commit(self, topic_partition, reached)
             self._reached[topic_partition] = reached
+
+
+STANDS_FOR: Mapping[str, object] = {
+    "headrace_runtime.kafka.producer.AIOKafkaProducer": clients.Producer,
+    "headrace_runtime.kafka.consumer.AIOKafkaConsumer": clients.Consumer,
+    "headrace_runtime.stream.faust_host._app": App,
+}

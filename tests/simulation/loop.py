@@ -1,4 +1,5 @@
-"""Event loop that never waits and never uses a thread, and a trace, so that a seed determines the run.
+"""Event loop that never waits and never uses a thread, a trace, and access to the current simulation: a seed determines
+the run.
 
 When no callback is ready, the clock moves to the next timer. Work for a thread runs in the loop after a random delay;
 meanwhile that process's thread is busy, as in a real process. The trace is a digest that two runs of one seed must
@@ -13,14 +14,46 @@ import selectors
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.simulation.process import CURRENT
-from tests.simulation.world import world
+
+if TYPE_CHECKING:
+    from tests.simulation.bus import Bus
+    from tests.simulation.database import Server
+    from tests.simulation.process import Mishaps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
+_worlds: list[World] = []
 _PASSES_MAX = 400_000
 """Maximum number of passes, about twenty times those of a run: beyond it, a task polls without letting time pass."""
+
+
+class World(Protocol):
+    """Interface of the current simulation: see `tests.simulation.cluster.Cluster`."""
+
+    bus: Bus
+    mishaps: Mishaps
+    databases: dict[str, Server]
+    request_timeout_s: float
+    skews_s: dict[str, float]
+    """Error of each process's clock in seconds."""
+
+    def count(self, fault: str) -> None:
+        """Count a fault that has happened."""
+
+
+def world() -> World:
+    """Return the current simulation."""
+    return _worlds[-1]
+
+
+def enter(world: World) -> None:
+    _worlds.append(world)
+
+
+def leave() -> None:
+    _worlds.pop()
 
 
 class Stuck(Exception):

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace_cli.progress import ProgressDisplay
-from tests.simulation import rest, world
-from tests.simulation.cluster import Cluster
-from tests.simulation.loop import Stuck, VirtualLoop
+from tests.simulation.cluster import Cluster, Restless
+from tests.simulation.loop import Stuck, VirtualLoop, enter, leave
 from tests.simulation.process import alive, end_others, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
-from tests.system.line import at_most, none_of
-from tests.system.program import Program, Run
+from tests.system.program import Program, Run, at_most, none_of
 
 _MEMORY = Path("/dev/shm")
 
@@ -83,16 +81,16 @@ def _play(cluster: Cluster, began: float) -> Outcome:
     loop.set_task_factory(task_factory)
     loop.set_exception_handler(unheard)
     asyncio.set_event_loop(loop)
-    world.enter(cluster)
+    enter(cluster)
     try:
         loop.run_until_complete(cluster.play())
-    except (rest.Restless, Stuck) as error:
+    except (Restless, Stuck) as error:
         broken.append(f"liveness: {error}")
     finally:
         virtual_s, events = loop.time(), cluster.trace.counts["append"]
         _end(loop, cluster)
     checks = check_all(cluster)
-    world.leave()
+    leave()
     broken += [text for check in checks for text in check.broken]
     return Outcome(
         seed=cluster.seed,

@@ -31,9 +31,8 @@ from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, Serv
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation import learner
-from tests.simulation.loop import VirtualClock
+from tests.simulation.loop import VirtualClock, world
 from tests.simulation.process import ProcessSlot, current
-from tests.simulation.world import world
 
 MODEL = "m"
 MAX_STALENESS = 2

@@ -32,11 +32,10 @@ from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import CallRequest, Outcome, outcome_of
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
-from tests.simulation import clients, kafka, learner
+from tests.simulation import clients, faust_app, learner
 from tests.simulation.database import open_database
-from tests.simulation.loop import VirtualClock
+from tests.simulation.loop import VirtualClock, world
 from tests.simulation.process import TaskGroup
-from tests.simulation.world import world
 
 BLOBS = "memory://blobs"
 _PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.delete
@@ -138,7 +137,7 @@ async def _serve(*_: object) -> AsyncIterator[int]:
 def _names() -> Mapping[str, Any]:
     return {
         "asyncio.TaskGroup": TaskGroup,
-        **kafka.STANDS_FOR,
+        **faust_app.STANDS_FOR,
         "headrace_runtime.storage.database.Database.open": lambda service, _common: open_database(service),
         "headrace_runtime.storage.blobs.BlobStore.put": _put,
         "headrace_runtime.storage.blobs.BlobStore.set_pointer": _set_pointer,

@@ -15,17 +15,17 @@ from typing import Self
 
 from headrace.topics import Range, connected
 from headrace_schemas import Experience, TrainingMetrics, Trajectory
-from tests.support import maven_jars
+from tests.support import downloads
 
-EXAMPLE = maven_jars.ROOT / "examples" / "java_agent"
-JARS = maven_jars.ROOT / ".cache" / "agentscope-java-1.0.9"
+EXAMPLE = downloads.ROOT / "examples" / "java_agent"
+JARS = downloads.ROOT / ".cache" / "agentscope-java-1.0.9"
 _QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m")
 _QUIET = ("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",)
 
 
 def missing() -> str | None:
     """Return why the example cannot run here, or None. The first call downloads 36 MB."""
-    return maven_jars.missing(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
+    return downloads.missing_jars(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
 
 
 def compiled(folder: Path) -> Path:

@@ -6,16 +6,16 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support import maven_jars
+from tests.support import downloads
 from tests.support.processes import free_port, must_run, wait_open
 
-JARS = maven_jars.ROOT / ".cache" / "kafka-4.3.0"
+JARS = downloads.ROOT / ".cache" / "kafka-4.3.0"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
 
 
 def missing() -> str | None:
     """Return why Kafka cannot be started here, or None. The first call downloads 115 MB of jars."""
-    return maven_jars.missing(Path(__file__).parent / "kafka" / "pom.xml", JARS, "Kafka")
+    return downloads.missing_jars(Path(__file__).parent / "kafka" / "pom.xml", JARS, "Kafka")
 
 
 _QUICK = ("-XX:TieredStopAtLevel=1",)

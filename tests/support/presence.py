@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import java_agent, kafka_node, node_client, postgres_node
+from tests.support import downloads, java_agent, kafka_node, postgres_node
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
@@ -40,7 +40,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "kcat": _program("kcat"),
     "node": _program("node"),
     "jq": _program("jq"),
-    "kafkajs": node_client.missing,
+    "kafkajs": downloads.missing_node_client,
     "agentscope-java": java_agent.missing,
     "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install GROUP=clients",
     "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make check NAME=vllm has it",

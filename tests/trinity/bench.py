@@ -21,7 +21,7 @@ from tests.attack.stacks import MODEL, Serving, serving
 from tests.support import tiny_model
 from tests.support.gateway_process import BusView, bus_view
 from tests.support.processes import wait_until
-from tests.system.line import Line, at_most, equals
+from tests.system.program import Line, at_most, equals
 from tests.trinity.vowels import share_of_vowels
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
 from headrace_trainer.trinity_learner.rows import Buffer, rows_of
 from tests.support import tiny_model
-from tests.system.line import Line, at_most
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, at_most
 from tests.trinity import bench
 from tests.unit.trainer.world import experience
 

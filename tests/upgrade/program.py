@@ -32,10 +32,9 @@ from tests.e2e import circle
 from tests.e2e.circle import MODEL
 from tests.support import postgres_node
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.support.headrace_up import HEADRACE, HeadraceUp, as_setting
 from tests.support.postgres_node import PostgresNode
-from tests.system.line import Line, at_least, equals
-from tests.system.program import ROOT, Program, Run
+from tests.support.service_process import HEADRACE, HeadraceUp, as_setting
+from tests.system.program import ROOT, Line, Program, Run, at_least, equals
 
 COMMIT = "a7fe9434"
 """The last commit before files, distributions and names got their present form."""

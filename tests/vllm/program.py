@@ -11,8 +11,7 @@ from importlib.metadata import distributions
 import pytest
 
 from tests.support import presence
-from tests.system.line import Line, equals
-from tests.system.program import Program, Run
+from tests.system.program import Line, Program, Run, equals
 
 TESTS = ("tests/contract/engine", "tests/integration/vllm")
 NAMES = "vllm"

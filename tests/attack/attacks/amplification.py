@@ -20,7 +20,7 @@ from headrace_runtime.settings.sections import BusSettings
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, read_topic
 from tests.support.hostile_feedback import SESSIONS, body
-from tests.system.line import Line, at_most
+from tests.system.program import Line, at_most
 
 TITLE = "one request becomes many events"
 _SPOOL_BYTES_MAX = 2_000_000

@@ -31,9 +31,9 @@ from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_
 from tests.attack.stacks import MODEL, beside, hostile_stack
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HeadraceUp
 from tests.support.postgres_node import PostgresNode, missing
-from tests.system.line import Line, at_least, at_most, none_of
+from tests.support.service_process import HeadraceUp
+from tests.system.program import Line, at_least, at_most, none_of
 
 TITLE = "generated inputs at every route and topic, on SQLite and on PostgreSQL"
 OTHER_REQUESTS = 12_000

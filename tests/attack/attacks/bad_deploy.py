@@ -15,7 +15,7 @@ from headrace_schemas import DeadLetter, Trajectory
 from tests.attack.stacks import SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "a release that fails on every record"
 TURNS = 300

@@ -11,7 +11,7 @@ from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import BlobRef
 from tests.attack.stacks import Place, SmallStack, small_stack
 from tests.support.turns import ask, end, user
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "damaged records, missing blobs and wrong headers among good records"
 SESSIONS = 120

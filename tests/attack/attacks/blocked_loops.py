@@ -15,7 +15,7 @@ import httpx
 from tests.attack.accepted_bodies import accepted_bodies
 from tests.attack.stacks import MODEL, Serving, serving
 from tests.support.processes import wait_until
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "no request blocks an event loop"
 TIMEOUT_S = 3600.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.attack.stacks import MODEL, Serving, serving
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "no tenant sees in a cache what another has asked"
 _PROMPTS = 40

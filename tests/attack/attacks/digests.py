@@ -23,7 +23,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 from tests.unit.trainer.world import experience
 
 TITLE = "other templates under old digests, and a base folder that is overwritten"

@@ -23,7 +23,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "names that look alike stay different sessions, each with its own feedback"
 COUNT = 200

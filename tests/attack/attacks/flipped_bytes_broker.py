@@ -18,7 +18,7 @@ from aiokafka.admin import NewTopic
 
 from tests.contract.bus.clients import administering
 from tests.support.broker_process import BrokerProcess
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "a flipped byte in the broker's files costs one record at most"
 ROUNDS, FLIPS = 20, 25

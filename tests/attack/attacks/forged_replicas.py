@@ -19,7 +19,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "forged replicas on the bus: no key leaves, no request goes astray"
 RECORDS = 1000

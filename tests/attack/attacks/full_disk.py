@@ -26,7 +26,7 @@ from tests.support.fake_replica import FakeReplica
 from tests.support.full_disk import SmallDisk
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, bus_view
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "a disk that is full while agents work"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")

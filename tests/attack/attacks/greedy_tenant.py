@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 
 from tests.attack.stacks import MODEL, Serving, serving
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "a tenant that asks for all that it can leaves another tenant its pace"
 CALLS = 60

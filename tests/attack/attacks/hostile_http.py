@@ -17,7 +17,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "slow, silent and ambiguous HTTP"
 SLOW = 300

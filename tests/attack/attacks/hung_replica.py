@@ -24,7 +24,7 @@ from tests.support.fake_replica import VERSION, FakeReplica, Generation, text_of
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import free_port, wait_open
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "a replica that is stopped, not dead, and a bus that is"
 AGENTS = 8

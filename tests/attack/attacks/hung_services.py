@@ -23,7 +23,7 @@ from headrace_operations.supervisor import ServiceState, Supervisor, read
 from headrace_schemas.http.stack_access import key_for
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "hung is not dead: every service is stopped (SIGSTOP) once"
 MODEL = "hung"

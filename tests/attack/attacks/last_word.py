@@ -15,7 +15,7 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, user
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "clocks that are wrong decide nothing"
 _SESSIONS = 40

@@ -34,7 +34,7 @@ from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 from tests.unit.trainer.world import experience
 
 TITLE = "two trainers of one lineage"

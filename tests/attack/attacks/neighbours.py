@@ -32,7 +32,7 @@ from tests.support import fake_llm, tiny_model
 from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "another tenant keeps its pace beside each attack, and no loop is blocked"
 TIMEOUT_S = 3600.0

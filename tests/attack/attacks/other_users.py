@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
 from headrace_operations.supervisor import Supervisor
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "another user of the machine: the broker, the files and the pages"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")

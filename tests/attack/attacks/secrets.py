@@ -18,7 +18,7 @@ from headrace_schemas import Trajectory
 from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
 from tests.support.turns import closed
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "planted secrets: in URLs, keys, files and the environment"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")

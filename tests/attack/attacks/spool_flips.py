@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from headrace_gateway.capture.spool import Spool, Spooled
-from tests.system.line import Line, at_most, none_of
+from tests.system.program import Line, at_most, none_of
 
 TITLE = "flipped bytes in the spool of a gateway that was killed"
 _FLIPS = 500

@@ -20,7 +20,7 @@ from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 from tests.attack.stacks import Place, SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, user
-from tests.system.line import Line, none_of
+from tests.system.program import Line, none_of
 
 TITLE = "one turn in four trajectories, and hostile fields at both doors"
 MODEL = "m"

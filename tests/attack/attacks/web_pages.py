@@ -18,7 +18,7 @@ from typing import Any
 from headrace_operations.supervisor import Supervisor
 from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.system.line import Line, at_least, none_of
+from tests.system.program import Line, at_least, none_of
 
 TITLE = "a hostile page and DNS rebinding, in a real browser"
 ROOT = Path(__file__).parents[3]

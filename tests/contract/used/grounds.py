@@ -27,9 +27,9 @@ from headrace_runtime.kafka.wire import Record
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.contract.bus import clients
-from tests.simulation import kafka, world
+from tests.simulation import faust_app
 from tests.simulation.bus import Bus
-from tests.simulation.loop import Trace, VirtualLoop
+from tests.simulation.loop import Trace, VirtualLoop, enter, leave
 from tests.simulation.process import Mishaps, Process, TaskGroup, alive, end_others, task_factory
 
 if TYPE_CHECKING:
@@ -194,11 +194,11 @@ def play_simulated(scenario: Scenario, seed: int) -> None:
         loop = VirtualLoop(lambda: ground.world.bus.draw.random() * 1e-3, alive)
         loop.set_task_factory(task_factory)
         asyncio.set_event_loop(loop)
-        world.enter(ground.world)
+        enter(ground.world)
         try:
             loop.run_until_complete(_play(scenario, ground))
         finally:
-            world.leave()
+            leave()
             loop.run_until_complete(loop.shutdown_asyncgens())
             asyncio.set_event_loop(None)
             loop.close()
@@ -208,7 +208,7 @@ def play_simulated(scenario: Scenario, seed: int) -> None:
 def _installed() -> Iterator[None]:
     """Replace Kafka's clients by those of the simulation inside the context, and no other name."""
     with contextlib.ExitStack() as stack:
-        for name, substitute in {**kafka.STANDS_FOR, "asyncio.TaskGroup": TaskGroup}.items():
+        for name, substitute in {**faust_app.STANDS_FOR, "asyncio.TaskGroup": TaskGroup}.items():
             stack.enter_context(mock.patch(name, substitute))
         yield
 

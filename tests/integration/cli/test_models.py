@@ -33,8 +33,8 @@ from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_hub import FakeHub
-from tests.support.headrace_up import HEADRACE, HeadraceUp, run_of
 from tests.support.processes import free_port, wait_until
+from tests.support.service_process import HEADRACE, HeadraceUp, run_of
 
 SERVICES = ("broker", "gateway", "registry", "inference")
 WAIT_S = 120.0

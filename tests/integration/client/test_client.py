@@ -46,7 +46,7 @@ from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
 from tests.integration.conftest import on_each_bus
 from tests.integration.streams.rig import StreamsRig, rig_on
-from tests.support import node_client, presence
+from tests.support import downloads, presence
 from tests.support.account_events import READY, report, turn, verdict
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import read_topic
@@ -58,7 +58,7 @@ PRODUCERS = ROOT / "examples" / "producers"
 CONSUMERS = ROOT / "examples" / "reward_consumers"
 COMMANDS = {
     "python": [sys.executable, str(PRODUCERS / "python" / "produce.py")],
-    "node": ["node", str(node_client.FOLDER / "node" / "produce.mjs")],
+    "node": ["node", str(downloads.NODE_FOLDER / "node" / "produce.mjs")],
     "shell": [str(PRODUCERS / "shell" / "produce.sh")],
 }
 NEEDS = {"python": (), "node": ("kafkajs",), "shell": ("kcat", "jq")}

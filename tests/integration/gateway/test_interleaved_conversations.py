@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.account import trajectories_of
-from tests.clients.replica import AgentReplica
+from tests.clients.replica import AgentReplica, trajectories_of
 from tests.support.gateway import Gateway, gateway
 from tests.support.seeds import draw_seed
 

@@ -20,9 +20,9 @@ from headrace_runtime.kafka import topics
 from headrace_schemas import Turn
 from tests.integration.gateway.conftest import Circle, circle
 from tests.support.broker_process import BrokerProcess
+from tests.support.downloads import ROOT
 from tests.support.fake_replica import LENGTH, FakeReplica
 from tests.support.gateway_process import wait_healthy
-from tests.support.maven_jars import ROOT
 from tests.support.processes import free_port, wait_open
 
 AGENTS = 4

@@ -31,7 +31,7 @@ from headrace_runtime.registries import Registry
 from headrace_schemas import Experience
 from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
 from headrace_schemas.values.base import utcnow
-from tests.jobs.killing import (
+from tests.jobs.program import (
     Workplace,
     case_of,
     differences,

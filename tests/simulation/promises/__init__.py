@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.simulation.promises import rewards, serving, training, turns
+from tests.simulation.promises import serving, training, turns
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -38,11 +38,11 @@ PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
         serving.p3_versions,
         training.p4_once,
         training.p5_staleness,
-        rewards.p6_abstain,
+        training.p6_abstain,
         serving.p7_immutable,
         serving.p8_routing,
         training.p9_replay,
-        rewards.p10_late,
+        training.p10_late,
         serving.p11_loud,
         turns.account,
         turns.order,

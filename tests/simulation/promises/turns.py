@@ -18,8 +18,8 @@ from headrace_schemas import (
     Trajectory,
     Turn,
 )
+from tests.simulation.cluster import lessons
 from tests.simulation.learner import tokens_digest
-from tests.simulation.rest import lessons
 from tests.support.training_history import follow
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from aiohttp import web
 
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, digest
-from tests.chaos.nemeses import NEMESES
-from tests.chaos.schedule import BUS, PAIRS, plan, services_on, victims_on
+from tests.chaos.nemeses import BUS, NEMESES, PAIRS, plan, services_on, victims_on
 from tests.support import wrong_clock
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -1,1 +1,0 @@
-"""Independent results for each algorithm, and the comparison with Headrace's."""

@@ -1,1 +1,0 @@
-"""Promises of the back end `ray`, shown with processes."""

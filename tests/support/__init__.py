@@ -1,1 +1,0 @@
-"""Helpers of tests: real servers on free ports in temporary folders, fakes, and generators of data."""

@@ -1,1 +1,0 @@
-"""Promises of the back end `trinity`: Trinity's own reader reads our rows."""
