@@ -246,7 +246,10 @@ def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, st
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
         for name in ("search", "read")
     ]
-    answer = Answer(tokenizer, AnswerSyntax.of("", parsers, tools=True, context=ParserContext(tokenizer.outer, tools)))
+    answer = Answer(
+        tokenizer,
+        AnswerSyntax.of("", parsers, tools=True, context=ParserContext(tokenizer.transformers_tokenizer, tools)),
+    )
     answer.feed([*tokenizer.encode(text), tokenizer.eos_id or 0])
     answer.end()
     complete_answer = answer.total

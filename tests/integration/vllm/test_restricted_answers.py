@@ -51,7 +51,7 @@ def masks_of(tokenizer: ChatTokenizer, record: TokenGrammar, token_ids: Sequence
     from headrace_inference.vllm_engine.masks import HeadraceBackend
 
     config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend="guidance"))
-    backend = HeadraceBackend(config, tokenizer=tokenizer.outer, vocab_size=VOCABULARY)
+    backend = HeadraceBackend(config, tokenizer=tokenizer.transformers_tokenizer, vocab_size=VOCABULARY)
     grammar = backend.compile_grammar(StructuredOutputOptions.GRAMMAR, record.text, {*record.stop_ids})
     masks = []
     for token in token_ids:

@@ -11,7 +11,7 @@ import pytest
 from headrace_inference.chat.answer import Delta
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Tokens
-from headrace_inference.http.wire import Wire
+from headrace_inference.http.wire import ResponseFormatter
 from tests.unit.inference.scripted import (
     CALL,
     CONTEXT,
@@ -149,7 +149,7 @@ async def test_top_logprobs(tokenizer: ChatTokenizer) -> None:
 
 async def test_the_logprob_of_the_impossible_is_a_number(tokenizer: ChatTokenizer) -> None:
     """JSON has no infinity, and strict parsers would refuse the whole answer."""
-    wire = Wire(tokenizer, VERSION, token_ids=True, logprobs=True)
+    wire = ResponseFormatter(tokenizer, VERSION, token_ids=True, logprobs=True)
     tokens = Tokens(0, [9], [-0.5], [[(9, -0.5), (10, float("-inf"))]], "stop")
     chunk = json.loads(wire.chunk(tokens, Delta(), 0, "stop").removeprefix(b"data: "), parse_constant=pytest.fail)
     (content,) = chunk["choices"][0]["logprobs"]["content"]
@@ -311,7 +311,7 @@ async def test_a_raw_prompt_is_no_conversation(tokenizer: ChatTokenizer, stream:
     content = answer["content"] if stream else answer["choices"][0]["message"]["content"]
     assert content == f"<think>hm</think>{CALL}", "the answer is text"
     assert engine.asked[1].prompt == ids[1:]
-    assert of_ids["headrace_prompt_text"] == tokenizer.spelled(ids[1:])
+    assert of_ids["headrace_prompt_text"] == tokenizer.decode(ids[1:])
     assert follow_up.status_code == 200
     assert engine.asked[2].prompt[: len(ids)] != ids, "the turn is no beginning of a conversation"
 

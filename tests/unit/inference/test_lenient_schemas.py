@@ -31,8 +31,8 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.errors import Overloaded
 from headrace_inference.grammar import compiler
 from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.fair_slots import FairSlots
 from headrace_inference.grammar.forms import form_of
-from headrace_inference.grammar.turns import Turns
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.guides import GrammarGuide
@@ -222,14 +222,14 @@ def test_a_trial_that_ends_its_process_fails_and_the_next_one_succeeds() -> None
 
 
 async def test_owners_take_turns() -> None:
-    turns: Turns[str] = Turns(places=1, waiting_max=6)
+    slots: FairSlots[str] = FairSlots(slots=1, waiting_max=6)
     order: list[str] = []
 
     async def work(owner: str) -> None:
-        await turns.take(owner)
+        await slots.acquire(owner)
         order.append(owner)
         await asyncio.sleep(0)
-        turns.give_back()
+        slots.release()
 
     greedy = [asyncio.create_task(work("greedy")) for _ in range(5)]
     await asyncio.sleep(0)
@@ -243,4 +243,4 @@ async def test_owners_take_turns() -> None:
     for task in refused:
         with pytest.raises(Overloaded):
             await task
-    assert (turns._free, dict(turns._lines)) == (1, {})
+    assert (slots._free, dict(slots._queues)) == (1, {})

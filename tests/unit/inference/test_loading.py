@@ -283,16 +283,16 @@ async def test_a_tokenizer_that_disagrees_with_the_grammar_takes_the_ability_fro
         return "its tokens are not what they seem"
 
     rig.fleet = Fleet(rig.engine, VersionCache(models.blobs, tmp_path / "cache"), limits, rig.news.set, check)
-    assert rig.fleet.holds_forms()
+    assert rig.fleet.supports_forms()
     rig.route(models.first.served)
     with structlog.testing.capture_logs() as logs:
         await rig.until(lambda: rig.states.get(models.first.version) == "ready")
-    assert not rig.fleet.holds_forms()
+    assert not rig.fleet.supports_forms()
     assert checked == [320]
     assert [entry["reason"] for entry in logs if entry["event"] == "forms_not_held"] == [check(None, 320)]
     rig.route()
     await rig.until(lambda: not rig.states)
-    assert rig.fleet.holds_forms()
+    assert rig.fleet.supports_forms()
     await rig.fleet.close()
 
 

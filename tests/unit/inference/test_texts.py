@@ -55,12 +55,12 @@ def with_template(models: Models, root: Path, template: str) -> ChatTokenizer:
 
 def trained(tokenizer: ChatTokenizer, branch: WrittenBranch) -> list[str]:
     ids = branch.token_ids
-    return [tokenizer.spelled(ids[span.start : span.start + span.length]) for span in branch.spans]
+    return [tokenizer.decode(ids[span.start : span.start + span.length]) for span in branch.spans]
 
 
 def test_the_answer_and_its_end_are_trained_and_nothing_else(tokenizer: ChatTokenizer) -> None:
     (branch,) = writer(tokenizer).write([ASK], [ANSWER])
-    assert tokenizer.spelled(branch.token_ids) == (
+    assert tokenizer.decode(branch.token_ids) == (
         "<|im_start|>user\nWho sent it?<|im_end|>\n<|im_start|>assistant\nthe agent<|im_end|>"
     )
     assert trained(tokenizer, branch) == ["the agent<|im_end|>"]
@@ -89,7 +89,7 @@ def test_tool_calls_are_trained_and_what_tools_say_is_not(tokenizer: ChatTokeniz
     assert call.startswith('<tool_call>{"name": "search"')
     assert answer == "the agent<|im_end|>"
     assert [index % 2 for index, text in enumerate(branch.texts) if "3 mails" in text] == [0]
-    assert "".join(branch.texts) == tokenizer.spelled(branch.token_ids)
+    assert "".join(branch.texts) == tokenizer.decode(branch.token_ids)
     assert [text for index, text in enumerate(branch.texts) if index % 2] == [call, answer]
 
 
@@ -132,7 +132,7 @@ def test_reasoning_that_a_template_drops_later_makes_branches(models: Models, tm
     first, second = writer(tokenizer).write([], [ASK, THINKING, MORE, LAST])
     assert trained(tokenizer, first) == ["<think>2 and 2</think>4<|im_end|>"]
     assert trained(tokenizer, second) == ["a question<|im_end|>"]
-    assert "2 and 2" not in tokenizer.spelled(second.token_ids)
+    assert "2 and 2" not in tokenizer.decode(second.token_ids)
 
 
 def test_reasoning_that_stays_makes_one_branch(models: Models, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_tokenizer_holds_forms_or_the_check_names_the_cause(family: Family, tm
 def test_the_bytes_of_tokens_make_up_the_text(family: Family, tmp_path: Path) -> None:
     folder = family.build(tmp_path)
     tokenizer = ChatTokenizer(folder, _manifest(folder))
-    inner = tokenizer.outer.backend_tokenizer
+    inner = tokenizer.transformers_tokenizer.backend_tokenizer
     read = read_token_bytes(inner, tokenizer.last_id + 1)
     assert not read.unlike
     assert all(data is not None for data in read.data)

@@ -1,6 +1,4 @@
-"""The replica on the bus: its heartbeats at every change, periodically and when it stops, and the topic `routing`,
-which it reads.
-"""
+"""Reports this replica on the bus by heartbeats, and follows the topic `routing`, which names the versions to serve."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _ORDER: tuple[LoadState, ...] = ("ready", "draining", "loading", "failed")
 
 
 class Announcer:
-    """Publisher of heartbeats. One task calls `run`.
+    """Publisher of the replica's heartbeats. One task calls `run`.
 
     Setting the event `change` causes a heartbeat soon; several changes may share one heartbeat.
     """
@@ -41,14 +39,14 @@ class Announcer:
         in_flight: Callable[[], int],
         heartbeat_s: float,
         change: asyncio.Event,
-        holds_forms: Callable[[], bool] = lambda: True,
+        supports_forms: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the publisher.
 
         Args:
             versions: returns the state of each version.
             in_flight: returns the number of unfinished choices.
-            holds_forms: returns whether all present versions support the answer forms that `identity` names.
+            supports_forms: returns whether all present versions support the answer forms that `identity` names.
         """
         self._producer = producer
         self._clock = clock
@@ -57,7 +55,7 @@ class Announcer:
         self._in_flight = in_flight
         self._heartbeat_s = heartbeat_s
         self._change = change
-        self._holds_forms = holds_forms
+        self._supports_forms = supports_forms
         self._last: datetime = identity.time
 
     @property
@@ -80,26 +78,33 @@ class Announcer:
                 continue
 
     async def announce(self, *, stopping: bool = False) -> None:
-        """Publish a heartbeat. Raises `Unavailable` without a bus."""
+        """Publish one heartbeat with the present state of the versions.
+
+        Args:
+            stopping: whether the replica reports that it is about to stop, so that gateways send it no new requests.
+
+        Raises:
+            Unavailable: the bus cannot be reached.
+        """
         self._last = max(self._clock.now(), self._last)
         beat = {
             "time": self._last,
             "versions": tuple(sorted(self._versions(), key=lambda local: _ORDER.index(local.state))[:_VERSIONS_MAX]),
             "in_flight": self._in_flight(),
-            "grammars": self._identity.grammars if self._holds_forms() else (),
+            "grammars": self._identity.grammars if self._supports_forms() else (),
             "stopping": stopping,
         }
         await self._producer.send(self._identity.model_copy(update=beat))
 
     async def withdraw(self) -> None:
-        """Remove this replica from the topic `replicas`. Raises `Unavailable` without a bus."""
+        """Delete this replica's record from the topic `replicas`. Raises `Unavailable` if the bus cannot be reached."""
         await self._producer.send_raw([tombstone(Replica.topic, self._identity.key)])
 
 
 class RoutingFollower:
-    """Calls `follow` with the routing of all models, once after the topic was read to its end and after every change.
+    """Reader of the topic `routing`. It calls `follow` once the topic was read to its end, and after every change.
 
-    So versions that only older records of the topic name are never loaded.
+    Each call gets the newest routing of all models, so versions that only older records name are never loaded.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ _INLINE_BYTES = 8192
 
 
 def start_engine(settings: InferenceSettings) -> Engine:
-    """Start the engine, and exempt the libraries that it imports from garbage collections.
+    """Start the engine that the settings name, and exempt the modules it imported from garbage collection.
 
     With torch and transformers a full collection takes 0.2 s, in which no thread can run. Versions are loaded later, so
     their tensors are collected as before.
@@ -125,7 +125,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
             engine.in_flight,
             settings.heartbeat_s,
             change,
-            fleet.holds_forms,
+            fleet.supports_forms,
         )
         log.info("serving", port=port, replica=announcer.replica_id)
         try:
@@ -144,7 +144,8 @@ async def _watch(engine: Engine) -> None:
 
 
 async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None:
-    """Announce the stop, finish the requests in flight, and remove the replica from the topic `replicas`."""
+    """Report that the replica stops, wait for the requests in flight, and delete its record from the topic
+    `replicas`."""
     with contextlib.suppress(Unavailable):
         await announcer.announce(stopping=True)
     with contextlib.suppress(TimeoutError):
@@ -183,7 +184,7 @@ def _supported_forms(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
 
 
 def _no_check(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
-    """Return no reason, for a replica that does not constrain answers."""
+    """Accept every tokenizer: the check of a replica that does not constrain answers. Return an empty reason."""
     return ""
 
 

@@ -20,7 +20,10 @@ Finish = Literal["stop", "length"]
 
 
 class Guide(Protocol):
-    """Constrains one choice to a grammar. Only the sampler of the choice uses it, in one thread at a time."""
+    """Matcher that constrains the tokens of one choice to a grammar.
+
+    Only the sampler of the choice uses it, in one thread at a time.
+    """
 
     @property
     def error(self) -> str:
@@ -86,7 +89,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Owner of a generation, by which an engine divides its capacity and its time."""
+    """Client of a generation, by which an engine divides rows and time: its tenant, its session, and whether it is a
+    user."""
 
     salt: str = ""
     """Stands for a tenant. The cached KV of a prompt is reused only for prompts with the same salt."""
@@ -119,8 +123,8 @@ class Tokens:
     """Prompt tokens whose KV was in the cache."""
     sets: list[int] | None = None
     """Tokens that `top_p`, `top_k` and `min_p` left at each position
-    (`headrace_schemas.events.allowed_tokens.StoredSets`). None without these, if the engine does not report sets, and
-    if they are too large."""
+    (`headrace_schemas.events.allowed_tokens.StoredSets`). None if none of these applies, if the engine does not
+    report sets, or if they are too large."""
 
     def add(self, more: Tokens) -> None:
         """Append later tokens of the same choice."""
@@ -150,7 +154,7 @@ class AnswerScorer(Protocol):
     """Optional interface of an engine that can compute logprobs of given answers."""
 
     async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
-        """Return the logprobs of given tokens after given prompts, at their temperature. Users' requests have priority.
+        """Return the logprobs of each answer's tokens after its prompt. Users' requests have priority.
 
         Raises:
             UnknownVersion: the version is not loaded.
@@ -206,10 +210,10 @@ class Engine(Protocol):
         """
 
     def in_flight(self, version: str | None = None) -> int:
-        """Return the number of unfinished choices, of one version or of all."""
+        """Return the number of unfinished choices of the version; None: of all versions."""
 
     async def drained(self, version: str | None = None) -> None:
-        """Wait until no choice is in flight, of one version or of all."""
+        """Wait until no choice of the version is in flight; None: of any version."""
 
     def context_tokens(self, version: str) -> int:
         """Return the largest length of prompt plus completion."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A kind of engine."""
+    """An engine that a package announces: its class of settings, and the function that starts it."""
 
     make: Callable[[Any], Engine]
     """Function that starts the engine with its settings. It is called once, inside the running event loop. The caller

@@ -35,7 +35,7 @@ _ALIASES: tuple[Alias, ...] = ("champion", "canary", "previous")
 
 @dataclass(frozen=True)
 class FleetLimits:
-    """Limits of the fleet. `InferenceSettings` describes them."""
+    """Limits of the versions on this replica. `InferenceSettings` describes them."""
 
     versions_max: int
     drain_s: float
@@ -53,18 +53,18 @@ class _LocalVersion:
     probe: Probe | None = None
     manifest: Manifest | None = None
     tokenizer: ChatTokenizer | None = None
-    no_forms: str = ""
-    """Reason why its answers cannot be constrained to a form; empty if they can."""
+    forms_error: str = ""
+    """Reason why answers of this version cannot be constrained to a form; empty if they can."""
     loaded_at_s: int = 0
-    crowded: bool = False
-    """Whether the replica has too many versions for it. It then waits (`loading`) or has failed for this reason
-    only."""
+    lacks_room: bool = False
+    """Whether the replica has no room for the version. It waits (`loading`) until another one is unloaded, or has
+    failed for this reason only."""
     draining: object = None
     """Identity of the drain in progress. Routing may add a version again while it drains, and drop it once more."""
 
 
-class _BaseFirst(Exception):
-    """An adapter must wait until its base is loaded."""
+class _BaseNotReady(Exception):
+    """Raised while the base of an adapter is still loading."""
 
 
 class Fleet:
@@ -106,9 +106,12 @@ class Fleet:
             for local in self._local.values()
         )
 
-    def holds_forms(self) -> bool:
-        """Return whether answers of every version can be constrained. Requests may not name their version."""
-        return not any(local.no_forms for local in self._local.values())
+    def supports_forms(self) -> bool:
+        """Return whether answers of every version can be constrained.
+
+        One version that cannot counts for the whole replica, because requests need not name their version.
+        """
+        return not any(local.forms_error for local in self._local.values())
 
     def serving(self) -> Sequence[Served]:
         """Return all versions that answer now."""
@@ -133,7 +136,7 @@ class Fleet:
     def follow(self, tables: Iterable[Routing]) -> None:
         """Start loading and draining versions to match the routing tables of all models. Returns immediately."""
         self._routed = {
-            item.version: item.manifest for table in tables for item in sorted(table.serve, key=_urgency(table))
+            item.version: item.manifest for table in tables for item in sorted(table.serve, key=_loading_order(table))
         }
         self._reconcile()
 
@@ -149,7 +152,7 @@ class Fleet:
                 self._drop(local)
         for version, ref in self._routed.items():
             present = self._local.get(version)
-            if present is None or (present.crowded and (self._has_capacity() or present.state == "loading")):
+            if present is None or (present.lacks_room and (self._has_capacity() or present.state == "loading")):
                 self._begin(_LocalVersion(version, ref))
             elif present.state == "draining":  # routing added it again before it was unloaded
                 present.draining = None
@@ -163,18 +166,21 @@ class Fleet:
             self._start(self._load(local))
             self._changed()
         else:
-            self._crowd(local, f"inference.versions_max: {self._limits.versions_max} versions are loaded already")
+            self._wait_or_fail(
+                local, f"inference.versions_max: {self._limits.versions_max} versions are loaded already"
+            )
 
     def _has_capacity(self) -> bool:
-        present = sum(local.state != "failed" and not local.crowded for local in self._local.values())
+        present = sum(local.state != "failed" and not local.lacks_room for local in self._local.values())
         return present < self._limits.versions_max
 
-    def _crowd(self, local: _LocalVersion, reason: str) -> None:
-        """Let a version wait if another one is draining, which will make room; otherwise let it fail.
+    def _wait_or_fail(self, local: _LocalVersion, reason: str) -> None:
+        """Handle a version for which the replica has no room.
 
-        A failure would be final, because the registry does not route a failed version again.
+        It waits if another version is draining, which will make room. Otherwise it fails, which is final, because the
+        registry does not route a failed version again.
         """
-        local.crowded = True
+        local.lacks_room = True
         if any(other.state == "draining" for other in self._local.values()):
             log.info("version_waits", version=local.version, error=reason)
             self._set(local, "loading")
@@ -201,7 +207,7 @@ class Fleet:
                 async with self._order:
                     with metrics.LOAD_SECONDS.time():
                         await self._load_once(local)
-            except _BaseFirst:
+            except _BaseNotReady:
                 self._state_changed.clear()
                 await self._state_changed.wait()
             except Unavailable as error:
@@ -209,7 +215,7 @@ class Fleet:
                 self._report_wait(local, str(error))
                 await asyncio.sleep(self._limits.retry_s)
             except NoRoom as error:
-                self._crowd(local, str(error))
+                self._wait_or_fail(local, str(error))
                 return
             except (VersionUnusable, CorruptBlob) as error:
                 self._fail(local, str(error))
@@ -235,13 +241,13 @@ class Fleet:
             await self._engine.unload(local.version)
             raise
         vocabulary = self._engine.vocabulary(local.version)
-        no_forms = await asyncio.to_thread(self._check_forms, tokenizer, vocabulary)
+        forms_error = await asyncio.to_thread(self._check_forms, tokenizer, vocabulary)
         if self._local.get(local.version) is not local:  # routing dropped it during the load
             await self._engine.unload(local.version)
             return
-        local.no_forms = no_forms
-        if no_forms:
-            log.error("forms_not_held", version=local.version, reason=no_forms)
+        local.forms_error = forms_error
+        if forms_error:
+            log.error("forms_not_held", version=local.version, reason=forms_error)
         _report_tokens_without_row(local.version, tokenizer, vocabulary)
         local.manifest, local.tokenizer, local.loaded_at_s, local.error = manifest, tokenizer, int(time.time()), None
         metrics.LOADS.labels("ready").inc()
@@ -265,7 +271,11 @@ class Fleet:
     # Rules
 
     def _check(self, local: _LocalVersion, manifest: Manifest) -> None:
-        """Raise `VersionUnusable` if the manifest is of another version, or changes the tokenizer of the model (P7)."""
+        """Check a manifest against the version that routing names.
+
+        Raises:
+            VersionUnusable: it is the manifest of another version, or it changes the tokenizer of the model (P7).
+        """
         if manifest.version != local.version:
             raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")
         for other in self._local.values():
@@ -282,7 +292,7 @@ class Fleet:
         """Check that the base of an adapter is ready.
 
         Raises:
-            _BaseFirst: the base is loading.
+            _BaseNotReady: the base is loading.
             VersionUnusable: the base has failed or is not in routing.
         """
         base = self._local.get(manifest.base or "")
@@ -291,7 +301,7 @@ class Fleet:
         if base is None or base.state == "failed":
             reason = "is not in routing" if base is None else f"failed: {base.error}"
             raise VersionUnusable(f"{manifest.version}: its base {manifest.base} {reason}")
-        raise _BaseFirst
+        raise _BaseNotReady
 
     async def _tokenizer(self, manifest: Manifest, folder: Path) -> ChatTokenizer:
         """Return the tokenizer of a version. An adapter uses that of its base; equal tokenizers are shared."""
@@ -340,8 +350,9 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
 
-def _urgency(table: Routing) -> Callable[[ServedVersion], int]:
-    """Return the sort key by which versions of a routing table are loaded."""
+def _loading_order(table: Routing) -> Callable[[ServedVersion], int]:
+    """Return the sort key that orders versions of a routing table for loading: those with an alias first, by its
+    importance."""
     order = {table.aliases[alias]: rank for rank, alias in reversed([*enumerate(_ALIASES)]) if alias in table.aliases}
     return lambda item: order.get(item.version, len(_ALIASES))
 

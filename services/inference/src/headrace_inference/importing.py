@@ -78,7 +78,7 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class Importer:
-    """Imports folders. Loads weights onto the device and with the types of `[inference.torch]`."""
+    """Importer of folders as versions. It loads weights onto the device and in the type of `[inference.torch]`."""
 
     def __init__(self, blobs: BlobStore, settings: InferenceSettings) -> None:
         self._blobs = blobs
@@ -152,7 +152,11 @@ class Importer:
         return manifest
 
     def _as_exported(self, folder: Path, manifest: Manifest) -> StoredLine:
-        """Store the version that was exported to the folder. Raises `VersionUnusable` if a file has changed."""
+        """Store the version that Headrace exported to this folder, under its own manifest.
+
+        Raises:
+            VersionUnusable: a file was changed after the export.
+        """
         for file in manifest.files:
             path = folder / file.path
             if not path.is_file():
@@ -219,7 +223,11 @@ def _with_fingerprint(draft: Manifest, fingerprint: Fingerprint) -> Manifest:
 
 
 def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> None:
-    """Raise `VersionUnusable` if the tokenizer does not fit the model, as far as its ids and a first prompt show."""
+    """Check that the tokenizer has a chat template that works and only ids that the model knows.
+
+    Raises:
+        VersionUnusable: it does not fit the model.
+    """
     last = tokenizer.last_id
     if last >= model.vocabulary:
         raise VersionUnusable(

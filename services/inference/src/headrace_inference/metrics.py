@@ -44,7 +44,7 @@ GRAMMARS = Counter(
 
 
 class VersionGauges:
-    """Gauges of one version's batch. They are looked up once, because they are set after every step."""
+    """Gauges of one version's batch. Its series are looked up once, because they are set after every step."""
 
     def __init__(self, version: str) -> None:
         self._version = version

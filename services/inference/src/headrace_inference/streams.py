@@ -1,4 +1,4 @@
-"""Generations of an engine that are not finished. Used in the event loop."""
+"""Streams from an engine to its readers, of generations that are not finished. Used in the event loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headrace_inference.errors import EngineFailed, Overloaded
 
 
 class OpenStreams:
-    """Open streams of one engine.
+    """The unfinished streams of one engine.
 
     Args:
-        abort: called with a stream that was closed before all of its choices ended.
+        abort: function that is called with a stream that was closed before all of its choices ended.
     """
 
     def __init__(self, abort: Callable[[Stream], None]) -> None:
@@ -28,7 +28,7 @@ class OpenStreams:
         return stream
 
     def in_flight(self, version: str | None = None) -> int:
-        """Return the number of unfinished choices, of one version or of all (`Engine.in_flight`)."""
+        """Return the number of unfinished choices of the version; None: of all versions (`Engine.in_flight`)."""
         return sum(stream.unfinished for stream in self._open if version in (None, stream.version))
 
     def check_capacity(self, choices: int, tenant: tuple[bool, str], limit: int) -> None:
@@ -52,7 +52,7 @@ class OpenStreams:
         return sum(stream.unfinished for stream in self._open if stream.tenant == tenant)
 
     async def drained(self, version: str | None = None) -> None:
-        """Wait until no choice of the version, or of any version, is unfinished (`Engine.drained`)."""
+        """Wait until no choice of the version is unfinished; None: of any version (`Engine.drained`)."""
         while self.in_flight(version):
             self._ended.clear()
             await self._ended.wait()
@@ -63,8 +63,8 @@ class OpenStreams:
             if version in (None, stream.version):
                 stream.put(error)
 
-    def closed(self, stream: Stream) -> None:
-        """Remove a stream that has ended, or that its reader has closed."""
+    def discard(self, stream: Stream) -> None:
+        """Remove a stream that has ended or was closed, and abort its unfinished choices."""
         self._open.discard(stream)
         self._ended.set()
         if stream.unfinished:
@@ -72,7 +72,10 @@ class OpenStreams:
 
 
 class Stream:
-    """A `Generation`. Tokens that the engine delivers are merged until the reader takes them."""
+    """The `Generation` of one prompt: a queue of sampled tokens with one reader.
+
+    Tokens of a choice are merged until they are read.
+    """
 
     def __init__(self, streams: OpenStreams, version: str, choices: int, tenant: tuple[bool, str]) -> None:
         self.version = version
@@ -84,12 +87,15 @@ class Stream:
         self._arrived = asyncio.Event()
 
     def put(self, piece: Tokens | EngineFailed) -> None:
-        """Deliver tokens of one choice, or an error that ends all choices. Deliveries after the end are ignored."""
+        """Add tokens of one choice to the queue, or an error that ends all choices.
+
+        Pieces after the end are ignored.
+        """
         if not self.unfinished:
             return
         if isinstance(piece, EngineFailed):
             self._error = piece
-            self._streams.closed(self)  # this aborts the other choices
+            self._streams.discard(self)  # this aborts the other choices
             self.unfinished = 0
         else:
             pending = self._pending.get(piece.choice)
@@ -99,7 +105,7 @@ class Stream:
                 pending.add(piece)
             self.unfinished -= piece.finish is not None
         if not self.unfinished:
-            self._streams.closed(self)
+            self._streams.discard(self)
         self._arrived.set()
 
     def __aiter__(self) -> AsyncIterator[Tokens]:
@@ -116,7 +122,7 @@ class Stream:
         return self._pending.pop(next(iter(self._pending)))
 
     def close(self) -> None:
-        """Abort the unfinished choices."""
-        self._streams.closed(self)
+        """Close the stream, and abort its unfinished choices."""
+        self._streams.discard(self)
         self.unfinished = 0
         self._arrived.set()

@@ -87,13 +87,13 @@ class ConversationWriter:
         tools: Sequence[Tool] = (),
         untrained: frozenset[int] = frozenset(),
         *,
-        shown: bool = False,
+        with_texts: bool = False,
     ) -> tuple[WrittenBranch, ...]:
         """Return the branches of a conversation. Their spans are the assistant's messages in `answer`.
 
         Args:
             untrained: indices of messages that are not trained.
-            shown: whether branches contain their texts.
+            with_texts: whether the branches contain the texts of their tokens.
 
         Raises:
             Unwritable: the conversation has no tokens that could be trained.
@@ -106,7 +106,7 @@ class ConversationWriter:
                 self._add_answer(sequences, messages[: index + 1], offered)
         if not sequences:
             raise Unwritable("empty", "the row has no answer that could be trained")
-        return tuple(self._branch(sequence, shown=shown) for sequence in sequences)
+        return tuple(self._branch(sequence, with_texts=with_texts) for sequence in sequences)
 
     def _add_answer(self, sequences: list[_Sequence], messages: Sequence[Message], tools: Sequence[Any]) -> None:
         """Add the last of `messages` to the last sequence if its prompt continues that one, or else to a new one."""
@@ -162,7 +162,7 @@ class ConversationWriter:
         prompt_ids, all_ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
         separable = all_ids[: len(prompt_ids)] == prompt_ids
         ids = all_ids[len(prompt_ids) :] if separable else tokenizer.encode(answer)
-        decoded, original = tokenizer.spelled(ids), tokenizer.plain(answer)
+        decoded, original = tokenizer.decode(ids), tokenizer.plain(answer)
         if _without_whitespace(decoded) != _without_whitespace(original):
             raise Unwritable(
                 "tokenizer",
@@ -202,17 +202,17 @@ class ConversationWriter:
             "inference.reasoning_parser are not those of this model",
         )
 
-    def _branch(self, sequence: _Sequence, *, shown: bool) -> WrittenBranch:
-        texts = tuple(self._texts(sequence)) if shown else ()
+    def _branch(self, sequence: _Sequence, *, with_texts: bool) -> WrittenBranch:
+        texts = tuple(self._texts(sequence)) if with_texts else ()
         return WrittenBranch(token_ids=tuple(sequence.token_ids), spans=tuple(sequence.spans), texts=texts)
 
     def _texts(self, sequence: _Sequence) -> Iterator[str]:
-        """Yield the texts before and in each span."""
+        """Yield the texts of a sequence's tokens, alternately before a span and in it."""
         end = 0
         for span in sequence.spans:
-            yield self._tokenizer.spelled(sequence.token_ids[end : span.start])
+            yield self._tokenizer.decode(sequence.token_ids[end : span.start])
             end = span.start + span.length
-            yield self._tokenizer.spelled(sequence.token_ids[span.start : end])
+            yield self._tokenizer.decode(sequence.token_ids[span.start : end])
 
 
 def _written_meaning(tokenizer: ChatTokenizer, message: Message, syntax: AnswerSyntax) -> Meaning:
@@ -229,7 +229,7 @@ def _spellings(content: str) -> tuple[str, ...]:
 
 
 def _without_whitespace(text: str) -> str:
-    """Return the text without whitespace, which tokenizers add and drop at the edges."""
+    """Return the text without whitespace, which tokenizers may add and drop at its edges."""
     return "".join(text.split())
 
 
@@ -280,7 +280,7 @@ def write_row(writer: ConversationWriter, row: RowLine) -> WrittenLine | Refused
     """Return the tokens of a row, or the reason why it cannot be tokenized."""
     try:
         answers = tuple(
-            writer.write(row.prompt, answer, row.tools, frozenset(row.untrained), shown=row.shown)
+            writer.write(row.prompt, answer, row.tools, frozenset(row.untrained), with_texts=row.shown)
             for answer in row.answers
         )
     except Unwritable as error:
@@ -289,7 +289,10 @@ def write_row(writer: ConversationWriter, row: RowLine) -> WrittenLine | Refused
 
 
 def _manifest(folder: Path) -> Manifest:
-    """Return a manifest for the check of the tokenizer. It has no weights, and its fingerprint is a placeholder."""
+    """Return a placeholder manifest of a folder, which only checks its tokenizer.
+
+    It has no weights and no real fingerprint.
+    """
     paths = [path for path in versions.model_files(folder) if not versions.is_weights(path.name)]
     files = [(path.relative_to(folder).as_posix(), versions.file_digest(path), path.stat().st_size) for path in paths]
     return Manifest(

@@ -126,7 +126,9 @@ def meaning_of(message: Message) -> tuple[str | None, str | None, list[tuple[str
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, portion: int) -> None:
     seen: list[TagTools] = []
-    syntax = AnswerSyntax.of("", parsers_of(seen), tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    syntax = AnswerSyntax.of(
+        "", parsers_of(seen), tools=True, context=ParserContext(tokenizer.transformers_tokenizer, [SEARCH])
+    )
     ids = [*tokenizer.encode(TEXT), tokenizer.eos_id or 0]
     message, content = answered(tokenizer, syntax, ids, portion)
     assert meaning_of(message) == ("\nlook\n", "\n\nI shall search. ", [("search", '{"query": "a"}')])
@@ -138,7 +140,10 @@ def test_whole_answers_and_streams_read_the_same(tokenizer: ChatTokenizer, porti
 def test_special_tokens_are_text_for_them_and_the_end_is_not(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
     syntax = AnswerSyntax.of(
-        "", replace(parsers_of(seen), reasoning=Parsers().reasoning), tools=True, context=ParserContext(tokenizer.outer)
+        "",
+        replace(parsers_of(seen), reasoning=Parsers().reasoning),
+        tools=True,
+        context=ParserContext(tokenizer.transformers_tokenizer),
     )
     answered(tokenizer, syntax, [*tokenizer.encode(CALL), tokenizer.eos_id or 0], 1)
     fed = "".join(text for text, _ in seen[0].fed)
@@ -151,7 +156,7 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
             raise IndexError(text)
 
     syntax = replace(
-        AnswerSyntax.of("", parsers_of(), tools=True, context=ParserContext(tokenizer.outer)),
+        AnswerSyntax.of("", parsers_of(), tools=True, context=ParserContext(tokenizer.transformers_tokenizer)),
         tools=ToolParser(of_tokens=lambda _context: VllmTools(Stumbles, None)),
         reasoning=Parsers().reasoning,
     )
@@ -163,7 +168,9 @@ def test_a_parser_that_stumbles_loses_nothing(tokenizer: ChatTokenizer) -> None:
 def test_a_stop_string_does_not_part_text_from_its_tokens(tokenizer: ChatTokenizer) -> None:
     seen: list[TagTools] = []
     parsers_ = replace(parsers_of(seen), reasoning=Parsers().reasoning)
-    syntax = AnswerSyntax.of("", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.outer))
+    syntax = AnswerSyntax.of(
+        "", parsers_, tools=True, stops=("searching",), context=ParserContext(tokenizer.transformers_tokenizer)
+    )
     ids = tokenizer.encode("I shall search. Then searching more")
     message, _ = answered(tokenizer, syntax, ids, 1)
     assert message.text == "I shall search. Then "
@@ -176,7 +183,9 @@ def test_a_conversation_goes_on_with_its_own_tokens(tokenizer: ChatTokenizer) ->
     prompts = ExactPrompts(10_000, tag_parsers)
     question = Message(role="user", content="What is new?")
     prompt = prompts.build(tokenizer, [question], [SEARCH], {})
-    syntax = AnswerSyntax.of(prompt.text, tag_parsers, tools=True, context=ParserContext(tokenizer.outer, [SEARCH]))
+    syntax = AnswerSyntax.of(
+        prompt.text, tag_parsers, tools=True, context=ParserContext(tokenizer.transformers_tokenizer, [SEARCH])
+    )
     sampled = [
         *tokenizer.encode('<tool_call>\n{"name": "search", "arguments": {"query":  "a"}}\n</tool_call>'),
         tokenizer.eos_id or 0,

@@ -59,7 +59,7 @@ class AnswerSyntax:
 
 @dataclass(slots=True)
 class Delta:
-    """New reasoning, content and calls of an answer."""
+    """Piece of an answer since the previous piece: its new reasoning, content and tool calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -73,7 +73,7 @@ class Delta:
 
 
 class Text:
-    """Reader of the raw text of an answer. `total` is the sum of all deltas."""
+    """Parser of an answer's text into deltas, fed piece by piece. `total` is the sum of all deltas."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self._stop = StopStrings(syntax.stops)
@@ -86,14 +86,18 @@ class Text:
         self.total = Delta()
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> Delta:
-        """Read the next text with its tokens, and return the part of the answer that is now certain."""
+        """Parse the next piece of text, and return the part of the answer that later text cannot change.
+
+        Args:
+            token_ids: the tokens of the piece, for parsers that read tokens.
+        """
         delta = Delta()
         self._unread += token_ids
         self._read(delta, self._stop.feed(text))
         return self._add(delta)
 
     def end(self, text: str = "") -> Delta:
-        """Read the last text, and return it with everything that was buffered."""
+        """Parse the last piece of text, and return it together with everything that was still buffered."""
         delta = Delta()
         self._read(delta, self._stop.feed(text) + self._stop.end())
         reasoning, answer = self._reasoning.end()
@@ -127,12 +131,15 @@ class Text:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None if none did."""
         return self._stop.complete
 
 
 class Answer:
-    """Reader of the tokens of an answer. It does not affect which tokens are sampled."""
+    """Parser of an answer's tokens into reasoning, content and tool calls.
+
+    It does not affect which tokens are sampled.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, syntax: AnswerSyntax) -> None:
         self._tokens = tokenizer.stream(special_as_text=syntax.by_token)
@@ -141,7 +148,7 @@ class Answer:
         self.token_ids: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> Delta:
-        """Read the next tokens, and return the part of the answer that is now certain."""
+        """Decode and parse the next tokens, and return the part of the answer that later tokens cannot change."""
         self.token_ids += token_ids
         if not self._by_token:
             return self._text.feed(self._tokens.feed(token_ids))
@@ -151,7 +158,7 @@ class Answer:
         return delta
 
     def end(self) -> Delta:
-        """Return everything that was buffered."""
+        """Finish the answer after its last token, and return the text that was still buffered."""
         return self._text.end(self._tokens.end())
 
     @property
@@ -182,7 +189,10 @@ class Answer:
 
 
 class StopWatch:
-    """Detector of stop strings for an engine (`headrace_inference.engine.Start.until`)."""
+    """Detector of stop strings in sampled tokens.
+
+    The engine calls it with each token (`headrace_inference.engine.Start.until`).
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
         self._tokens = tokenizer.stream()

@@ -22,14 +22,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoding:
-    """Decoder of a tokenizer. Tokens in `silent` have no text."""
+    """Decoder of lists of tokens, shared by all `Detokenizer`s of a tokenizer. Tokens in `silent` have no text."""
 
     def __init__(self, tokenizer: Any, silent: AbstractSet[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self.silent = silent
 
     def of(self, ids: Sequence[int]) -> str:
-        """Decode tokens together. A run of byte tokens that is not valid text has only replacement characters."""
+        """Return the text of tokens that are decoded together.
+
+        A run of byte tokens that is not valid UTF-8 becomes replacement characters only.
+        """
         text: str = self._tokenizer.decode([i for i in ids if i not in self.silent], skip_special_tokens=False)
         return text
 
@@ -43,12 +46,15 @@ class Decoding:
 
     @cached_property
     def stand_in(self) -> list[int]:
-        """Token of one plain character, which replaces byte tokens in the context of other tokens."""
+        """A token of one plain character as a list, or an empty list without byte tokens.
+
+        It replaces byte tokens where they would precede other tokens.
+        """
         return [token for token, byte in self.bytes_of.items() if byte == ord("?")]
 
 
 class Detokenizer:
-    """Incremental decoder. It never returns part of a character; `end` returns the remaining text.
+    """Incremental decoder of one answer's tokens to whole characters. `end` returns the remaining text.
 
     The text depends on the tokens alone, not on the portions in which they arrive, so a resumed stream continues
     exactly where the earlier one stopped. A token's text can depend on its neighbours, so new tokens are decoded

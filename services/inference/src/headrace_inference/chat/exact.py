@@ -52,7 +52,7 @@ class Prompt:
     digest: bytes | None
     """None for a prompt that was not rendered from a conversation."""
     salt: str
-    """Stands for the tenant, whose conversations no other one uses or displaces."""
+    """Salt of the request, which stands for its tenant. Tenants neither use nor displace each other's conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,12 @@ class ExactPrompts:
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int], *, stop: str | None = None) -> None:
-        """Remember the tokens sampled for the prompt of a conversation.
+        """Remember the tokens that were sampled for a prompt, so that a later prompt can continue them exactly.
 
         Args:
-            message: the message that the client received for them.
-            stop: the stop string that ended the answer. Some clients append it to the message that they send back.
+            message: the message that the client received for these tokens.
+            stop: the stop string that ended the answer; None if none did. Some clients append it to the message that
+                they send back.
         """
         if prompt.digest is None:
             return
@@ -168,7 +169,8 @@ class ExactPrompts:
     def _continue_conversation(
         self, tokenizer: ChatTokenizer, conversation: _Conversation, text: str, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the remembered ids and those of the text after them; None if the rendered text differs."""
+        """Return the remembered ids followed by those of the new text; None if the rendered text differs from the
+        memory."""
         prompt_text = conversation.prompt_text
         if not text.startswith(prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
             return None
@@ -177,7 +179,7 @@ class ExactPrompts:
             return None
         rendered = tokenizer.plain(text[len(prompt_text) : end])
         ids = conversation.token_ids.tolist()
-        context = ParserContext(tokenizer.outer, tools)
+        context = ParserContext(tokenizer.transformers_tokenizer, tools)
         syntax = AnswerSyntax.of(prompt_text, self._parsers, tools=bool(tools), context=context)
         sampled = tokenizer.text_of(ids[conversation.prompt_length :], special_as_text=syntax.by_token)
         if rendered.strip() != sampled.strip() and meaning(tokenizer, rendered, syntax) != meaning(

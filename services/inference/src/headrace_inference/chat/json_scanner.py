@@ -25,7 +25,7 @@ class MalformedJson(ValueError):
 
 @dataclass(slots=True)
 class ObjectScanner:
-    """Scanner of one object that begins at `start`. Each call of `scan` gets the same text, possibly longer."""
+    """Scanner of the JSON object that begins at `start`. Each call of `scan` gets the same text, possibly longer."""
 
     start: int = 0
     end: int | None = None
@@ -158,7 +158,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class StopStrings:
-    """Filter that returns text up to the stop string that is complete first. `complete` is that stop string."""
+    """Filter that passes text on up to the first complete stop string, which it stores as `complete`."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops

@@ -40,25 +40,26 @@ class ToolReader(Protocol):
     """Reader of the tool calls of one answer. It may be used in any thread, one call at a time."""
 
     def feed(self, text: str) -> ParsedText:
-        """Read the next text, and return content and complete calls that are certain."""
+        """Read the next text, and return the content and the complete calls that later text cannot change."""
 
     def end(self) -> ParsedText:
-        """Return the buffered text as content. No call follows."""
+        """Return the buffered text as content. No text follows."""
 
 
 class ReasoningReader(Protocol):
     """Reader of the reasoning of one answer. The `ToolReader` reads the remaining text."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Read the next text, and return the reasoning and the answer text that are certain."""
+        """Read the next text, and return the new reasoning and the new answer text that later text cannot change."""
 
     def end(self) -> tuple[str, str]:
-        """Return the buffered text as reasoning and answer text. No call follows."""
+        """Return the buffered text as reasoning and answer text. No text follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """Context of a request for parsers that read tokens: transformers' tokenizer, and the tools on offer."""
+    """Data of a request for parsers that read tokens: the tokenizer of transformers, and the tools that the request
+    offers."""
 
     tokenizer: Any
     tools: Sequence[Tool] = ()
@@ -134,7 +135,7 @@ class ReasoningParser:
 
 @dataclass(frozen=True, slots=True)
 class ParserFamily(Generic[T]):
-    """Parsers of another package, by name."""
+    """Parsers that another package provides by name, such as those of vLLM."""
 
     member: Callable[[str], T]
     """Function that returns the parser with a name, or raises `PluginError`. It must be fast; `check` may import

@@ -28,7 +28,7 @@ _MARKER = re.compile(r"\W.*\W", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _Control:
-    """An added token of the tokenizer. `left` and `right`: whether it includes the whitespace on that side."""
+    """A control token of the tokenizer. `left` and `right`: whether it absorbs the whitespace on that side."""
 
     token_id: int
     text: str
@@ -96,7 +96,7 @@ class PlainText:
         return _STAND_IN.sub(lambda match: self._names[int(match[1])], text)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a rendered text. Control tokens in it are control tokens, stand-ins are plain text."""
+        """Tokenize a rendered text: control tokens in it become control tokens, and stand-ins become plain text."""
         ids = ids_of(self._inner, text)
         if _SECRET not in text:
             return ids
@@ -170,7 +170,10 @@ class PlainText:
         return text in self._tags or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
 
     def _cut_position(self, text: str) -> int:
-        """Return a position inside the control token closest to the middle, or next to it if it is a single letter."""
+        """Return a position inside the control token closest to the middle of `text`, or the middle if there is none.
+
+        A control token of a single character cannot be cut, so the position is after it.
+        """
         matches = self._markers.finditer(text) if self._markers else iter(())
         positions = [min(match.start() + 1, len(text) - 1) for match in matches]
         return min(positions or [len(text) // 2], key=lambda position: abs(position - len(text) // 2))

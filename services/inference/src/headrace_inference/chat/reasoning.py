@@ -9,9 +9,9 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Reasoning:
-    """A `ReasoningReader`. Only tags before the answer count. Without a closing tag all text is reasoning.
+    """The `ReasoningReader` of `<think>` tags before an answer. Without a closing tag all text is reasoning.
 
-    Whitespace around reasoning belongs to the tags.
+    Tags after the beginning of the answer are text. Whitespace around reasoning belongs to the tags.
 
     Args:
         opened: whether the prompt ends with the opening tag.
@@ -24,7 +24,7 @@ class Reasoning:
         self._space = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Read the next text, and return the reasoning and the answer text that are certain."""
+        """Read the next text, and return the new reasoning and the new answer text that later text cannot change."""
         if self._state == "after":
             return "", text
         self._buffer += text
@@ -35,14 +35,17 @@ class Reasoning:
         return "", self._after()
 
     def end(self) -> tuple[str, str]:
-        """Return the buffered text. No call follows."""
+        """Return the buffered text as reasoning and answer text. No text follows."""
         text, self._buffer = self._buffer, ""
         if self._state == "inside":
             return self._strip_reasoning(text), ""
         return "", text
 
     def _is_beginning_certain(self) -> bool:
-        """Return whether it is certain if the answer begins with reasoning, and change the state accordingly."""
+        """Decide whether the answer begins with reasoning, and set the state.
+
+        Return False while more text is needed.
+        """
         start = self._buffer.lstrip()
         if start.startswith(OPEN):
             self._buffer = start[len(OPEN) :]

@@ -69,16 +69,18 @@ class ChatTokenizer:
         if manifest.template_sha256 not in {template_digest(folder), file_digest(folder / TEMPLATE_FILE)}:
             raise VersionUnusable(f"{manifest.version}: its chat templates are not those that its manifest names")
         try:
-            self._outer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            self._inner: Any = self._outer.backend_tokenizer
+            self._transformers_tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            self._inner: Any = self._transformers_tokenizer.backend_tokenizer
         except Exception as error:
             raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
-        if not self._outer.chat_template:
+        if not self._transformers_tokenizer.chat_template:
             raise VersionUnusable(f"{manifest.version}: the tokenizer has no chat template")
-        self._plain = PlainText(self._inner, str(self._outer.chat_template))
+        self._plain = PlainText(self._inner, str(self._transformers_tokenizer.chat_template))
         self.digest = bytes.fromhex(manifest.prompt_sha256)
-        self.eos_id: int | None = self._outer.eos_token_id
-        self.eos_text: str = self._outer.eos_token or ""
+        self.eos_id: int | None = self._transformers_tokenizer.eos_token_id
+        self.eos_text: str = self._transformers_tokenizer.eos_token or ""
         self.stop_ids = _stop_ids(folder, self.eos_id)
         tag_ids = {self._inner.token_to_id(tag) for tag in tags()}
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
@@ -87,7 +89,7 @@ class ChatTokenizer:
         self._decoding = Decoding(self._inner, self.silent_ids)
         self._with_special = Decoding(self._inner, self.stop_ids)
         self._texts: dict[int, TokenText] = {}
-        self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
+        self._own_arguments = inspect.signature(self._transformers_tokenizer.apply_chat_template).parameters.keys()
 
     def render(
         self,
@@ -98,7 +100,7 @@ class ChatTokenizer:
         *,
         open_answer: bool = True,
     ) -> str:
-        """Render messages with the chat template. Control tokens in messages are masked (`plain` restores them).
+        """Render messages with the chat template. Control tokens in messages are masked; `plain` restores them.
 
         Args:
             extra: variables for the template.
@@ -148,8 +150,8 @@ class ChatTokenizer:
         """Yield the pieces of text that `apply_chat_template` would join."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        compiled = _compile_jinja_template(self._outer.get_chat_template(None, tools))
-        variables = {**self._outer.special_tokens_map, **extra}
+        compiled = _compile_jinja_template(self._transformers_tokenizer.get_chat_template(None, tools))
+        variables = {**self._transformers_tokenizer.special_tokens_map, **extra}
         pieces: Iterator[str] = compiled.generate(
             messages=messages, tools=tools, documents=None, add_generation_prompt=open_answer, **variables
         )
@@ -164,7 +166,7 @@ class ChatTokenizer:
         return self._plain.encode(text)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize a text that no template rendered. Control tokens in it are control tokens.
+        """Tokenize a text that no template rendered. Its control tokens become control tokens.
 
         Args:
             add_special_tokens: whether to add the tokens with which the tokenizer begins or ends its texts.
@@ -172,11 +174,15 @@ class ChatTokenizer:
         return ids_of(self._inner, text, add_special_tokens=add_special_tokens)
 
     def text_of(self, ids: Sequence[int], *, special_as_text: bool = False) -> str:
-        """Return the text of an answer, as `stream` would return it."""
+        """Return the text of an answer's tokens, as `stream` would return it.
+
+        Args:
+            special_as_text: whether special tokens are text, except those that end an answer.
+        """
         stream = self.stream(special_as_text=special_as_text)
         return stream.feed(ids) + stream.end()
 
-    def spelled(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, control tokens included."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=False)
         return text
@@ -205,19 +211,19 @@ class ChatTokenizer:
         return TokenText(text, list(text.encode()))
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that is written like this; None if there is none."""
+        """Return the id of the token that is spelled `text`; None if the vocabulary has none."""
         token_id: int | None = self._inner.token_to_id(text)
         return token_id
 
     @property
     def template(self) -> str:
         """Source of the chat template, or of all chat templates."""
-        return str(self._outer.chat_template)
+        return str(self._transformers_tokenizer.chat_template)
 
     @property
-    def outer(self) -> Any:
-        """Tokenizer of transformers."""
-        return self._outer
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer as transformers loaded it, for parsers and grammars that need its class."""
+        return self._transformers_tokenizer
 
     @cached_property
     def last_id(self) -> int:
@@ -225,7 +231,7 @@ class ChatTokenizer:
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
 
     def tokens_from(self, first: int) -> list[str]:
-        """Return the tokens with ids of at least `first`, in order."""
+        """Return the texts of the tokens with ids from `first` on, in the order of ids."""
         vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         return [text for text, number in sorted(vocabulary.items(), key=itemgetter(1)) if number >= first]
 
@@ -258,7 +264,7 @@ def _join(pieces: Iterator[str], limits: RenderLimits) -> str:
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
-    """Return every token that ends an answer: the tokenizer's, and those of the model's configuration.
+    """Return the tokens that end an answer: the tokenizer's end token, and those of the model's configuration files.
 
     Raises:
         VersionUnusable: there are more of them than a turn can record.

@@ -38,7 +38,7 @@ class HermesToolReader:
         """Whether a call lies between the last content and the following text."""
 
     def feed(self, text: str) -> ParsedText:
-        """Read the next text, and return content and complete calls that are certain."""
+        """Read the next text, and return the content and the complete calls that later text cannot change."""
         self._buffer += text
         parsed = ParsedText()
         while self._parse_next(parsed):
@@ -99,7 +99,7 @@ class HermesToolReader:
 
 
 def form(name: str) -> tuple[str, str]:
-    """Return the text of a call around its arguments (`ToolParser.form`)."""
+    """Return the text before and after the arguments in a call of the function `name` (`ToolParser.form`)."""
     return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{CLOSE}"
 
 
@@ -118,7 +118,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def call_of(text: str, scanner: ObjectScanner) -> Call | None:
-    """Return the call in a complete JSON object of `text`.
+    """Return the tool call that a complete JSON object of `text` represents.
 
     None if it has no function name, if its arguments are not an object, or if it has members that a call cannot
     represent: a key twice, or a key that is neither name nor arguments.
@@ -143,7 +143,10 @@ def call_of(text: str, scanner: ObjectScanner) -> Call | None:
 
 
 def _arguments(written: str) -> str | None:
-    """Return the arguments as the model wrote them. Some models write a string that contains the object."""
+    """Return a call's arguments as JSON exactly as the model wrote them; None if they are not an object.
+
+    Some models write a JSON string that contains the object; then its content is returned.
+    """
     inner = _string(written) if written.startswith('"') else written
     if inner is None or inner.strip(_SPACE) in ("", "null"):
         return None if inner is None else NO_ARGUMENTS

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.grammar.fair_slots import FairSlots
 from headrace_inference.grammar.forms import AnswerForm, check_schemas, grammar_of
-from headrace_inference.grammar.turns import Turns
 from headrace_inference.grammar.vocabulary import read_vocabulary
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.guides import GrammarGuide, match_grammar
@@ -101,7 +101,7 @@ class _Grammar:
 
 @dataclass(slots=True)
 class _Compilation:
-    """One compilation. `begun_s` is 0 until the grammar has passed its trial."""
+    """One compilation of a grammar. `begun_s`: monotonic time at which its trial had passed; 0 until then."""
 
     grammar: _Grammar
     tenant: str
@@ -115,7 +115,7 @@ class GrammarCompiler:
         self._parsers = parsers
         self._text_pool = ThreadPoolExecutor(1, "grammar-text")
         self._pool = ThreadPoolExecutor(_THREADS, "grammar")
-        self._turns: Turns[str] = Turns(_THREADS, WAITING_MAX)
+        self._slots: FairSlots[str] = FairSlots(_THREADS, WAITING_MAX)
         self._compilations: dict[tuple[str, tuple[bytes, int, str]], asyncio.Task[GrammarGuide]] = {}
         """Compilations that wait or run, by tenant and grammar. Requests with an equal grammar share one."""
         self._trials = threading.local()
@@ -161,7 +161,7 @@ class GrammarCompiler:
         return CompiledGrammar(grammar.record, guides)
 
     def _compilation(self, grammar: _Grammar, tenant: str) -> asyncio.Task[GrammarGuide]:
-        """Return the compilation of a grammar for a tenant, which other requests of the tenant may have begun."""
+        """Return the tenant's compilation of a grammar. Begin one unless another request of the tenant already has."""
         name = tenant, grammar.key
         if name not in self._compilations:
             task = self._compilations[name] = asyncio.create_task(self._compile_in_turn(grammar, tenant))
@@ -170,7 +170,7 @@ class GrammarCompiler:
         return self._compilations[name]
 
     async def _compile_in_turn(self, grammar: _Grammar, tenant: str) -> GrammarGuide:
-        await self._turns.take(tenant)
+        await self._slots.acquire(tenant)
         work = _Compilation(grammar, tenant)
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, work)
         future.add_done_callback(self._done)
@@ -199,7 +199,7 @@ class GrammarCompiler:
         return Refused(400, "schema_too_large", message, field)
 
     def _done(self, future: asyncio.Future[GrammarGuide]) -> None:
-        self._turns.give_back()
+        self._slots.release()
         _retrieve_error(future)
 
     # In a thread
@@ -315,7 +315,8 @@ def _field(form: AnswerForm) -> str:
 
 
 def _unservable(error: str, field: str) -> Refused:
-    """Return the refusal of a schema, with the library's reason but without its quotation of the grammar."""
+    """Return the refusal of a schema that cannot be enforced, with the library's reason but without the grammar that
+    it quotes."""
     reason = _QUOTED_GRAMMAR.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
     message = f"{field}: the schema cannot be enforced: {' '.join(reason.split())[:_REASON_LENGTH_MAX]}"
     return Refused(400, "unsupported_schema", message, field)

@@ -47,6 +47,7 @@ class AnswerForm:
     """The form that an answer must have: JSON, tool calls, or either of them."""
 
     schema: Mapping[str, JsonValue] | None
+    """JSON Schema of the answer; None if only calls are constrained."""
     calls: tuple[Tool, ...] = ()
     lenient: bool = False
     """Whether keywords of `schema` that no grammar can hold are left out, instead of refused."""
@@ -129,9 +130,11 @@ class _Writer:
         self.rule("calls", "call (SPACE? call)*" if several else "call")
 
     def free_calls(self, tools: Sequence[Tool]) -> bool:
-        """Write calls as the token that opens one and free text, and return whether the parser has such a token.
+        """Write calls as the token that opens a call, followed by free text. Return False if the parser has no such
+        token.
 
-        With `tool_choice` `auto` the model decides whether to call, and what it calls is sampled as without a grammar.
+        With `tool_choice` `auto` the model decides whether to call, and the call's text is sampled as without a
+        grammar.
         """
         form = self._parsers.tools.form
         openings = {next(self._pieces(form(tool.function.name)[0]), "") for tool in tools} if form else {""}

@@ -26,7 +26,7 @@ def read_vocabulary(tokenizer: ChatTokenizer, vocabulary: int, end_id: int) -> L
     Raises:
         VocabularyUnreadable: the grammar library and the tokenizer disagree.
     """
-    library = library_vocabulary(tokenizer.outer.backend_tokenizer, vocabulary, end_id)
+    library = library_vocabulary(tokenizer.transformers_tokenizer.backend_tokenizer, vocabulary, end_id)
     for sample in SAMPLES:
         _check_round_trip(tokenizer, library.tokens, library.words, sample)
     if library.unlike:
@@ -36,7 +36,7 @@ def read_vocabulary(tokenizer: ChatTokenizer, vocabulary: int, end_id: int) -> L
 
 
 def _check_round_trip(tokenizer: ChatTokenizer, tokens: Sequence[bytes], words: LLTokenizer, sample: str) -> None:
-    """Check that the tokens of a sample spell and decode to it, and that the library allows and consumes each one."""
+    """Check that the tokens of a sample text decode to it, and that the library allows and accepts each of them."""
     from llguidance import LLMatcher
 
     ids = tokenizer.encode(sample)

@@ -60,7 +60,7 @@ class _Prepared:
 
 
 class Completions:
-    """Starts completions. Shared by all requests. Work that may take long runs in threads."""
+    """Builder of completions from chat requests, shared by all requests. Long work runs in threads."""
 
     def __init__(
         self,
@@ -86,10 +86,11 @@ class Completions:
         size_bytes: int = 0,
         share: Share = NOBODY,
     ) -> Completion:
-        """Start the generation for a request. The caller must close the completion.
+        """Start the generation for a chat request. The caller must close the completion.
 
         Args:
-            size_bytes: size of the request's body.
+            size_bytes: size of the request's body; a large prompt is built in a thread.
+            share: client by which the engine divides its capacity.
 
         Raises:
             Refused: the request cannot be served.
@@ -112,7 +113,9 @@ class Completions:
         grammar = prepared.grammar.model_dump(mode="json") if prepared.grammar and request.return_token_ids else None
         raw = request.headrace_prompt
         text = prepared.prompt.text if raw is not None and raw.token_ids is not None else None
-        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs), grammar, text)
+        shape = wire.ResponseFormatter(
+            tokenizer, version, bool(request.return_token_ids), bool(request.logprobs), grammar, text
+        )
         return Completion(
             self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._worker_threads
         )
@@ -165,7 +168,7 @@ class Completions:
         self._check_ids(prompt.token_ids, version, tokenizer, field)
         self._check_ids(tuple(request.logit_bias or ()), version, tokenizer, "logit_bias")
         stops = request.stop or ()
-        context = ParserContext(tokenizer.outer, tools)
+        context = ParserContext(tokenizer.transformers_tokenizer, tools)
         parsers = Parsers() if request.headrace_prompt else self._parsers
         syntax = AnswerSyntax.of(prompt.text, parsers, tools=bool(tools), stops=stops, context=context)
         sampling = self._sampling(request, version, tokenizer)
@@ -194,7 +197,7 @@ class Completions:
         if raw.token_ids is None:
             text = request.messages[0].text
             return Prompt(tokenizer.encode_raw(text, add_special_tokens=raw.add_special_tokens), text, None, salt)
-        return Prompt(list(raw.token_ids), tokenizer.spelled(raw.token_ids), None, salt)
+        return Prompt(list(raw.token_ids), tokenizer.decode(raw.token_ids), None, salt)
 
     def _resume(
         self,
@@ -205,7 +208,7 @@ class Completions:
         version: str,
         tokenizer: ChatTokenizer,
     ) -> None:
-        """Replay the tokens that the client has received. They may end the choice although the client got no end."""
+        """Replay the tokens of a choice that the client has received, and store the end that they cause, if any."""
         ids = resumed.token_ids
         self._check_ids(ids, version, tokenizer, RESUME)
         choice.resumed = True
@@ -231,13 +234,13 @@ class Completions:
 
 
 class Completion:
-    """One request while it is answered. Call either `complete` or `stream`, once, and always `close`."""
+    """One chat request while it is answered. Call either `complete` or `stream`, once, and `close` in any case."""
 
     def __init__(
         self,
         prompts: ExactPrompts,
         prompt: Prompt,
-        shape: wire.Wire,
+        shape: wire.ResponseFormatter,
         choices: list[_Choice],
         generation: Generation | None,
         started: float,
@@ -295,7 +298,8 @@ class Completion:
         yield wire.DONE
 
     def _opening(self) -> list[bytes]:
-        """Return the first events: the prompt, new choices, and ends of resumed choices that the client did not get."""
+        """Return the first events of a stream: the prompt, new choices, and ends of resumed choices that the client
+        did not get."""
         prompt_ids = self._prompt.token_ids
         new = [choice.index for choice in self._choices if not choice.resumed]
         events = [self._wire.opening(index, prompt_ids, first=index == new[0]) for index in new]

@@ -82,7 +82,7 @@ class ChatRequest(Model):
     headrace_prompt: RawPrompt | None = None
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs and not self.logprobs:

@@ -26,8 +26,11 @@ IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Formatter of one response. `model` is the version that the engine used (P3)."""
+class ResponseFormatter:
+    """Formatter of one response.
+
+    `model` is the version that the engine used, which may differ from the requested alias.
+    """
 
     tokenizer: ChatTokenizer
     model: str

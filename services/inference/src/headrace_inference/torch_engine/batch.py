@@ -26,7 +26,7 @@ from headrace_inference.torch_engine.kv import KV, LENGTH_STEP, PrefixCache
 from headrace_inference.torch_engine.loader import Model
 from headrace_inference.torch_engine.quarantine import Quarantine
 from headrace_inference.torch_engine.row_sampler import RowSampler
-from headrace_inference.torch_engine.sequence import TOP, Rows, Sequence
+from headrace_inference.torch_engine.sequence import TOP, RowParameters, Sequence
 
 _PADDING_MAX = 0.5
 """Largest share of padding in a prefill. Prompts of very different lengths are computed one after the other."""
@@ -36,7 +36,7 @@ Delivery = tuple[Sequence, Tokens | EngineFailed]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of one version. `TorchSettings` describes them."""
+    """Limits of one version's batch. `TorchSettings` describes them."""
 
     sequences_max: int
     prefill_tokens_max: int
@@ -55,7 +55,7 @@ class DecodeBatch:
         self._limits = limits
         self._kv = KV(model.kv_shape, limits.kv_bytes_max)
         self._prefixes = PrefixCache(limits.prefix_bytes_max)
-        self._rows = Rows(limits.sequences_max, model.kv_shape.device)
+        self._rows = RowParameters(limits.sequences_max, model.kv_shape.device)
         self._window = torch.arange(model.context_tokens + LENGTH_STEP, device=model.kv_shape.device)
         self._sampler = RowSampler(model, self._rows, limits.sequences_max)
         self._shares = fairness.TimeShares()
@@ -71,14 +71,14 @@ class DecodeBatch:
         return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Its followers are queued after its prompt is computed."""
+        """Queue a sequence. Further choices of its prompt (`followers`) are queued once the prompt is computed."""
         sequence.arrival = next(self._arrivals)
         for follower in sequence.followers:
             follower.arrival = sequence.arrival
         self.waiting.append(sequence)
 
     def abort(self, owner: object) -> None:
-        """Remove every sequence of a generation."""
+        """Remove every sequence of the generation `owner`."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.owner is not owner)
         self._quarantine.drop(owner)
         for row in range(len(self.running) - 1, -1, -1):
@@ -103,8 +103,8 @@ class DecodeBatch:
     def recover(self, error: Exception) -> list[Delivery]:
         """Continue after a step that raised `error` although the model can compute (`probe.compute_control`).
 
-        The step's sequences are retried in groups. Only one that fails alone ends with `EngineFailed`. Return the
-        deliveries.
+        The step's sequences are retried in groups, and only one that fails alone ends with `EngineFailed`. Return the
+        deliveries of this step.
         """
         deliveries = self._deliveries
         suspects = [sequence for sequence in self.running if not sequence.ended]
@@ -274,7 +274,7 @@ class DecodeBatch:
         self._accept(ids_host.tolist(), logprobs.tolist(), top)
 
     def _choose_rows(self) -> int:
-        """Move the rows of the next step before the paused rows, and return their number."""
+        """Move the rows that decode in the next step before the paused rows, and return their number."""
         paused = frozenset() if self._quarantine.active else self._shares.paused(self.running[: self._decoding])
         if not paused:
             return self._decoding
@@ -302,7 +302,7 @@ class DecodeBatch:
             self._remove(row)
 
     def _reserve_kv(self) -> int:
-        """Grow the KV for the longest row, preempting the latest sequences if memory is short. Return the number of
+        """Grow the KV for the longest row, and preempt the latest sequences if memory is short. Return the number of
         decoding rows."""
         while self._decoding:
             needed = int(self._rows.position[: self._decoding].max()) + 1
@@ -388,7 +388,8 @@ class DecodeBatch:
         return max(len(sequence.tokens) for sequence in (*self.running, *joining))
 
     def _until(self, last: int) -> Tensor:
-        """Return the positions up to `last`, rounded up so that shapes change rarely, but not beyond the KV."""
+        """Return the positions from 0 to `last` that attention sees, rounded up so that shapes change rarely, but
+        not beyond the KV."""
         return self._window[: min((last // LENGTH_STEP + 1) * LENGTH_STEP, self._kv.length)]
 
     def _report(self) -> None:

@@ -72,14 +72,17 @@ def row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | No
 
 
 def _largest(rows: Mapping[T, int], joining: T) -> T | None:
-    """Return the key with the most rows, if it has at least two more than `joining`."""
+    """Return the key with the most rows if it has at least two more than `joining`; None otherwise."""
     largest = max(rows, key=lambda name: rows[name], default=None)
     return largest if largest is not None and rows[largest] > rows.get(joining, 0) + 1 else None
 
 
 @dataclass(slots=True)
 class TimeShares:
-    """Time debts of the flows that have rows. Only the worker's thread uses it."""
+    """Accounts of the engine time that the flows used, which decide which rows pause and which prompt is next.
+
+    Only the worker's thread uses it.
+    """
 
     _debt_s: dict[Flow, float] = field(default_factory=dict)
     _prompted: dict[Flow, float] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class TimeShares:
     """Whether several flows have rows."""
 
     def begin_step(self, running: Iterable[Sequence]) -> None:
-        """Update the set of flows. The debts of flows without rows are deleted."""
+        """Update the flows to those of the `running` sequences. Debts of other flows are deleted."""
         tenants = {sequence.tenant for sequence in running}
         self.several_tenants = len(tenants) > 1
         flows = {self.flow_of(sequence) for sequence in running}
@@ -110,7 +113,7 @@ class TimeShares:
         return (sequence.salt,) if self.several_tenants else (sequence.salt, sequence.session)
 
     def paused(self, decoding: SequenceOf[Sequence]) -> frozenset[Flow]:
-        """Return the flows that pause in the next step."""
+        """Return the flows that pause in the next step, because they took more than their share of time."""
         if not self.contended:
             return frozenset()
         rows = Counter(map(self.flow_of, decoding))

@@ -55,8 +55,11 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-class Slots:
-    """Cache for a model that writes new keys and values at each row's own positions."""
+class RowCache:
+    """KV cache in the interface of transformers.
+
+    It writes each row's new keys and values at that row's own positions.
+    """
 
     is_compileable = False
 
@@ -87,14 +90,14 @@ def forward(model: nn.Module, ids_RQ: Tensor, positions_RQ: Tensor, window_T: Te
 
 
 def run(model: nn.Module, ids_RQ: Tensor, positions_RQ: Tensor, window_T: Tensor, kv: Tensor, *, keep: int) -> Tensor:
-    """Run `forward`, but return the logits of the last `keep` tokens, or of all if 0: `[R, keep, V]`."""
+    """Run the forward pass, and return the logits of each row's last `keep` tokens, `[R, keep, V]`; 0 keeps all."""
     unseen = window_T > positions_RQ[:, None, :, None]
     mask = torch.zeros((), dtype=kv.dtype, device=kv.device).masked_fill(unseen, float("-inf"))
     output = model(
         input_ids=ids_RQ,
         position_ids=positions_RQ,
         attention_mask=mask,
-        past_key_values=Slots(kv, positions_RQ, window_T.shape[0]),
+        past_key_values=RowCache(kv, positions_RQ, window_T.shape[0]),
         use_cache=True,
         logits_to_keep=keep,
     )

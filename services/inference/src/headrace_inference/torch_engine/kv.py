@@ -46,7 +46,10 @@ class KVShape:
 
 
 class KV:
-    """Rows of KV. Each row has the KV of the first tokens of the sequence in this row of the batch."""
+    """KV tensor of a batch.
+
+    Row `r` has the keys and values of the first tokens of the sequence in row `r` of the batch.
+    """
 
     def __init__(self, shape: KVShape, bytes_max: int) -> None:
         self.shape = shape
@@ -55,7 +58,7 @@ class KV:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows that the tensor has."""
         return self._tensor.shape[1]
 
     @property
@@ -65,7 +68,7 @@ class KV:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor."""
+        """Size of the tensor in bytes."""
         return self._tensor.numel() * self._tensor.element_size()
 
     @property
@@ -119,7 +122,7 @@ class KV:
         self._tensor[:, row, :, :count] = snapshot[:, :, :count]
 
     def release(self) -> None:
-        """Release the memory."""
+        """Release the memory of the tensor."""
         self._tensor = self.shape.zeros(0, 0)
 
     def _resize(self, rows: int, length: int) -> None:
@@ -131,7 +134,7 @@ class KV:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """KV of a sequence of tokens, with the keys under which it is indexed."""
+    """KV of a token sequence in the prefix cache, with the keys under which it is indexed."""
 
     salt: str
     tokens: Sequence[int]
@@ -140,15 +143,16 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Size of the KV."""
+        """Size of the entry's KV in bytes."""
         return self.kv.numel() * self.kv.element_size()
 
 
 class PrefixCache:
-    """Cache with bounded memory. The tenant with the most bytes loses its least recently used entries first.
+    """Cache of the KV of finished sequences with bounded memory.
 
-    Any prefix of an entry can be used, because the KV of a token depends only on the tokens before it. So sequences
-    with the same system prompt share its KV.
+    The tenant with the most bytes loses its least recently used entries first. Any prefix of an entry can be used,
+    because the KV of a token depends only on the tokens before it. So sequences with the same system prompt share its
+    KV.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -158,7 +162,7 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        """Size of the KV of all entries."""
+        """Size of the KV of all entries in bytes."""
         return self._entries.size
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:

@@ -135,10 +135,13 @@ class Loader:
 
 
 def check_whole(module: nn.Module, info: Mapping[str, Any]) -> None:
-    """Raise `VersionUnusable` for missing, unexpected or misshapen tensors, and for values that are not finite.
+    """Check that the files had a tensor for every weight of the module, and only finite values.
 
     Args:
         info: report of transformers (`output_loading_info`).
+
+    Raises:
+        VersionUnusable: a tensor is missing, unexpected, misshapen or not finite.
     """
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
@@ -181,8 +184,8 @@ def _check_config(config: Any) -> None:
         raise VersionUnusable(f"rotary embeddings of type {rope!r} are not supported in a batch")
 
 
-class _Recorder:
-    """Cache that records the shapes of keys and values."""
+class _ShapeRecorder:
+    """KV cache that only records the shapes of keys and values."""
 
     is_compileable = False
 
@@ -201,7 +204,7 @@ class _Recorder:
 
 def _kv_shape(module: Any, device: torch.device) -> KVShape:
     """Determine the KV shape by running one token, because configurations name heads and sizes in many ways."""
-    recorder = _Recorder()
+    recorder = _ShapeRecorder()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     module(
         input_ids=zero,

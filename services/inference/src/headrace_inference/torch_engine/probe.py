@@ -23,14 +23,14 @@ _DECODED_MAX = 32
 
 @torch.inference_mode()
 def probe(model: Model, parent: Model | None, tolerance: float | None = None) -> Probe:
-    """Compare the logprobs of the loaded weights with the manifest's fingerprint, and with the parent if it is loaded.
+    """Compare the logprobs of the loaded weights with the manifest's fingerprint, and with the parent. Blocks.
 
-    The tokens take both paths that serve requests, traced prefill and decode. Blocks.
+    The tokens take both paths that serve requests, traced prefill and decode.
 
     Args:
         model: the loaded version.
-        parent: its parent, if that is loaded.
-        tolerance: largest difference that passes; None: as `tolerance_of` says.
+        parent: its parent; None if that is not loaded.
+        tolerance: largest difference that passes, in nats; None: `tolerance_of` computes it.
     """
     fingerprint = model.manifest.fingerprint
     tokens = list(fingerprint.token_ids)
@@ -50,9 +50,10 @@ def probe(model: Model, parent: Model | None, tolerance: float | None = None) ->
 
 
 def tolerance_of(model: Model, tolerance: float | None = None) -> float:
-    """Return `tolerance`, or what rounding explains in a model of this type and depth.
+    """Return the largest difference in nats that passes the probe: `tolerance`, or else the bound of rounding errors.
 
-    It is the largest difference in float32, and the largest mean difference in types of 16 bits.
+    The bound depends on the type and the depth of the model. In float32 it applies to the largest difference, in types
+    of 16 bits to the mean difference.
     """
     if tolerance is not None:
         return tolerance

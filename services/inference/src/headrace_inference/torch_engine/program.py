@@ -40,7 +40,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share(model: nn.Module) -> nn.Module:
-    """Return a second module over the same tensors."""
+    """Return a copy of a module that shares all tensors with it."""
     memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
 
@@ -69,14 +69,14 @@ def direct(model: nn.Module) -> Program:
 
 
 class Programs:
-    """Traced programs by architecture, shared by all versions. Only the loading thread uses it."""
+    """Cache of traced programs by architecture, shared by all versions. Only the loading thread uses it."""
 
     def __init__(self, *, trace: bool) -> None:
         self._trace = trace
         self._programs: dict[str, Program | None] = {}
 
     def of(self, model: nn.Module, folders: Sequence[Path], scratch: Scratch, context: int) -> Program:
-        """Return the program for a model.
+        """Return the program for a model: a traced one, or else one that runs the model's own code.
 
         Args:
             folders: folders with the model's configuration files.
@@ -181,7 +181,8 @@ def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[
 
 @torch.inference_mode()
 def _difference(program: Program, model: nn.Module, scratch: Scratch, context: int) -> float:
-    """Return the largest difference of logits and KV between the program and the model's own code, for other shapes."""
+    """Return the largest difference of logits and KV between the program and the model's own code, on shapes that
+    were not traced."""
     weights = list(tensors_of(model).values())
     reference = direct(model)
     worst = 0.0

@@ -14,7 +14,10 @@ from headrace_inference.torch_engine.sequence import Sequence
 
 
 class Quarantine:
-    """Sequences of failed steps, in groups. A batch admits from `group` alone until the quarantine is empty."""
+    """Sequences of failed steps, divided into groups that are retried.
+
+    A batch admits only from `group` until the quarantine is empty.
+    """
 
     def __init__(self) -> None:
         self.group: deque[Sequence] = deque()
@@ -60,7 +63,7 @@ class Quarantine:
         return released
 
     def drop(self, owner: object) -> None:
-        """Remove every sequence of a generation."""
+        """Remove every sequence of the generation `owner`."""
         self.group = deque(sequence for sequence in self.group if sequence.owner is not owner)
         groups = ([sequence for sequence in group if sequence.owner is not owner] for group in self._untried)
         self._untried = deque(filter(None, groups))

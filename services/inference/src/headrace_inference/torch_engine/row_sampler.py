@@ -10,16 +10,19 @@ from torch import Tensor
 
 from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.loader import Model
-from headrace_inference.torch_engine.sequence import BIASED, HELD, PENALISED, TRUNCATED, Rows, Sequence
+from headrace_inference.torch_engine.sequence import BIASED, HELD, PENALISED, TRUNCATED, RowParameters, Sequence
 from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 
 
 class RowSampler:
-    """Sampler for such rows. It has the counts of sampled tokens, which move with the rows of the batch."""
+    """Sampler of rows with grammars, biases, penalties or truncation.
 
-    def __init__(self, model: Model, rows: Rows, sequences_max: int) -> None:
+    It counts sampled tokens for penalties, by row of the batch.
+    """
+
+    def __init__(self, model: Model, rows: RowParameters, sequences_max: int) -> None:
         self.counts: Tensor | None = None
         self._model = model
         self._rows = rows
@@ -28,10 +31,10 @@ class RowSampler:
     def draw(
         self, running: SequenceOf[Sequence], special: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw again from constrained, penalised and truncated logits if a row needs that.
+        """Return `plain`, or new draws if a row has constrained, penalised or truncated logits.
 
         Args:
-            special: bits of all rows (`rows.HELD` and others).
+            special: combined bits of all rows (`HELD` and others).
             plain: ids, logprobs and all logprobs that the program has drawn.
         """
         rows, count = self._rows, len(running)
@@ -91,7 +94,7 @@ class RowSampler:
         logits.index_put_((index[0], index[1]), added, accumulate=True)
 
     def _find_sets(self, running: SequenceOf[Sequence], logprobs: Tensor) -> None:
-        """Set the tokens that truncation left in each row. Their logprobs are finite."""
+        """Store in each sequence the tokens that truncation left in its row, which are those with finite logprobs."""
         rows = [row for row, sequence in enumerate(running) if sequence.sets is not None]
         if not rows:
             return

@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def drawn(self) -> int:
-        """Number of tokens drawn so far, which is the position in its stream of random numbers."""
+        """Number of tokens drawn so far, which is the position in the sequence's stream of random numbers."""
         return len(self.tokens) - self.prompt_length
 
     def accept(self, token: int, logprob: float) -> Finish | None:
@@ -132,7 +132,13 @@ class Sequence:
         return EngineFailed(f"{version}: {reason} after {len(self.tokens)} tokens")
 
     def undelivered(self, finish: Finish | None) -> Tokens | None:
-        """Return the tokens to deliver after a step: each token when streaming, otherwise all tokens at the end."""
+        """Return the tokens to deliver after a step; None if there are none yet.
+
+        When streaming, these are the new tokens; otherwise all tokens at the end.
+
+        Args:
+            finish: reason for which the sequence ended in this step; None if it goes on.
+        """
         if self.stream:
             last = self.top[-1:] if self.sampling.top_logprobs else []
             return Tokens(
@@ -152,8 +158,8 @@ def _flat(sets: list[list[int]] | None, count: int) -> list[int] | None:
     return [number for ids in sets[len(sets) - count :] for number in (len(ids), *ids)]
 
 
-class Rows:
-    """Arrays with one element per row. They are on the host; `tensor` copies a column to the device."""
+class RowParameters:
+    """Sampling parameters and positions of the batch's rows, one array on the host for each parameter."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device = device
@@ -212,5 +218,5 @@ class Rows:
         return torch.from_numpy(uniform(self.seed[:count], self.drawn[:count])).to(self._device)
 
     def tensor(self, column: NDArray[np.generic], count: int) -> Tensor:
-        """Return the first `count` elements on the device. On a CPU this is a view."""
+        """Return the first `count` elements of one of the arrays on the device. On a CPU this is a view."""
         return torch.from_numpy(column[:count]).to(self._device)

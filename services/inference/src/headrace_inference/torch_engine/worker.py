@@ -1,4 +1,7 @@
-"""The only thread that computes. It owns all batches; other threads send it work and receive tokens."""
+"""The only thread that computes.
+
+It owns all batches; other threads post work to it, and it delivers tokens to the event loop.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the worker's thread."""
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         self._thread.start()
 

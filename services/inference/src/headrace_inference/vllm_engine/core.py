@@ -35,7 +35,7 @@ class CompletionPiece(Protocol):
 
 
 class RequestPiece(Protocol):
-    """`vllm.outputs.RequestOutput`."""
+    """New output of a request: `vllm.outputs.RequestOutput`."""
 
     @property
     def outputs(self) -> Sequence[CompletionPiece]: ...
@@ -44,7 +44,7 @@ class RequestPiece(Protocol):
 
 
 class LLM(Protocol):
-    """One engine core. Methods are called from one event loop; `shutdown` blocks."""
+    """Interface of one engine core. Methods are called from one event loop; `shutdown` blocks."""
 
     @property
     def errored(self) -> bool:
@@ -104,7 +104,7 @@ class StartedCore:
 
 
 class Library(Protocol):
-    """Interface of the package vLLM."""
+    """Interface of the functions of vLLM that the engine needs, so that tests can replace the package."""
 
     def start(self, folder: Path) -> StartedCore:
         """Start an engine core for the weights in `folder`. May block for a minute, and may raise any exception."""
@@ -130,7 +130,7 @@ class Core:
 
     @property
     def llm(self) -> LLM:
-        """The engine core."""
+        """Interface of the running engine core."""
         return self.started.llm
 
     @property

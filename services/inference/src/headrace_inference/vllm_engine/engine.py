@@ -223,7 +223,10 @@ class VllmEngine:
             stream.put(EngineFailed(f"{version}: {type(error).__name__} while computing"))
 
     def _logprob_function(self, loaded: _Loaded) -> probing.LogprobFunction:
-        """Return a function that computes one logprob. Functions do not share cached prompts."""
+        """Return a function that computes the logprob of one token with a version.
+
+        Two functions share no cached prompts.
+        """
         salt = f"{loaded.version}/{uuid.uuid4().hex}"
 
         async def logprob(prompt: Sequence[int], token: int) -> float:
@@ -251,7 +254,7 @@ class VllmEngine:
                 task.cancel()
 
     def _forget(self, stream: Stream, task: asyncio.Task[None]) -> None:
-        """Remove the task of a choice that has ended."""
+        """Remove the task of a choice that has ended from the tasks of its stream."""
         tasks = self._tasks.get(stream)
         if tasks is not None:
             tasks.discard(task)

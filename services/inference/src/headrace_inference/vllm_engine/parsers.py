@@ -31,7 +31,7 @@ class VllmTools:
         self._content = ""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> ParsedText:
-        """Read the next text, and return content that is certain."""
+        """Read the next text, and return the content that later text cannot change."""
         if not text:
             return ParsedText()
         before, ids_before = self._text, self._ids

@@ -44,13 +44,13 @@ async def probe(
     concurrency: int,
     tolerance: float,
 ) -> Probe:
-    """Compare a version with its fingerprint, and with its parent if that is loaded.
+    """Compare the logprobs of a version with its fingerprint, and with its parent's logprobs.
 
     Args:
         version: computes logprobs of the version.
-        parent: computes logprobs of the parent.
+        parent: computes logprobs of the parent; None if it is not loaded.
         concurrency: largest number of requests at a time.
-        tolerance: largest accepted difference from the fingerprint.
+        tolerance: largest accepted difference from the fingerprint, in nats.
     """
     tokens = list(fingerprint.token_ids)
     logprobs = await compute_logprobs(tokens, version, concurrency)
@@ -82,7 +82,11 @@ def _difference(logprobs: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def check(folder: Path, rank_max: int) -> None:
-    """Raise `VersionUnusable` for an adapter that is not LoRA, has a rank above `rank_max`, or is not supported."""
+    """Check the folder of an adapter before vLLM loads it.
+
+    Raises:
+        VersionUnusable: it is no LoRA adapter, has a rank above `rank_max`, or is not supported.
+    """
     try:
         config = json.loads(read_user_text(folder / CONFIG))
         kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
@@ -101,7 +105,10 @@ def check(folder: Path, rank_max: int) -> None:
 
 
 class StepSeparation:
-    """Lock between probes and requests with `top_logprobs` of one engine core. Used in the event loop."""
+    """Lock of one engine core that keeps probes and requests with `top_logprobs` out of the same step.
+
+    Used in the event loop.
+    """
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -111,7 +118,10 @@ class StepSeparation:
 
     @contextlib.asynccontextmanager
     async def answering(self, top_logprobs: bool) -> AsyncIterator[None]:
-        """Enclose the answer to a request. With `top_logprobs`, wait first until no probe runs or waits."""
+        """Context in which a request is answered.
+
+        A request with `top_logprobs` first waits until no probe runs or waits.
+        """
         if not top_logprobs:
             yield
             return
@@ -126,7 +136,7 @@ class StepSeparation:
 
     @contextlib.asynccontextmanager
     async def probing(self) -> AsyncIterator[None]:
-        """Enclose a probe. Wait first until no request with `top_logprobs` runs."""
+        """Context in which a probe runs. It first waits until no request with `top_logprobs` runs."""
         self._probes_waiting += 1
         try:
             async with self._changed:

@@ -55,20 +55,23 @@ def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: boo
 
 
 def ranked_of(sampling: Sampling) -> int:
-    """Return the number of logprobs at each position that the kept sets need, 0 where nothing is truncated."""
+    """Return how many top logprobs to request at each position, so that the tokens left by truncation are known.
+
+    0 without truncation.
+    """
     if not sampling.truncated or not sampling.temperature:
         return 0
     return min(sampling.top_k + 1, KEPT_MAX) if sampling.top_k > 0 else KEPT_MAX
 
 
 def seed_of(seed: int, choice: int, resumed: int) -> int:
-    """Return the seed of one choice. It differs for each choice, and for each number of resumed tokens."""
+    """Return vLLM's seed of one choice. It differs for each choice, and for each number of resumed tokens."""
     digest = hashlib.sha256(f"{seed}/{choice}/{resumed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _bias(sampling: Sampling, resumed: Sequence[int]) -> Mapping[int, float]:
-    """Return the logit bias with the frequency penalty of resumed tokens, which vLLM treats as part of the prompt.
+    """Return the logit bias of a choice, with the frequency penalty of its resumed tokens, which vLLM treats as prompt.
 
     This is exact, because the penalty is linear in the number of occurrences.
     """
