@@ -124,11 +124,13 @@ class Harness:
         got = self.fetch(partition_id, offset, committed=committed)
         return [row for row in client_view(got, committed=committed) if row.offset >= offset]
 
-    def compact(self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6) -> cleanup.Pass:
+    def compact(
+        self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6
+    ) -> cleanup.CompactionPass:
         """Run one complete compaction pass over the partition."""
         partition = self.log.partition(partition_id)
         last = cleanup.last_batch(self.reader, partition_id)
-        work = cleanup.Pass(
+        work = cleanup.CompactionPass(
             partition_id=partition_id,
             start=partition.start,
             limit=min(partition.stable, partition.end if last is None else last),
@@ -142,7 +144,7 @@ class Harness:
         work.at = work.start
         while (changes := cleanup.rewrite(self.reader, work)) is not None:
             self.run(lambda changes=changes: self.upkeep.replace(partition_id, changes))  # type: ignore[misc]
-        self.run(lambda: self.upkeep.note_cleaned(partition_id, work.limit, work.kept_bytes))
+        self.run(lambda: self.upkeep.record_pass(partition_id, work.limit, work.kept_bytes))
         return work
 
 

@@ -188,7 +188,7 @@ def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: in
     entries: list[Entry] = [(b"k", bytes(100_000))]
     for _ in range(20):
         broker.put(partition, *entries)
-    work = cleanup.Pass(partition, 0, 19, 0, -1, 1000)
+    work = cleanup.CompactionPass(partition, 0, 19, 0, -1, 1000)
     cleanup.begin(broker.reader, work)
     steps = 0
     while cleanup.index(broker.reader, work):
@@ -206,7 +206,7 @@ def test_small_batches_are_read_many_at_a_time(broker: Harness, partition: int) 
     _write_transaction(broker, partition, (b"a", b""), commit=True)
     broker.put(partition, (b"behind the marker", b""))
     broker.put(partition, (b"z", b""))
-    work = cleanup.Pass(partition, 0, 23, 0, -1, 1000)
+    work = cleanup.CompactionPass(partition, 0, 23, 0, -1, 1000)
     cleanup.begin(broker.reader, work)
     assert cleanup.index(broker.reader, work)
     assert len(work.newest) == 22
@@ -227,7 +227,7 @@ def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> No
     for number in range(4):
         broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
     broker.put(partition, (b"z", b""))
-    work = cleanup.Pass(partition, 0, 8, 0, -1, 1000)
+    work = cleanup.CompactionPass(partition, 0, 8, 0, -1, 1000)
     while cleanup.index(broker.reader, work):
         pass
     work.at = 0
@@ -295,10 +295,10 @@ async def test_a_clean_table_is_not_worked_on_again(live: Live, monkeypatch: pyt
         for number in range(30):
             await client.produce("table", batch([(b"%d" % number, b"x")]))
         await maintenance.round()
-        passes: list[cleanup.Pass] = []
+        passes: list[cleanup.CompactionPass] = []
         begin = cleanup.begin
 
-        def noted(db: sqlite3.Connection, work: cleanup.Pass) -> None:
+        def noted(db: sqlite3.Connection, work: cleanup.CompactionPass) -> None:
             passes.append(work)
             begin(db, work)
 

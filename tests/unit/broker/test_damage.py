@@ -17,7 +17,7 @@ from headrace_broker.errors import Damaged
 from headrace_broker.reads import ReadRequest
 from headrace_broker.store import Store
 from headrace_broker.store_format import position
-from headrace_broker.wal_sums import Guard
+from headrace_broker.wal_sums import FileChecksums
 from headrace_schemas import DeadLetter
 from tests.support.seeds import draw_seed
 from tests.support.wire_client import batch
@@ -38,7 +38,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[H
     (partition,) = broker.topic()
     for number in range(BATCHES):
         broker.put(partition, (b"k%d" % number, rng.randbytes(rng.choice((10, 500, 9_000)))))
-        broker.store.committed(broker.db)
+        broker.store.record_commit(broker.db)
     yield broker, partition
     broker.close()
 
@@ -66,11 +66,11 @@ def test_a_flipped_byte_anywhere_is_put_right(written: tuple[Harness, int], tmp_
         name = ("broker.sqlite", "broker.sqlite-wal")[number % 2]
         at = rng.randrange(32 if number < 20 else live if number % 2 else len(contents[name]))
         _flip(folder / name, at)
-        check = Guard(folder / "broker.sqlite")
+        check = FileChecksums(folder / "broker.sqlite")
         report = check.repair()
         check.close()
         assert (folder / name).read_bytes() == contents[name], f"{name} at {at}"
-        assert len(report.healed_pages) + len(report.healed_frames) == 1
+        assert len(report.repaired_pages) + len(report.repaired_frames) == 1
         assert not report.damaged_pages
 
 
@@ -88,7 +88,7 @@ def test_a_flipped_byte_in_the_checksums_changes_no_data(
     rng = random.Random(SEED)
     for _ in range(20):
         _flip(folder / name, rng.randrange((folder / name).stat().st_size))
-        check = Guard(folder / "broker.sqlite")
+        check = FileChecksums(folder / "broker.sqlite")
         report = check.repair()
         check.close()
         assert not report.damaged_pages
@@ -125,7 +125,7 @@ def test_a_frame_beyond_repair_does_not_hide_those_behind_it(
     monkeypatch.setattr(wal_sums, "WAL_PAGES", 10_000)  # all of what is written now stays in the log
     for number in range(4):
         broker.put(partition, (b"large %d" % number, bytes([65 + number]) * 9_000))
-        broker.store.committed(broker.db)
+        broker.store.record_commit(broker.db)
     folder = _killed(broker, tmp_path / "copy")
     log = folder / "broker.sqlite-wal"
     data = log.read_bytes()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker import compression, log
-from headrace_broker.batch import RecordBatch, marker, parse, parse_produced, records
+from headrace_broker.batch import RecordBatch, build_transaction_marker, parse, parse_produced, records
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.store_format import OFFSET_MAX
 from tests.support.wire_client import Entry, batch, corrupted, patched
@@ -37,7 +37,7 @@ def _read_by_aiokafka(raw: bytes) -> list[tuple[int, int, bytes | None, bytes | 
 @given(entries=ENTRIES, start=st.integers(0, 2**43))
 def test_records_are_read_as_aiokafka_reads_them(codec: int, entries: list[Entry], start: int) -> None:
     times = [1_000 + 7 * number for number in range(len(entries))]
-    stored = parse_produced(batch(entries, compression=codec, timestamps=times)).at(start)
+    stored = parse_produced(batch(entries, compression=codec, timestamps=times)).with_base_offset(start)
     read = [
         (r.offset, r.timestamp, None if r.key is None else bytes(r.key), r.tombstone) for r in records(parse(stored))
     ]
@@ -47,7 +47,9 @@ def test_records_are_read_as_aiokafka_reads_them(codec: int, entries: list[Entry
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_some_records_of_a_batch_keep_their_offsets(codec: int) -> None:
     entries: list[Entry] = [(b"%d" % number, b"v" * number) for number in range(10)]
-    stored = parse(parse_produced(batch(entries, compression=codec, producer_id=5, epoch=1, sequence=0)).at(100))
+    stored = parse(
+        parse_produced(batch(entries, compression=codec, producer_id=5, epoch=1, sequence=0)).with_base_offset(100)
+    )
     remaining = [record for record in records(stored) if record.offset % 3 == 0]
     body = b"".join(record.raw for record in remaining)
     codec = compression.GZIP if codec else compression.NONE
@@ -63,7 +65,7 @@ def test_some_records_of_a_batch_keep_their_offsets(codec: int) -> None:
 
 @pytest.mark.parametrize(("committed", "type_"), [(True, COMMIT_MARKER), (False, ABORT_MARKER)])
 def test_markers_are_control_records(committed: bool, type_: object) -> None:
-    raw = marker(committed=committed, producer_id=7, epoch=2, timestamp_ms=123).at(9)
+    raw = build_transaction_marker(committed=committed, producer_id=7, epoch=2, timestamp_ms=123).with_base_offset(9)
     reader = DefaultRecordBatch(bytearray(raw))
     assert reader.validate_crc()
     assert reader.is_control_batch

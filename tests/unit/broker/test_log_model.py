@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace_broker import cleanup, reads
 from headrace_broker.batch import parse_produced
-from headrace_broker.cleanup import Bounds
+from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.topic_config import TopicConfig
 from tests.support.wire_client import Entry, batch
@@ -157,8 +157,8 @@ class LogMachine(RuleBasedStateMachine):
     @rule(oldest=TIMES)
     def expire(self, oldest: int) -> None:
         stable = self.broker.log.partition(self.partition).stable
-        bounds = Bounds(self.partition, self.start, stable, 0)
-        cut = cleanup.expired(self.broker.reader, bounds, TopicConfig(retention_ms=0), oldest)
+        bounds = LogBounds(self.partition, self.start, stable, 0)
+        cut = cleanup.retention_offset(self.broker.reader, bounds, TopicConfig(retention_ms=0), oldest)
         if cut > self.start:
             self.broker.run(lambda: self.broker.upkeep.cut(self.partition, cut))
             assert all(r.row.timestamp < oldest for r in self.model if r.row.offset < cut)

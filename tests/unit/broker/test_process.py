@@ -80,7 +80,7 @@ async def answers(broker: BrokerProcess, *frames: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("api", [api for api in APIS if api.key not in BEFORE_LOGIN], ids=lambda api: api.name)
 async def test_no_request_is_served_before_the_login(broker: BrokerProcess, api: Any) -> None:
-    for version in api.served:
+    for version in api.supported_versions:
         body = bytes(64)
         assert await answers(broker, frame(api.key, version, body)) == []
         assert len(await answers(broker, frame(18, 0), frame(api.key, version, body))) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace_broker import cleanup
-from headrace_broker.cleanup import Bounds
+from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.offsets import (
     CommitPartition,
@@ -34,8 +34,8 @@ def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int
     times = 0
     while True:
         partition = broker.log.partition(partition_id)
-        bounds = Bounds(partition_id, partition.start, partition.stable, partition.bytes)
-        cut = cleanup.expired(broker.reader, bounds, config, now_ms)
+        bounds = LogBounds(partition_id, partition.start, partition.stable, partition.bytes)
+        cut = cleanup.retention_offset(broker.reader, bounds, config, now_ms)
         if cut <= bounds.start:
             return times
         broker.run(lambda cut=cut: broker.upkeep.cut(partition_id, cut))  # type: ignore[misc]

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_broker import wire
-from headrace_broker.dispatch import APIS, ApiSpec, announced, parse
+from headrace_broker.dispatch import APIS, ApiSpec, api_versions_response, parse
 from headrace_broker.errors import Code, Malformed
 from headrace_broker.protocol.metadata import RequestHeader
 from headrace_broker.protocol.offsets import OffsetFetchRequest, OffsetFetchTopic
@@ -184,12 +184,12 @@ def test_text_must_be_utf8() -> None:
 
 
 def test_announced_ranges_end_at_the_version_served() -> None:
-    ranges = {entry.api_key: entry for entry in announced(Code.NONE).api_keys}
+    ranges = {entry.api_key: entry for entry in api_versions_response(Code.NONE).api_keys}
     assert {key: entry.max_version for key, entry in ranges.items()} == {api.key: api.version for api in APIS}
     old_librdkafka = {0: 3, 1: 4, 2: 1, 8: 2, 9: 1, 10: 0, 11: 0, 12: 0, 13: 0, 14: 0, 17: 0}
     lowered = {key: entry.min_version for key, entry in ranges.items() if entry.min_version != entry.max_version}
-    served = {api.key: api.served.start for api in APIS if len(api.served) > 1}
-    assert lowered == old_librdkafka | served
+    supported_versions = {api.key: api.supported_versions.start for api in APIS if len(api.supported_versions) > 1}
+    assert lowered == old_librdkafka | supported_versions
 
 
 ROUNDS = 400

@@ -137,7 +137,7 @@ def test_texts_without_control_tokens_have_the_tokens_that_they_always_had(style
         messages = list(map(template_message, conversation(rng, WORDS)))
         tools = tools_of(rng, WORDS) if _shows_tools(style) else []
         text = tokenizer.render(messages, tools, {})
-        expected = tokenizer._outer.apply_chat_template(
+        expected = tokenizer._transformers_tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, tokenize=False
         )
         assert text == expected

@@ -49,7 +49,7 @@ _SHARE_OF_TABLES = 0.5
 
 
 async def run(common: Common, settings: BrokerSettings) -> None:
-    """Serve until cancelled. Raises if only a restart can help."""
+    """Serve until cancelled. Raise an exception if only a restart of the process can help."""
     folder = common.data_dir.absolute() / "broker"
 
     async def open_store() -> Store:
@@ -81,7 +81,7 @@ async def running_broker(
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> AsyncIterator[tuple[Broker, Server]]:
-    """Run a broker on its port while the body runs. At the end all submitted operations are committed."""
+    """Context in which a broker serves its port. At the end all submitted operations are committed."""
     try:
         listener = listening_socket(KAFKA_HOST, settings.kafka_port)
     except OSError as error:
@@ -112,11 +112,17 @@ def assemble(
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> Broker:
-    """Build the parts of the broker from the state in the file. The writer takes over the connection `db`."""
+    """Build the parts of the broker from the state in the file.
+
+    Args:
+        db: connection that the writer takes over.
+        port: port that the broker reports to Kafka clients.
+        guards: guards against a full disk, for ordinary and for compacted topics.
+    """
     stats, catalog = Stats(repaired=store.repaired, lost_batches=len(store.lost)), TopicCatalog()
     log_, offsets = Log(db), CommittedOffsets(db)
     topics, transactions = TopicStore(db, log_, PARTITIONS_MAX), Transactions(db, log_, offsets)
-    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
+    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.record_commit)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())
     catalog.apply(log_.states())
@@ -156,14 +162,14 @@ async def _wait_for_failure(failed: asyncio.Future[None], store: Store) -> None:
 
 
 async def _tick(broker: Broker) -> None:
-    """Advance the time of groups."""
+    """Advance the clocks of consumer groups forever, so that sessions and rebalances can time out."""
     while True:
         await broker.clock.sleep(TICK_S)
         broker.coordinator.tick()
 
 
 async def _retry_commits(broker: Broker) -> None:
-    """After a failed commit, try commits until one succeeds, even if no client writes."""
+    """While commits fail, submit a commit regularly, so that the broker recovers even if no client writes."""
     while True:
         await broker.clock.sleep(_TRY_INTERVAL_S)
         if broker.writer.trouble is not None:
@@ -198,7 +204,10 @@ _RAW_BYTES_MAX = 512 * 1024
 
 
 async def dead_letter(broker: Broker, lost_ranges: list[LostRange]) -> None:
-    """Append dead letters to Headrace's topic, if the broker has it. The ranges are logged in any case."""
+    """Publish a dead letter for each lost range on Headrace's topic, if the broker has it.
+
+    The ranges are logged in any case.
+    """
     from headrace_schemas import DeadLetter
 
     topic = broker.catalog.topics.get(DeadLetter.topic)

@@ -24,7 +24,7 @@ def crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def prepare() -> Callable[[bytes | memoryview], int]:
-    """Import and return the implementation. The first call blocks for about 0.2 s."""
+    """Import and return the implementation of CRC-32C. The first call blocks for about 0.2 s."""
     from aiokafka.record.util import calc_crc32c
 
     implementation: Callable[[bytes | memoryview], int] = calc_crc32c
@@ -49,7 +49,7 @@ NO_PRODUCER = -1
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Header and bytes of a batch."""
+    """Bytes of a batch, with the fields of its header."""
 
     raw: bytes | memoryview
     base_offset: int
@@ -83,12 +83,17 @@ class RecordBatch:
         """The records, compressed according to `codec`."""
         return memoryview(self.raw)[HEADER_BYTES:]
 
-    def at(self, offset: int) -> bytes:
-        """Return the bytes of the batch with another base offset."""
+    def with_base_offset(self, offset: int) -> bytes:
+        """Return the bytes of the batch, with `offset` as its base offset."""
         return _BASE.pack(offset, len(self.raw) - _LENGTH_FROM, 0) + memoryview(self.raw)[_BASE.size :]
 
     def with_records(self, body: bytes, count: int, codec: int) -> bytes:
-        """Return the bytes of the batch with a part of its records, at the same offsets."""
+        """Return the bytes of a batch that contains only a part of the records, at the same offsets.
+
+        Args:
+            body: the remaining records, compressed according to `codec`.
+            count: number of the remaining records.
+        """
         attributes = self.attributes & ~_CODEC_BITS | codec
         return _pack(self, attributes, count, body)
 
@@ -128,8 +133,8 @@ def parse_produced(raw: bytes | memoryview) -> RecordBatch:
     return batch
 
 
-def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> RecordBatch:
-    """Build the control batch that ends a transaction in a partition."""
+def build_transaction_marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> RecordBatch:
+    """Build the control batch that marks the end of a producer's transaction in a partition."""
     key = struct.pack(">hh", 0, int(committed))
     value = struct.pack(">hi", 0, 0)
     record = bytes([0, 0, 0, 2 * len(key)]) + key + bytes([2 * len(value)]) + value + b"\0"
@@ -185,7 +190,7 @@ def _pack(batch: RecordBatch, attributes: int, count: int, body: bytes) -> bytes
 
 
 class RawRecord(NamedTuple):
-    """One record. Its fields are views into the batch, and are valid only as long as the batch."""
+    """Fields of one record. They are views into the batch, and are valid only as long as the batch."""
 
     offset: int
     timestamp: int

@@ -28,7 +28,10 @@ NODE_ID = 1
 
 
 class MemoryBudget:
-    """Budget of `total` bytes, granted in the order of the requests. A larger request gets the total."""
+    """Budget of `total` bytes, granted in the order of the requests.
+
+    A request for more than the total gets the total.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -39,24 +42,24 @@ class MemoryBudget:
     def used(self) -> int:
         return self._total - self._free
 
-    async def take(self, size: int) -> int:
-        """Wait for `size` bytes and return the number that was granted, which the caller must give back."""
+    async def acquire(self, size: int) -> int:
+        """Wait for `size` bytes, and return the number that was granted. The caller must release it."""
         size = min(size, self._total)
         if self._waiting or size > self._free:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
             try:
-                await turn  # `give` has already subtracted `size` from `_free`
+                await turn  # `release` has already subtracted `size` from `_free`
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self.give(size)
+                    self.release(size)
                 raise
         else:
             self._free -= size
         return size
 
-    def give(self, size: int) -> None:
-        """Give back bytes, and grant waiting requests."""
+    def release(self, size: int) -> None:
+        """Release bytes, and grant waiting requests."""
         self._free += size
         while self._waiting:
             requested, turn = self._waiting[0]
@@ -72,7 +75,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """Broker with all of its parts.
+    """The broker's parts, which request handlers use.
 
     `log`, `topics`, `offsets`, `transactions` and `upkeep` may only be used in operations of `writer.submit`.
     """
@@ -107,7 +110,7 @@ class Broker:
         return epoch_ms(self.clock.now())
 
     def view(self, topic: str, number: int) -> PartitionView:
-        """Return a partition. Raises `Rejected` (3) if it does not exist."""
+        """Return a partition. Raises `Rejected` with error code 3 if it does not exist."""
         view = self.catalog.view(topic, number)
         if view is None:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION)
@@ -116,7 +119,7 @@ class Broker:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Context of one request. `response_bytes` is the response memory that it holds."""
+    """Client and version of one request. `response_bytes` is the memory for its response that it has reserved."""
 
     client_id: str
     client_host: str

@@ -15,7 +15,10 @@ Change = PartitionMoved | Event
 
 @dataclass(eq=False, slots=True)
 class PartitionView:
-    """Committed state of a partition. Its changes set the events `readers`."""
+    """Committed state of a partition's log. `stable` is the last stable offset.
+
+    Each change sets the events in `readers`, on which requests wait for more records.
+    """
 
     id: int
     topic: str
@@ -38,7 +41,10 @@ class TopicState:
 
 
 class TopicCatalog:
-    """All topics. Only `apply` changes it, which the writer calls in the event loop after each commit."""
+    """Committed state of all topics.
+
+    Only `apply` changes it, which the writer calls in the event loop after each commit.
+    """
 
     def __init__(self) -> None:
         self.topics: dict[str, TopicState] = {}

@@ -25,8 +25,8 @@ _RETENTION_STEP_BYTES = 8 * 1024 * 1024
 """Maximum number of bytes that one commit deletes, so that producers hardly wait."""
 
 
-class Bounds(NamedTuple):
-    """First offset, last stable offset and size of a partition's log."""
+class LogBounds(NamedTuple):
+    """First offset, last stable offset and size in bytes of a partition's log."""
 
     partition_id: int
     start: int
@@ -34,8 +34,8 @@ class Bounds(NamedTuple):
     bytes: int
 
 
-def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: int) -> int:
-    """Return the offset below which the log must be cut now, or `log.start`. Call it again after cutting.
+def retention_offset(db: sqlite3.Connection, log: LogBounds, config: TopicConfig, now_ms: int) -> int:
+    """Return the offset before which retention deletes the log now, or `log.start`. Call it again after the deletion.
 
     As in Kafka only a prefix of the log is deleted: a batch stays as long as an earlier one stays, whatever its age.
     """
@@ -99,8 +99,8 @@ class Replacement(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pass:
-    """One pass over a partition."""
+class CompactionPass:
+    """State of one compaction pass over a partition."""
 
     partition_id: int
     start: int
@@ -130,20 +130,21 @@ class Pass:
 
 
 def progress(db: sqlite3.Connection, partition_id: int) -> tuple[int, int]:
-    """Return the offset at which the last pass ended, and the bytes that it kept."""
+    """Return the offset at which the last compaction pass over a partition ended, and the size in bytes that it
+    left."""
     row = db.execute("SELECT cleaned_to, clean_bytes FROM partitions WHERE id = ?", (partition_id,)).fetchone()
     return row or (0, 0)
 
 
-def begin(db: sqlite3.Connection, work: Pass) -> None:
-    """Load the aborted transactions."""
+def begin(db: sqlite3.Connection, work: CompactionPass) -> None:
+    """Prepare a compaction pass: load the aborted transactions of the partition, whose records are dropped."""
     query = "SELECT producer_id, first_offset, last_offset FROM aborted WHERE partition = ? AND first_offset < ?"
     for producer_id, first, last in db.execute(query, (work.partition_id, work.limit)):
         work.aborted.setdefault(producer_id, []).append((first, last))
 
 
-def index(db: sqlite3.Connection, work: Pass) -> bool:
-    """Index the newest offsets of the keys in the next batches. Return False at the end.
+def index(db: sqlite3.Connection, work: CompactionPass) -> bool:
+    """Index the newest offset of each key in the next batches of a pass. Return False at the end.
 
     If there are too many keys for one pass, its limit is lowered.
     """
@@ -160,8 +161,8 @@ def index(db: sqlite3.Connection, work: Pass) -> bool:
     return bool(batches)
 
 
-def rewrite(db: sqlite3.Connection, work: Pass) -> list[Replacement] | None:
-    """Return the replacements of the next batches that change, or None at the end."""
+def rewrite(db: sqlite3.Connection, work: CompactionPass) -> list[Replacement] | None:
+    """Compact the next batches of a pass. Return a replacement for each batch that changes, or None at the end."""
     batches = _next(db, work)
     changes = []
     for batch in batches:
@@ -173,7 +174,7 @@ def rewrite(db: sqlite3.Connection, work: Pass) -> list[Replacement] | None:
     return changes if batches else None
 
 
-def _rewritten(work: Pass, batch: RecordBatch) -> bytes | None:
+def _rewritten(work: CompactionPass, batch: RecordBatch) -> bytes | None:
     raw = batch.raw
     assert isinstance(raw, bytes)
     if batch.control or work.is_aborted(batch):
@@ -191,8 +192,8 @@ def _rewritten(work: Pass, batch: RecordBatch) -> bytes | None:
     return batch.with_records(compress_gzip(body) if codec == GZIP else body, len(remaining), codec)
 
 
-def _next(db: sqlite3.Connection, work: Pass) -> list[RecordBatch]:
-    """Return the next batches before the limit, at most `_STEP_BYTES` and one batch. Raises `Damaged`."""
+def _next(db: sqlite3.Connection, work: CompactionPass) -> list[RecordBatch]:
+    """Return the next batches of a pass, about `_COMPACTION_STEP_BYTES`. Raises `Damaged`."""
     rows = db.execute(
         "SELECT position, last_offset, payload FROM batches WHERE position >= ? AND position < ? ORDER BY position",
         (position(work.partition_id, work.at), position(work.partition_id, work.limit)),

@@ -29,7 +29,7 @@ def decompress(codec: int, body: bytes | memoryview) -> memoryview:
 
 
 def compress_gzip(body: bytes) -> bytes:
-    """Compress the records of a rewritten batch. All clients support gzip."""
+    """Compress the records of a rewritten batch with gzip, which all clients support."""
     compressor = zlib.compressobj(level=6, wbits=31)
     return compressor.compress(body) + compressor.flush()
 
@@ -62,17 +62,17 @@ def _snappy(body: bytes | memoryview) -> memoryview:
 def _lz4(body: bytes | memoryview) -> memoryview:
     from cramjam import lz4
 
-    return _into(lz4.decompress_into, bytes(body))
+    return _decompress_into(lz4.decompress_into, bytes(body))
 
 
 def _zstd(body: bytes | memoryview) -> memoryview:
     from cramjam import zstd
 
-    return _into(zstd.decompress_into, bytes(body))
+    return _decompress_into(zstd.decompress_into, bytes(body))
 
 
-def _into(decompress: Callable[[bytes, mmap.mmap], int], body: bytes) -> memoryview:
-    """Decompress into mapped memory of the maximum size, of which only written pages are allocated."""
+def _decompress_into(decompress: Callable[[bytes, mmap.mmap], int], body: bytes) -> memoryview:
+    """Decompress into a memory map of the largest allowed size, of which only written pages are allocated."""
     out = mmap.mmap(-1, OPENED_BYTES_MAX)
     return memoryview(out)[: decompress(body, out)]
 

@@ -39,7 +39,10 @@ TICK_S = 0.2
 
 
 class Coordinator:
-    """Coordinator in the event loop. Methods raise `Rejected`; storage errors become COORDINATOR_NOT_AVAILABLE."""
+    """Coordinator of all consumer groups, for request handlers in the event loop.
+
+    Methods raise `Rejected`; storage errors become COORDINATOR_NOT_AVAILABLE.
+    """
 
     def __init__(
         self, settings: BrokerSettings, writer: Writer, offsets: CommittedOffsets, clock: Clock, stats: Stats
@@ -95,7 +98,7 @@ class Coordinator:
         return await answer
 
     async def sync(self, request: SyncGroupRequest) -> SyncGroupResponse:
-        """Handle SyncGroup: wait for the assignment, which is durable then."""
+        """Handle SyncGroup: wait for the member's assignment, which is durable when the call returns."""
         group = self._group(request.group_id)
         answer: asyncio.Future[SyncGroupResponse] = asyncio.get_running_loop().create_future()
         group.sync(request, partial(_answer, answer), self._clock.monotonic_s())
@@ -107,12 +110,12 @@ class Coordinator:
         return response
 
     def heartbeat(self, request: HeartbeatRequest) -> None:
-        """Handle Heartbeat."""
+        """Handle Heartbeat: extend the session of a member."""
         group = self._group(request.group_id)
         group.heartbeat(request.member_id, request.generation_id, self._clock.monotonic_s())
 
     async def leave(self, request: LeaveGroupRequest) -> None:
-        """Handle LeaveGroup."""
+        """Handle LeaveGroup: remove a member."""
         group = self._group(request.group_id)
         group.leave(request.member_id, self._clock.monotonic_s())
         self._save_if_changed(group)
@@ -125,13 +128,17 @@ class Coordinator:
         await self._stored(self._writer.submit(partial(self._offsets.commit, group.id, topics, group.used_ms)))
 
     def enlist(self, group_id: str) -> None:
-        """Create the group, for which a transaction will commit offsets, if it does not exist."""
+        """Create the group unless it exists, because a transaction will commit offsets for it."""
         self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
 
     def check_transactional_commit(self, request: TxnOffsetCommitRequest) -> None:
-        """Raise `Rejected` (22, 25, 82) if the sender of a transactional commit is no longer a member of the group.
+        """Check that the sender of a transactional commit is still a member of the group.
 
-        A rebalance in progress is no reason, because the next owner of a partition waits for the transaction's end.
+        A rebalance in progress is no reason to refuse it, because the next owner of a partition waits for the
+        transaction's end.
+
+        Raises:
+            Rejected: it is no longer a member (22, 25, 82).
         """
         if request.generation_id < 0 and not request.member_id:
             return  # the sender does not claim to be a member
@@ -141,7 +148,7 @@ class Coordinator:
         group.check_member(request.member_id, request.generation_id, request.group_instance_id)
 
     async def delete(self, group_id: str) -> None:
-        """Delete a group and its offsets. Raises `Rejected` (68, 69)."""
+        """Delete a group and its offsets. Raises `Rejected` with error code 68 or 69."""
         group = self._groups.get(group_id)
         if group is None:
             raise Rejected(Code.GROUP_ID_NOT_FOUND)

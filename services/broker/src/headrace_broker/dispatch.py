@@ -42,7 +42,10 @@ BEFORE_LOGIN = frozenset((SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE))
 
 @dataclass(frozen=True, slots=True)
 class ApiSpec:
-    """One API. `refuse` builds the response for `Rejected`; without it the handler must not raise `Rejected`."""
+    """One API of the protocol.
+
+    `refuse` builds its response for `Rejected`; without it the handler must not raise `Rejected`.
+    """
 
     name: str
     key: int
@@ -59,17 +62,17 @@ class ApiSpec:
     """First version with compact lengths and tagged fields."""
 
     @property
-    def served(self) -> range:
-        """The supported versions."""
+    def supported_versions(self) -> range:
+        """Versions that the broker supports."""
         return range(self.version if self.oldest is None else self.oldest, self.version + 1)
 
     def form(self, version: int) -> Form:
-        """Return the encoding of a version."""
+        """Return how messages of a version are encoded."""
         return Form(version, version >= self.flexible_from)
 
 
 async def _api_versions(broker: Broker, call: RequestContext, request: ApiVersionsRequest) -> ApiVersionsResponse:
-    return announced(Code.NONE)
+    return api_versions_response(Code.NONE)
 
 
 def _refuse_join(request: group_messages.JoinGroupRequest, code: Code) -> group_messages.JoinGroupResponse:
@@ -169,12 +172,17 @@ class DecodedRequest(NamedTuple):
     form: Form = PLAIN
 
 
-def announced(code: Code) -> ApiVersionsResponse:
-    """Return the list of APIs. After UNSUPPORTED_VERSION Kafka's clients parse this version, too, and send again."""
+def api_versions_response(code: Code) -> ApiVersionsResponse:
+    """Return the ApiVersions response: all APIs with their versions, and an error code.
+
+    After UNSUPPORTED_VERSION Kafka's clients parse this version, too, and send again.
+    """
     return ApiVersionsResponse(
         code,
         tuple(
-            ApiVersion(api.key, api.served.start if api.announced_from is None else api.announced_from, api.version)
+            ApiVersion(
+                api.key, api.supported_versions.start if api.announced_from is None else api.announced_from, api.version
+            )
             for api in APIS
         ),
     )
@@ -184,7 +192,7 @@ def parse(frame: bytes) -> DecodedRequest:
     """Decode a request. Raises `Malformed`, also for an unsupported version, whose response cannot be encoded."""
     start = codec(RequestStart).read(WireReader(frame))
     api = _BY_KEY.get(start.api_key)
-    if api is None or start.api_version not in api.served:
+    if api is None or start.api_version not in api.supported_versions:
         if start.api_key == API_VERSIONS:
             return DecodedRequest(start.correlation_id, "", None, None)
         raise Malformed(f"API {start.api_key} version {start.api_version} is not supported")
@@ -208,7 +216,7 @@ async def respond(broker: Broker, call: RequestContext, request: DecodedRequest)
     """Handle a request and return the response, or None if the client expects none."""
     api = request.api
     if api is None:
-        return announced(Code.UNSUPPORTED_VERSION)
+        return api_versions_response(Code.UNSUPPORTED_VERSION)
     try:
         return await api.handle(broker, call, request.message)
     except Rejected as error:

@@ -61,7 +61,7 @@ class Code(IntEnum):
 
 
 class Rejected(HeadraceError):
-    """A request is refused. The response contains `code` and, if it has a field for it, the message."""
+    """The broker refuses a request. The response contains `code` and, if it has a field for it, the message."""
 
     def __init__(self, code: Code, message: str = "") -> None:
         super().__init__(message or code.name)
@@ -69,7 +69,7 @@ class Rejected(HeadraceError):
 
 
 class Malformed(HeadraceError):
-    """Bytes violate the protocol. The connection is closed."""
+    """Received bytes violate the protocol. The connection is closed."""
 
 
 class Damaged(HeadraceError):

@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class GroupMember:
-    """Member of a consumer group. `joining` and `syncing` send the responses to its waiting requests."""
+    """Member of a consumer group. `joining` and `syncing` are callbacks that respond to its waiting requests."""
 
     id: str
     instance_id: str | None
@@ -122,14 +122,18 @@ class Group:
                 self._reply_sync(other, Code.NONE, now_s)
 
     def heartbeat(self, member_id: str, generation: int, now_s: float) -> None:
-        """Extend the session of a member. Raises `Rejected`: it must rejoin (27) or join anew (22, 25)."""
+        """Extend the session of a member.
+
+        Raises:
+            Rejected: it must rejoin because of a rebalance (27), or join as a new member (22, 25).
+        """
         member = self._member(member_id, generation)
         self._extend_session(member, now_s)
         if self.phase is Phase.PREPARING:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def leave(self, member_id: str, now_s: float) -> None:
-        """Remove a member. Raises `Rejected` (25)."""
+        """Remove a member. Raises `Rejected` with error code 25 if the group does not have it."""
         if self.awaited.pop(member_id, None) is not None:
             return
         if member_id not in self.members:
@@ -137,7 +141,7 @@ class Group:
         self._remove(member_id, now_s)
 
     def check_commit(self, member_id: str, generation: int, now_s: float) -> None:
-        """Raise `Rejected` (22, 25, 27) if an offset commit must be refused."""
+        """Raise `Rejected` with error code 22, 25 or 27 if an offset commit must be refused."""
         if generation < 0 and not self.members:
             return  # a client with manual assignment
         member = self._member(member_id, generation)
@@ -146,7 +150,7 @@ class Group:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def check_member(self, member_id: str, generation: int, instance_id: str | None) -> None:
-        """Raise `Rejected` (22, 25, 82) unless `member_id` is a member of this generation."""
+        """Raise `Rejected` with error code 22, 25 or 82 unless `member_id` is a member of this generation."""
         if instance_id is not None:
             static = self._static(instance_id)
             if static is not None and static.id != member_id:
@@ -256,7 +260,7 @@ class Group:
             self._complete(now_s)
 
     def _complete(self, now_s: float) -> None:
-        """Begin a generation with the members that have joined and with all static members, which may join later."""
+        """Begin the next generation, with the members that have joined and all static members, which may join later."""
         self.members = {key: m for key, m in self.members.items() if m.joining or m.instance_id is not None}
         joined = [member for member in self.members.values() if member.joining]
         if self.members and not joined:  # only static members remain, and none has joined: wait for their sessions

@@ -10,7 +10,7 @@ from headrace_broker.wire import Bytes, Int32, NullableString, String, WireReade
 
 
 class SavedMember(NamedTuple):
-    """A member with its assignment."""
+    """Stored state of a group's member, with its assignment."""
 
     id: String
     instance_id: NullableString
@@ -23,7 +23,7 @@ class SavedMember(NamedTuple):
 
 
 class SavedGroup(NamedTuple):
-    """A group that is stable or has no members."""
+    """Stored state of a group, which was stable or had no members."""
 
     generation: Int32
     protocol_type: String
@@ -33,7 +33,7 @@ class SavedGroup(NamedTuple):
 
 
 def serialize(group: Group) -> bytes:
-    """Return the state of a group, which must be stable or empty."""
+    """Return the stored form of a group, which must be stable or empty."""
     members = tuple(
         SavedMember(
             member.id,

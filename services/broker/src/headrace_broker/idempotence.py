@@ -20,7 +20,10 @@ _SENT = struct.Struct(">iiq")
 
 @dataclass(slots=True)
 class ProducerState:
-    """State of one producer in one partition. `open_from` is the first offset of its open transaction, if any."""
+    """State of one producer in one partition.
+
+    `open_from` is the first offset of its open transaction, None without one.
+    """
 
     epoch: int
     recent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -29,13 +32,13 @@ class ProducerState:
     seen_ms: int = 0
 
     def duplicate_of(self, batch: RecordBatch) -> int | None:
-        """Return the base offset at which the batch is already stored, or None if it is the next one.
+        """Return the base offset at which the batch is already stored, or None if it is the producer's next batch.
 
-        Raises `Rejected` for an old epoch (47) and for a gap in the sequence (45).
+        Raises `Rejected` for an old epoch (47) and for a gap in the sequence numbers (45).
         """
         if batch.producer_epoch < self.epoch:
             raise Rejected(Code.INVALID_PRODUCER_EPOCH, f"epoch {batch.producer_epoch} is fenced by epoch {self.epoch}")
-        first, last = span(batch)
+        first, last = sequence_range(batch)
         if batch.producer_epoch > self.epoch:
             if first != 0:
                 raise Rejected(Code.OUT_OF_ORDER_SEQUENCE, f"sequence {first}: a new epoch must begin at 0")
@@ -53,13 +56,13 @@ class ProducerState:
         if batch.producer_epoch != self.epoch:
             self.epoch = batch.producer_epoch
             self.recent.clear()
-        self.recent.append((*span(batch), offset))
+        self.recent.append((*sequence_range(batch), offset))
         self.seen_ms = now_ms
         if batch.transactional and self.open_from is None:
             self.open_from = offset
 
     def packed(self) -> bytes:
-        """Return `recent` as bytes."""
+        """Return `recent` as bytes, for its column in the file."""
         return b"".join(_SENT.pack(*sent) for sent in self.recent)
 
     @classmethod
@@ -68,6 +71,6 @@ class ProducerState:
         return cls(epoch, deque(_SENT.iter_unpack(recent), REMEMBERED), open_from, seen_ms)
 
 
-def span(batch: RecordBatch) -> tuple[int, int]:
+def sequence_range(batch: RecordBatch) -> tuple[int, int]:
     """Return the first and the last sequence number of a batch."""
     return batch.base_sequence, (batch.base_sequence + batch.last_offset_delta) % SEQUENCES

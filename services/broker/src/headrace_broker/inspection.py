@@ -26,7 +26,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class LostRange(NamedTuple):
-    """A range of lost offsets, with the remaining bytes."""
+    """A range of lost offsets in a partition, with the reason and the bytes that remain."""
 
     topic: str
     partition: int
@@ -37,7 +37,7 @@ class LostRange(NamedTuple):
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error of SQLite means that the file is damaged, in contrast to full or busy."""
+    """Return whether an error of SQLite means that the file is damaged, and not that it is full or busy."""
     code: int = getattr(error, "sqlite_errorcode", 0) or 0
     return code & 0xFF in _DAMAGED
 
@@ -113,7 +113,7 @@ members join again, producers start again, and topics have default settings."""
 
 
 def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[LostRange]:
-    """Copy the readable rows of a damaged file into a new one. Return the missing ranges."""
+    """Copy the readable rows of a damaged file into a new one. Return the ranges of offsets that were lost."""
     fresh.execute("BEGIN IMMEDIATE")
     for table in TABLE_NAMES:
         if table != "batches":
@@ -137,7 +137,7 @@ def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[LostRan
 def _readable_rows(
     db: sqlite3.Connection, table: str, where: str, values: tuple[int, ...]
 ) -> Iterator[tuple[object, ...]]:
-    """Yield rows from the begin up to the first unreadable one, and then rows from the end."""
+    """Yield rows from the first one up to an unreadable one, and then rows from the last one backwards."""
     keys = [row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[5]]
     for direction in ("", " DESC"):
         order = ", ".join(f"{key}{direction}" for key in keys)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace_broker.batch import NO_PRODUCER, RecordBatch, marker
+from headrace_broker.batch import NO_PRODUCER, RecordBatch, build_transaction_marker
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.idempotence import ProducerState
 from headrace_broker.store_format import OFFSET_MAX, position
@@ -22,7 +22,7 @@ _PRODUCERS_CACHED = 10_000
 
 @dataclass(slots=True)
 class PartitionLog:
-    """State of a partition's log. `open` has the first offset of the open transaction by producer id."""
+    """State of a partition's log. `open` has the first offset of each open transaction by producer id."""
 
     id: int
     topic: str
@@ -47,7 +47,7 @@ class AppendResult(NamedTuple):
 
 
 class PartitionMoved(NamedTuple):
-    """State of a partition after a commit, for the event loop."""
+    """New state of a partition's log after a commit, sent to the event loop."""
 
     id: int
     start: int
@@ -57,7 +57,7 @@ class PartitionMoved(NamedTuple):
 
 
 class Log:
-    """Logs of all partitions. Only `append` and `end_transaction` add batches."""
+    """The logs of all partitions. Only `append` and `end_transaction` add batches."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -68,7 +68,7 @@ class Log:
         self.reload()
 
     def reload(self) -> None:
-        """Read the committed state."""
+        """Read the committed state of all logs from the file."""
         query = "SELECT id, topic, number, log_start, log_end, bytes, max_timestamp FROM partitions"
         self._partitions = {row[0]: PartitionLog(*row) for row in self._db.execute(query)}
         self._producers.clear()
@@ -79,7 +79,7 @@ class Log:
             self._partitions[partition_id].open[producer_id] = open_from
 
     def flush(self) -> list[PartitionMoved]:
-        """Write the changes since the last commit, and return the changed partitions."""
+        """Write the changes since the last commit to the file, and return the new states of the changed partitions."""
         partitions = [self._partitions[key] for key in self._moved if key in self._partitions]
         self._db.executemany(
             "UPDATE partitions SET log_start = ?, log_end = ?, bytes = ?, max_timestamp = ? WHERE id = ?",
@@ -92,11 +92,11 @@ class Log:
         return [_moved(partition) for partition in partitions]
 
     def states(self) -> list[PartitionMoved]:
-        """Return the state of all partitions, for the start."""
+        """Return the states of all partitions, which the event loop needs at the start."""
         return [_moved(partition) for partition in self._partitions.values()]
 
     def partition(self, partition_id: int) -> PartitionLog:
-        """Return a partition. Raises `Rejected` (3) if its topic was deleted."""
+        """Return a partition. Raises `Rejected` with error code 3 if its topic was deleted."""
         try:
             return self._partitions[partition_id]
         except KeyError:
@@ -114,7 +114,7 @@ class Log:
         return partition
 
     def drop(self, partition_id: int) -> None:
-        """Remove a partition. Maintenance deletes its batches later."""
+        """Remove a partition, whose batches maintenance deletes later."""
         self._partitions.pop(partition_id, None)
         for key in [key for key in self._producers if key[0] == partition_id]:
             del self._producers[key]
@@ -124,7 +124,10 @@ class Log:
         self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
 
     def append(self, partition_id: int, batch: RecordBatch, now_ms: int) -> AppendResult:
-        """Store a batch at the end of the log, or return the offset of an equal one that is already stored.
+        """Store a batch at the end of a log. A batch that is already stored is not stored again.
+
+        Returns:
+            The offset at which the batch is stored.
 
         Raises:
             Rejected: the batch is refused, and nothing was written.
@@ -147,7 +150,7 @@ class Log:
         return AppendResult(offset, partition.start)
 
     def producer(self, partition_id: int, producer_id: int) -> ProducerState | None:
-        """Return the state of a producer in a partition, or None."""
+        """Return the state of a producer in a partition, or None if it has not written there."""
         key = (partition_id, producer_id)
         state = self._producers.get(key)
         if state is not None:
@@ -165,7 +168,7 @@ class Log:
         if partition is None or producer_id not in partition.open:
             return
         first = partition.open[producer_id]
-        control = marker(committed=commit, producer_id=producer_id, epoch=epoch, timestamp_ms=now_ms)
+        control = build_transaction_marker(committed=commit, producer_id=producer_id, epoch=epoch, timestamp_ms=now_ms)
         offset = self._store(partition, control, now_ms)
         if not commit:
             self._db.execute("INSERT INTO aborted VALUES (?, ?, ?, ?)", (partition_id, offset, first, producer_id))
@@ -180,9 +183,9 @@ class Log:
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:
-        """Delete the state of producers that were inactive since `before_ms`.
+        """Delete the state of producers without a batch since `before_ms`.
 
-        Their late duplicates are stored again.
+        If one of them repeats a batch afterwards, it is stored again.
         """
         self._save_producers()  # so that a producer which becomes active in this transaction stays
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
@@ -201,7 +204,7 @@ class Log:
         offset = partition.end
         if offset + batch.last_offset_delta >= OFFSET_MAX:
             raise Rejected(Code.POLICY_VIOLATION, f"{partition.topic} {partition.number} has no offsets left")
-        payload = batch.at(offset)
+        payload = batch.with_base_offset(offset)
         timestamp = batch.max_timestamp if batch.max_timestamp >= 0 else now_ms  # retention needs one
         partition.max_timestamp = max(partition.max_timestamp, timestamp)
         self._db.execute(

@@ -25,7 +25,7 @@ class Credentials:
 
 
 class Login:
-    """The authentication of one connection."""
+    """State of authentication of one connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -37,7 +37,7 @@ class Login:
         """Whether the client has chosen the mechanism."""
 
     def authenticate(self, message: bytes) -> bool:
-        """Return whether the message is accepted. Without a password every message is."""
+        """Check the client's PLAIN message, and return whether it is accepted. Without a password every message is."""
         self.done = self.done or self._credentials.match(message)
         self.refused = not self.done
         return self.done

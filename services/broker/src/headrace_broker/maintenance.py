@@ -16,7 +16,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 from headrace_broker import cleanup
 from headrace_broker.broker import Broker
 from headrace_broker.catalog import PartitionView
-from headrace_broker.cleanup import Bounds
+from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.reads import Readers
 from headrace_broker.topic_config import TopicConfig
@@ -34,7 +34,10 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """Maintenance of one broker. On a full disk it continues in the next round."""
+    """Background tasks of one broker that delete what is no longer needed.
+
+    On a full disk they continue in the next round.
+    """
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
         self._broker = broker
@@ -42,13 +45,13 @@ class Maintenance:
         self._settings = broker.settings
 
     async def run(self) -> None:
-        """Run rounds until cancelled."""
+        """Run rounds of maintenance until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._every(self._settings.maintenance_interval_s, self.round))
             group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
 
     async def round(self) -> None:
-        """Run all maintenance once."""
+        """Run one round of retention, compaction and deletion."""
         await self._purge_deleted()
         for topic in list(self._broker.catalog.topics.values()):
             for view in topic.partitions:
@@ -77,8 +80,8 @@ class Maintenance:
 
     async def _expire(self, view: PartitionView, config: TopicConfig) -> None:
         while True:
-            bounds = Bounds(view.id, view.start, view.stable, view.bytes)
-            cut = await self._read(cleanup.expired, bounds, config, self._broker.now_ms())
+            bounds = LogBounds(view.id, view.start, view.stable, view.bytes)
+            cut = await self._read(cleanup.retention_offset, bounds, config, self._broker.now_ms())
             if cut <= bounds.start:
                 return
             freed = await self._broker.writer.submit(partial(self._broker.upkeep.cut, view.id, cut))
@@ -94,7 +97,7 @@ class Maintenance:
             limit = await self._read(cleanup.first_younger, view.id, cleaned_to, limit, young_ms)
         if dirty_bytes < max(clean_bytes, 1) or cleaned_to >= limit:
             return
-        work = cleanup.Pass(
+        work = cleanup.CompactionPass(
             partition_id=view.id,
             start=view.start,
             limit=limit,
@@ -109,8 +112,8 @@ class Maintenance:
         while (changes := await self._read(cleanup.rewrite, work)) is not None:
             saved = await self._broker.writer.submit(partial(self._broker.upkeep.replace, view.id, changes))
             self._broker.stats.compacted_bytes += saved
-        note_cleaned = partial(self._broker.upkeep.note_cleaned, view.id, work.limit, work.kept_bytes)
-        await self._broker.writer.submit(note_cleaned)
+        record_pass = partial(self._broker.upkeep.record_pass, view.id, work.limit, work.kept_bytes)
+        await self._broker.writer.submit(record_pass)
 
     async def _purge_deleted(self) -> None:
         while (partition_id := await self._read(cleanup.deleted_partition)) is not None:

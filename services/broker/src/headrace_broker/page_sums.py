@@ -23,9 +23,10 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class ScrubResult(NamedTuple):
-    """Repaired pages and pages that cannot be repaired, by number from 1, and the count of pages without checksums."""
+    """Result of `PageSums.scrub`: numbers (from 1) of repaired and of damaged pages, and the count of pages without
+    checksums."""
 
-    healed: list[int]
+    repaired_pages: list[int]
     damaged: list[int]
     unknown: int
 
@@ -97,12 +98,12 @@ class PageSums:
         if page_crc == crc or page_adler == adler:
             # A changed byte in the page would change both checksums, so the entry is damaged instead.
             self._set(number, _ENTRY.pack(page_crc, page_adler))
-            result.healed.append(number)
+            result.repaired_pages.append(number)
             return
         repaired_page = corrected(page, crc, adler)
         if repaired_page is not None:
             _write(database, repaired_page, (number - 1) * PAGE_BYTES)
-            result.healed.append(number)
+            result.repaired_pages.append(number)
         elif is_current:
             result.damaged.append(number)
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ReadRequest(NamedTuple):
-    """Request for the batches of a partition from the one that contains `offset` up to `before`."""
+    """Request for the batches of a partition from the one that contains `offset` up to the offset `before`."""
 
     partition_id: int
     offset: int
@@ -37,7 +37,7 @@ class ReadRequest(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """Result of a `ReadRequest`. `aborted` is None without `read_committed`."""
+    """Result of a `ReadRequest`. `aborted` has the aborted transactions, None without `read_committed`."""
 
     records: bytes
     aborted: tuple[AbortedTransaction, ...] | None
@@ -77,7 +77,8 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
 def committed(
     db: sqlite3.Connection, group_id: str
 ) -> tuple[dict[tuple[str, int], tuple[int, str | None]], Set[tuple[str, int]]]:
-    """Return a group's offsets and metadata by topic and partition, and the partitions with pending transactions."""
+    """Return a group's committed offsets and metadata by topic and partition, and the partitions with pending
+    transactions."""
     query = "SELECT topic, partition, committed, metadata FROM offsets WHERE group_id = ? ORDER BY topic, partition"
     pending = "SELECT topic, partition FROM pending_offsets WHERE group_id = ?"
     with _snapshot(db):
@@ -86,7 +87,7 @@ def committed(
 
 
 def producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer, ...]:
-    """Return the producers of a partition."""
+    """Return the state of each producer of a partition."""
     query = "SELECT producer_id, epoch, recent, open_from, seen_ms FROM producers WHERE partition = ?"
     active = []
     for producer_id, epoch, recent, open_from, seen_ms in db.execute(query, (partition_id,)):
@@ -106,7 +107,7 @@ def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _read(db: sqlite3.Connection, request: ReadRequest, bytes_max: int, *, first: bool) -> tuple[bytes, int]:
-    """Return batches and the offset after them. With `first`, the first batch may exceed `bytes_max`."""
+    """Return batches and the offset after them. If `first`, one batch is returned even if it exceeds `bytes_max`."""
     end = request.offset
     if bytes_max <= 0 and not first:
         return b"", end
@@ -148,9 +149,9 @@ def _aborted(db: sqlite3.Connection, request: ReadRequest, end: int) -> tuple[Ab
 
 
 def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> int:
-    """Return the offset of the first batch at which the log has reached `timestamp`, by bisection.
+    """Return the offset of the first batch up to which the log has a record at or after `timestamp`, by bisection.
 
-    The reached time is monotonic along the log.
+    The newest time so far never decreases along the log.
     """
     query = (
         "SELECT position, reached_timestamp FROM batches WHERE position >= ? AND position < ? ORDER BY position LIMIT 1"
@@ -166,7 +167,7 @@ def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: 
 
 
 class Readers:
-    """Pool of `count` threads and connections. A failing read raises `Rejected` with STORAGE_ERROR."""
+    """Pool of `count` reader threads with a connection each. A failing read raises `Rejected` with STORAGE_ERROR."""
 
     def __init__(self, store: Store, count: int) -> None:
         self._connections: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()

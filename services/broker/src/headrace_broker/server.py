@@ -37,7 +37,7 @@ _BEFORE_LOGIN_BYTES_MAX = 65_536
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request in progress. It holds memory until its response is sent."""
+    """A request in progress, with the memory that it holds until its response is sent."""
 
     call: RequestContext
     request: DecodedRequest
@@ -46,7 +46,7 @@ class _Pending:
 
 
 class Connection:
-    """Connection of one client.
+    """Connection of one client, from its first request to its end.
 
     A submitted write is completed even if the client disconnects, because the writer already has it.
     """
@@ -98,7 +98,7 @@ class Connection:
                 if not self._login.done and request.api is not None and request.api.key not in BEFORE_LOGIN:
                     raise Malformed(f"{request.api.name} before authentication; clients need bus.password")
             except BaseException:
-                self._memory.give(held_bytes)
+                self._memory.release(held_bytes)
                 raise
             call = RequestContext(request.client_id, self._host, request.form.version, self._login)
             task = asyncio.create_task(self._handle(call, request))
@@ -112,12 +112,12 @@ class Connection:
         bytes_max = REQUEST_BYTES_MAX if self._login.done else _BEFORE_LOGIN_BYTES_MAX
         if not 8 <= size <= bytes_max:
             raise Malformed(f"request of {size} bytes: must be between 8 and {bytes_max} bytes")
-        held_bytes = await self._memory.take(size)
+        held_bytes = await self._memory.acquire(size)
         try:
             async with asyncio.timeout(TRANSFER_TIMEOUT_S):
                 return await self._reader.readexactly(size), held_bytes
         except BaseException:
-            self._memory.give(held_bytes)
+            self._memory.release(held_bytes)
             raise
 
     async def _start_of_frame(self) -> bytes:
@@ -156,8 +156,8 @@ class Connection:
 
     def _release(self, pending: _Pending) -> None:
         self._started.discard(pending)
-        self._memory.give(pending.held_bytes)
-        self._broker.fetch_memory.give(pending.call.response_bytes)
+        self._memory.release(pending.held_bytes)
+        self._broker.fetch_memory.release(pending.call.response_bytes)
         pending.call.response_bytes = 0
 
 
@@ -165,7 +165,7 @@ log = get_logger(__name__)
 
 
 class Server:
-    """Kafka server of one broker."""
+    """Server that accepts the Kafka clients of one broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -175,7 +175,7 @@ class Server:
 
     @property
     def request_bytes(self) -> int:
-        """Memory of requests in progress."""
+        """Memory that requests in progress hold, in bytes."""
         return self._memory.used
 
     async def serve(self, listener: socket.socket) -> None:
@@ -183,7 +183,7 @@ class Server:
         self._server = await asyncio.start_server(self._accept, sock=listener)
 
     async def close(self) -> None:
-        """Stop accepting, close all connections and wait for their ends."""
+        """Stop accepting connections, close all of them and wait for their ends."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace_broker import inspection
 from headrace_broker.inspection import LostRange
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
-from headrace_broker.wal_sums import Guard, RepairReport
+from headrace_broker.wal_sums import FileChecksums, RepairReport
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import disk
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class Store:
-    """File of the broker, with a lock for this process. Close it after all connections are closed."""
+    """The broker's file, with a lock against other processes. Close it after all connections are closed."""
 
     def __init__(self, folder: Path, *, fsync: bool = True, file_bytes_max: int = 0) -> None:
         """Lock, repair and open the file.
@@ -45,7 +45,7 @@ class Store:
             if disk.is_full(error):
                 raise disk.full_error(folder) from error
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
-        self._guard = Guard(self.path)
+        self._guard = FileChecksums(self.path)
         self._suspicion = folder / "broker.suspicion"
         self.repaired = 0
         """Number of pages and frames that were repaired."""
@@ -66,7 +66,7 @@ class Store:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
             db.execute("PRAGMA fullfsync = 1")  # on macOS a plain fsync does not reach the disk
-            db.execute("PRAGMA wal_autocheckpoint = 0")  # `Guard` makes the checkpoints
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # `FileChecksums` makes the checkpoints
             db.execute("PRAGMA cache_size = -16000")
             if self._file_bytes_max:
                 page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
@@ -76,9 +76,9 @@ class Store:
             raise
         return db
 
-    def committed(self, db: sqlite3.Connection) -> None:
+    def record_commit(self, db: sqlite3.Connection) -> None:
         """Store the checksums of a commit. Must be called after each commit, before it is acknowledged."""
-        self._guard.committed(db)
+        self._guard.record_commit(db)
 
     def close(self) -> None:
         """Make a checkpoint, close the file and release its lock."""
@@ -98,7 +98,7 @@ class Store:
         try:
             db = self.connect()
             try:
-                if report.unguarded or report.damaged_pages or self._suspicion.exists():
+                if report.without_checksums or report.damaged_pages or self._suspicion.exists():
                     return self._inspect(db, report)
                 self._prepare(db)
             except BaseException:
@@ -119,14 +119,18 @@ class Store:
             if disk.is_full(error):
                 raise disk.full_error(self.path.parent) from error
             raise SettingError("data_dir", str(self.path), f"cannot be read: {error.strerror}") from None
-        self.repaired = len(report.healed_pages) + len(report.healed_frames)
+        self.repaired = len(report.repaired_pages) + len(report.repaired_frames)
         if self.repaired:
-            log.error("file_mended", file=str(self.path), pages=report.healed_pages, log_frames=report.healed_frames,
+            pages, frames = report.repaired_pages, report.repaired_frames
+            log.error("file_mended", file=str(self.path), pages=pages, log_frames=frames,
                       remedy="no data are lost, but bytes have changed on the disk; check the disk")  # fmt: skip
         return report
 
     def _inspect(self, db: sqlite3.Connection, report: RepairReport) -> sqlite3.Connection:
-        """Remove damaged rows, after copying a file with a damaged structure into a new one. Then store checksums."""
+        """Remove damaged rows, and store new checksums.
+
+        A file with a damaged structure is first copied into a new one.
+        """
         if not inspection.is_intact(db):
             remedy = "readable rows are copied into a new file"
             log.error("file_broken", file=str(self.path), pages=report.damaged_pages, remedy=remedy)
@@ -134,14 +138,14 @@ class Store:
         self._prepare(db)
         self.lost += inspection.remove_damaged(db)
         if self._guard.checkpoint(db):
-            self._guard.adopt()
+            self._guard.replace_checksums()
             self._suspicion.unlink(missing_ok=True)
         for lost in self.lost:
             log.error("records_lost", **lost._replace(raw=b"")._asdict())
         return db
 
     def _copy(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """Copy the readable rows into a new file of the same name, and keep the damaged file under another name."""
+        """Copy the readable rows into a new file of the same name, and rename the damaged file."""
         fresh = self.path.with_name("broker.sqlite.new")
         fresh.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as target:

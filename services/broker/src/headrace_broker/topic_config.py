@@ -76,12 +76,12 @@ class TopicConfig(NamedTuple):
         return {name: value for name, value in self.entries().items() if default.get(name) != value}
 
     def packed(self) -> str:
-        """Return the stored form of the settings."""
+        """Return the settings as JSON, as the file stores them."""
         return json.dumps(self)
 
     @classmethod
     def unpacked(cls, text: str) -> TopicConfig:
-        """Restore settings from their stored form."""
+        """Restore settings from the JSON of `packed`."""
         values = json.loads(text)  # an older broker has stored fewer values
         config = cls(*values)
         return config._replace(inert=tuple((name, value) for name, value in config.inert))
@@ -98,12 +98,12 @@ _LOWEST = {
 
 
 def wire_name(field: str) -> str:
-    """Return Kafka's name of a field."""
+    """Return Kafka's name of a field of `TopicConfig`."""
     return field.replace("_", ".")
 
 
 def parse(entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Parse settings by their Kafka names. Raises `Rejected` (40) for unsupported names and values."""
+    """Parse settings by their Kafka names. Raises `Rejected` with error code 40 for unsupported names and values."""
     values: dict[str, str | int] = {}
     inert: dict[str, str] = {}
     for name, text in entries:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 class TopicCreated(NamedTuple):
-    """A new topic, for the event loop, with partition ids by partition number."""
+    """Event that a topic was created, with its partition ids by partition number."""
 
     name: str
     config: TopicConfig
@@ -27,21 +27,21 @@ class TopicCreated(NamedTuple):
 
 
 class TopicAltered(NamedTuple):
-    """A topic with changed settings, for the event loop."""
+    """Event that the settings of a topic were changed."""
 
     name: str
     config: TopicConfig
 
 
 class TopicGrown(NamedTuple):
-    """A topic with new partitions, for the event loop, with the ids of the new partitions in order."""
+    """Event that partitions were added to a topic, with their ids in order."""
 
     name: str
     partition_ids: tuple[int, ...]
 
 
 class TopicDeleted(NamedTuple):
-    """A deleted topic, for the event loop."""
+    """Event that a topic was deleted."""
 
     name: str
 
@@ -50,7 +50,7 @@ Event = TopicCreated | TopicAltered | TopicGrown | TopicDeleted
 
 
 class TopicStore:
-    """The table `topics`. `flush` returns the changes."""
+    """Operations on the table `topics`. `flush` returns the events that a commit caused."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, partitions_max: int) -> None:
         self._db = db
@@ -59,16 +59,16 @@ class TopicStore:
         self._events: list[Event] = []
 
     def reload(self) -> None:
-        """Forget the changes of a rolled-back transaction."""
+        """Drop the events of a transaction that was rolled back."""
         self._events.clear()
 
     def flush(self) -> list[Event]:
-        """Return the changes of the transaction."""
+        """Return and clear the events of the transaction."""
         events, self._events = self._events, []
         return events
 
     def all(self) -> list[TopicCreated]:
-        """Return all stored topics."""
+        """Return all stored topics, as events for the start."""
         ids: dict[str, list[tuple[int, int]]] = {}
         for partition in self._log.partitions():
             ids.setdefault(partition.topic, []).append((partition.number, partition.id))
@@ -96,7 +96,7 @@ class TopicStore:
         self._events.append(TopicCreated(name, config, ids))
 
     def alter(self, name: str, change: Callable[[TopicConfig], TopicConfig], *, validate_only: bool) -> None:
-        """Replace the settings of a topic by the result of `change`. Raises `Rejected` (3, 40)."""
+        """Replace the settings of a topic by the result of `change`. Raises `Rejected` with error code 3 or 40."""
         row = self._db.execute("SELECT config FROM topics WHERE name = ?", (name,)).fetchone()
         if row is None:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
@@ -106,7 +106,10 @@ class TopicStore:
             self._events.append(TopicAltered(name, config))
 
     def grow(self, name: str, partitions: int, *, validate_only: bool) -> None:
-        """Add partitions up to the total `partitions`. Raises `Rejected` (3, 37, 44)."""
+        """Add partitions to a topic, up to the total number `partitions`.
+
+        Raises `Rejected` with error code 3, 37 or 44.
+        """
         present = self._db.execute("SELECT count(*) FROM partitions WHERE topic = ?", (name,)).fetchone()[0]
         if not present:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
@@ -120,7 +123,11 @@ class TopicStore:
             self._events.append(TopicGrown(name, ids))
 
     def delete(self, name: str) -> None:
-        """Delete a topic and its offsets in all groups. Maintenance deletes its records. Raises `Rejected` (3)."""
+        """Delete a topic and its offsets in all groups. Maintenance deletes its records.
+
+        Raises:
+            Rejected: the topic does not exist (3).
+        """
         if not self._db.execute("DELETE FROM topics WHERE name = ?", (name,)).rowcount:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} does not exist")
         for (partition_id,) in self._db.execute("SELECT id FROM partitions WHERE topic = ?", (name,)).fetchall():
@@ -137,7 +144,7 @@ class TopicStore:
 
 
 def check_name(name: str) -> None:
-    """Raise `Rejected` (17) for a name that Kafka refuses."""
+    """Raise `Rejected` with error code 17 for a name that Kafka refuses."""
     if not _NAME.fullmatch(name) or name in {".", ".."}:
         raise Rejected(
             Code.INVALID_TOPIC, f"topic name {name[:60]!r}: must have at most 249 letters, digits, `.`, `_` and `-`"
@@ -145,7 +152,7 @@ def check_name(name: str) -> None:
 
 
 class CommittedOffsets:
-    """The tables `offsets`, `pending_offsets` and `groups`, without a cache in memory."""
+    """Operations on the tables `offsets`, `pending_offsets` and `groups`, which have no cache in memory."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -158,8 +165,8 @@ class CommittedOffsets:
         )
         self._use(group_id, now_ms)
 
-    def hold(self, transaction_id: str, group_id: str, topics: tuple[CommitTopic, ...]) -> None:
-        """Store offsets that take effect when the transaction commits."""
+    def add_pending(self, transaction_id: str, group_id: str, topics: tuple[CommitTopic, ...]) -> None:
+        """Store pending offsets, which take effect when the transaction commits."""
         self._db.executemany(
             "INSERT OR REPLACE INTO pending_offsets VALUES (?, ?, ?, ?, ?, ?)",
             [
@@ -169,8 +176,8 @@ class CommittedOffsets:
             ],
         )
 
-    def release(self, transaction_id: str, *, commit: bool, now_ms: int) -> None:
-        """Apply or drop the offsets of a transaction that has ended."""
+    def resolve_pending(self, transaction_id: str, *, commit: bool, now_ms: int) -> None:
+        """Apply or drop the pending offsets of a transaction that has ended."""
         if commit:
             query = "SELECT DISTINCT group_id FROM pending_offsets WHERE transaction_id = ?"
             for (group_id,) in self._db.execute(query, (transaction_id,)).fetchall():

@@ -20,7 +20,7 @@ _EPOCH_MAX = 32_767
 
 
 class Owner(NamedTuple):
-    """A producer that claims to own a transactional id."""
+    """Producer id and epoch of a producer that claims to own a transactional id."""
 
     producer_id: int
     epoch: int
@@ -44,7 +44,7 @@ class Transaction:
 
 
 class Transactions:
-    """All transactional ids. Producer id and epoch in calls must be the newest ones of the transactional id."""
+    """State of all transactional ids. Calls must name the newest producer id and epoch of a transactional id."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, offsets: CommittedOffsets) -> None:
         self._db = db
@@ -55,7 +55,7 @@ class Transactions:
         self.reload()
 
     def reload(self) -> None:
-        """Read the committed state."""
+        """Read the committed state of all transactional ids from the file."""
         rows = self._db.execute(
             "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
@@ -123,15 +123,16 @@ class Transactions:
         return transaction.producer_id, transaction.epoch
 
     def add_partitions(self, name: str, producer_id: int, epoch: int, partition_ids: set[int], now_ms: int) -> None:
-        """Add partitions to the open transaction, or begin one. Raises `Rejected` (47, 49)."""
+        """Add partitions to the open transaction, or begin one. Raises `Rejected` with error code 47 or 49."""
         transaction = self._owned(name, producer_id, epoch)
         transaction.partitions |= partition_ids
         self._open(transaction, now_ms)
 
     def add_group(self, name: str, producer_id: int, epoch: int, now_ms: int) -> None:
-        """Begin a transaction, if none is open, in which offsets of a group will be committed.
+        """Begin a transaction, unless one is open, that will commit offsets of a group.
 
-        Raises `Rejected` (47, 49).
+        Raises:
+            Rejected: another producer owns the transactional id (47, 49).
         """
         self._open(self._owned(name, producer_id, epoch), now_ms)
 
@@ -146,20 +147,28 @@ class Transactions:
     def commit_offsets(
         self, name: str, producer_id: int, epoch: int, group_id: str, topics: tuple[CommitTopic, ...]
     ) -> None:
-        """Store offsets that take effect when the transaction commits. Raises `Rejected` (47, 48, 49)."""
+        """Store offsets that take effect when the transaction commits.
+
+        Raises:
+            Rejected: another producer owns the transactional id (47, 49), or no transaction is open (48).
+        """
         if self._owned(name, producer_id, epoch).started_ms is None:
             raise Rejected(Code.INVALID_TXN_STATE, "no transaction is open")
-        self._offsets.hold(name, group_id, topics)
+        self._offsets.add_pending(name, group_id, topics)
 
     def end(self, name: str, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
-        """Commit or abort the open transaction. Raises `Rejected` (47, 48, 49)."""
+        """Commit or abort the open transaction. Raises `Rejected` with error code 47, 48 or 49."""
         transaction = self._owned(name, producer_id, epoch)
         if transaction.started_ms is None:
             raise Rejected(Code.INVALID_TXN_STATE, "no transaction is open")
         self._finish(transaction, commit=commit, now_ms=now_ms)
 
     def expire(self, now_ms: int, forget_before_ms: int) -> None:
-        """Abort and fence transactions beyond their timeouts, and forget ids that were last used before a time."""
+        """Abort transactions beyond their timeouts and fence their producers.
+
+        Args:
+            forget_before_ms: transactional ids that were last used before this time are deleted.
+        """
         for transaction in list(self._transactions.values()):
             if transaction.started_ms is not None and now_ms - transaction.started_ms > transaction.timeout_ms:
                 self._fence(transaction, now_ms)
@@ -191,7 +200,7 @@ class Transactions:
         producer_id, epoch = transaction.producer_id, transaction.epoch
         for partition_id in sorted(transaction.partitions):
             self._log.end_transaction(partition_id, producer_id, epoch, commit=commit, now_ms=now_ms)
-        self._offsets.release(transaction.id, commit=commit, now_ms=now_ms)
+        self._offsets.resolve_pending(transaction.id, commit=commit, now_ms=now_ms)
         transaction.partitions.clear()
         transaction.started_ms = None
         self._touch(transaction, now_ms)

@@ -14,7 +14,7 @@ _FREE_PAGES_KEPT = 4_000
 
 
 class Upkeep:
-    """Operations of maintenance. Each is short, and the caller must submit it to the writer."""
+    """Write operations of maintenance. Each is short, and the caller must submit it to the writer."""
 
     def __init__(self, db: sqlite3.Connection, log: Log) -> None:
         self._db = db
@@ -23,7 +23,7 @@ class Upkeep:
     def cut(self, partition_id: int, before: int) -> int:
         """Delete the batches before an offset, which becomes the start of the log. Return the freed bytes.
 
-        A batch that contains the offset stays. Raises `Rejected` (3).
+        A batch that contains the offset stays. Raises `Rejected` with error code 3 if the partition was deleted.
         """
         partition = self._log.partition(partition_id)
         if before <= partition.start:
@@ -44,7 +44,7 @@ class Upkeep:
         return freed
 
     def replace(self, partition_id: int, changes: Iterable[Replacement]) -> int:
-        """Replace batches by compacted ones. Return the saved bytes."""
+        """Replace batches by compacted ones. Return the number of bytes that this saves."""
         partition = self._log.partition(partition_id)
         saved = 0
         for base_offset, payload in changes:
@@ -65,17 +65,17 @@ class Upkeep:
         self._log.touch(partition)
         return saved
 
-    def note_cleaned(self, partition_id: int, upto: int, kept_bytes: int) -> None:
-        """Store the end of a compaction pass."""
+    def record_pass(self, partition_id: int, upto: int, kept_bytes: int) -> None:
+        """Store where a compaction pass ended, and the size in bytes that it left."""
         statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
         self._db.execute(statement, (upto, kept_bytes, partition_id))
 
     def touch(self) -> None:
-        """Write without a change, to test whether commits succeed."""
+        """Write a row without changing it, to test whether commits succeed."""
         self._db.execute("UPDATE meta SET value = value WHERE name = 'cluster_id'")
 
     def purge(self, partition_id: int) -> int:
-        """Delete up to 500 batches of a deleted topic. Return their number."""
+        """Delete up to 500 batches of a deleted topic's partition. Return their number."""
         statement = (
             "DELETE FROM batches WHERE position IN"
             " (SELECT position FROM batches WHERE position >= ? AND position < ? LIMIT 500)"
@@ -83,7 +83,7 @@ class Upkeep:
         return self._db.execute(statement, (position(partition_id, 0), position(partition_id + 1, 0))).rowcount
 
     def shrink(self) -> bool:
-        """Return a part of the file's free pages to the system if there are many. Return whether there may be more."""
+        """Return some of the file's free pages to the system if there are many. Return whether there may be more."""
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         if free < max(pages // 4, _FREE_PAGES_KEPT):

@@ -51,15 +51,18 @@ class _Entry(NamedTuple):
 
 
 class LogRepair(NamedTuple):
-    """Numbers of repaired frames, pages in the log, and pages that could not be repaired."""
+    """Result of repairing a log: repaired frames, pages that the log contains, and pages that could not be repaired."""
 
-    healed: list[int]
+    repaired_pages: list[int]
     pages: set[int]
     damaged: set[int]
 
 
 class WalSums:
-    """Checksums of one log. Call `repair` before SQLite opens it, and `note` in the writer's thread after commits."""
+    """Checksums of the frames of a write-ahead log.
+
+    Call `repair` before SQLite opens it, and `record_frames` after each commit.
+    """
 
     def __init__(self, database: Path, path: Path) -> None:
         self._wal = Path(f"{database}-wal")
@@ -79,7 +82,7 @@ class WalSums:
                 os.close(handle)
 
     def repair(self) -> LogRepair:
-        """Repair one changed byte in each frame.
+        """Repair each frame in which a single byte has changed.
 
         A frame that cannot be repaired gets the checksum of its present bytes, so that later frames stay readable. Its
         page is reported as damaged.
@@ -90,15 +93,15 @@ class WalSums:
         except FileNotFoundError:
             return result
         try:
-            if self._repair_header(handle, result.healed):
+            if self._repair_header(handle, result.repaired_pages):
                 self._repair_frames(handle, result)
             os.fsync(handle)
         finally:
             os.close(handle)
         return result
 
-    def note(self) -> None:
-        """Store the checksums of the frames of the last commit. Raises `OSError`."""
+    def record_frames(self) -> None:
+        """Store the checksums of frames that were added since the last call. Raises `OSError`."""
         if self._log < 0:
             self._log, self._shared = os.open(self._wal, os.O_RDONLY), os.open(self._index, os.O_RDONLY)
         top = os.pread(self._log, _HEADER_BYTES, 0)
@@ -108,9 +111,9 @@ class WalSums:
             os.pwrite(self._file, _TOP.pack(top, zlib.crc32(top)), 0)
         committed = int.from_bytes(os.pread(self._shared, 4, _LAST_FRAME_AT), sys.byteorder)
         while self.frames < committed:
-            self._note(min(committed - self.frames, _READ_FRAMES))
+            self._record_frames(min(committed - self.frames, _READ_FRAMES))
 
-    def _note(self, count: int) -> None:
+    def _record_frames(self, count: int) -> None:
         data = memoryview(os.pread(self._log, count * _FRAME_BYTES, _HEADER_BYTES + self.frames * _FRAME_BYTES))
         entries = []
         for at in range(0, count * _FRAME_BYTES, _FRAME_BYTES):
@@ -124,7 +127,7 @@ class WalSums:
         os.pwrite(self._file, b"".join(entries), _TOP.size + self.frames * _ENTRY.size)
         self.frames += count
 
-    def _repair_header(self, handle: int, healed: list[int]) -> bool:
+    def _repair_header(self, handle: int, repaired_pages: list[int]) -> bool:
         """Repair the log's header. Return whether the checksums belong to this log."""
         top = os.pread(self._file, _TOP.size, 0)
         log_header = os.pread(handle, _HEADER_BYTES, 0)
@@ -137,7 +140,7 @@ class WalSums:
             if count_differences(header, log_header) != 1:
                 return False
             os.pwrite(handle, header, 0)
-            healed.append(0)
+            repaired_pages.append(0)
         return True
 
     def _repair_frames(self, handle: int, result: LogRepair) -> None:
@@ -159,7 +162,7 @@ class WalSums:
             number += 1
             if repaired != frame:
                 os.pwrite(handle, repaired, at)
-                result.healed.append(number)
+                result.repaired_pages.append(number)
             result.pages.add(int.from_bytes(repaired[:4], "big"))
             at += _FRAME_BYTES
         if first_damaged is not None:
@@ -200,17 +203,20 @@ def _sqlite_sums(words: tuple[int, ...], first: int, second: int) -> tuple[int, 
 
 
 class RepairReport(NamedTuple):
-    """Pages and frames in which the start repaired bytes, and pages that it could not repair."""
+    """Pages and frames that were repaired at the start, and pages that could not be repaired."""
 
-    healed_pages: list[int]
-    healed_frames: list[int]
+    repaired_pages: list[int]
+    repaired_frames: list[int]
     damaged_pages: list[int]
-    unguarded: bool
+    without_checksums: bool
     """Whether the file has no checksums, because an older broker wrote it or it comes from a backup."""
 
 
-class Guard:
-    """Checksums of one file. Call `repair` before SQLite opens it, and the other methods in the writing thread."""
+class FileChecksums:
+    """Checksums of the file and of its log.
+
+    Call `repair` before SQLite opens it, and the other methods in the writing thread.
+    """
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -224,30 +230,35 @@ class Guard:
     def repair(self) -> RepairReport:
         """Repair changed bytes as far as possible. Raises `OSError`."""
         if not self._database.exists() or not self._database.stat().st_size:
-            return RepairReport([], [], [], unguarded=False)
-        unguarded = not self._pages.any
+            return RepairReport([], [], [], without_checksums=False)
+        without_checksums = not self._pages.any
         log = self._wal.repair()
         scrubbed = self._pages.scrub(self._database, log.pages)
-        return RepairReport(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
+        return RepairReport(
+            scrubbed.repaired_pages, log.repaired_pages, scrubbed.damaged + sorted(log.damaged), without_checksums
+        )
 
-    def adopt(self) -> None:
-        """Store the checksums of the present pages. Must be called after a checkpoint, before further writes."""
+    def replace_checksums(self) -> None:
+        """Replace the checksums by those of the present pages. Call it after a checkpoint, before further writes."""
         checksums = sums_of(self._database)
         self._pages.put(checksums, len(checksums))
 
-    def committed(self, db: sqlite3.Connection) -> None:
-        """Store the checksums of a commit, and make a checkpoint if one is due. Failures are left to the next call."""
+    def record_commit(self, db: sqlite3.Connection) -> None:
+        """Store the checksums of a commit, and make a checkpoint if the log is long.
+
+        Failures are left to the next call.
+        """
         try:
-            self._wal.note()
+            self._wal.record_frames()
         except OSError:
             return
         if self._wal.frames >= WAL_PAGES:
             self.checkpoint(db)
 
     def checkpoint(self, db: sqlite3.Connection) -> bool:
-        """Copy the log into the file. Return whether the copy is complete, which readers may delay."""
+        """Copy the log into the file. Return False if the copy is incomplete, because readers still use the log."""
         try:
-            self._wal.note()
+            self._wal.record_frames()
             total = db.execute("PRAGMA page_count").fetchone()[0]
             self._pages.reserve(total)
             busy, frames, folded = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

@@ -21,7 +21,7 @@ ITEMS_MAX = 20_000
 
 
 class WireReader:
-    """Cursor over bytes. Reading past the end raises `Malformed`."""
+    """Cursor over the bytes of a message. Reading past the end raises `Malformed`."""
 
     __slots__ = ("_at", "_data", "_items_left")
 
@@ -45,7 +45,7 @@ class WireReader:
         return data
 
     def count(self, items: int) -> int:
-        """Check the length of an array before memory is allocated for it, and return it."""
+        """Check and return the length of an array before memory is allocated for it."""
         if not 0 <= items <= min(self.left, self._items_left):  # every item takes at least one byte
             raise Malformed(f"an array of {items} items, but {self.left} bytes are left")
         self._items_left -= items
@@ -53,7 +53,7 @@ class WireReader:
 
 
 class Form(NamedTuple):
-    """Encoding of one version of a message."""
+    """Encoding of one version of a message. `flexible`: whether lengths are varints and tagged fields follow."""
 
     version: int = 0
     flexible: bool = False
@@ -129,7 +129,7 @@ _COMPACT = _CompactLength()
 
 
 class _Nullable(Codec[T | None]):
-    """Length and bytes, with the length -1 for null. With `required`, null is malformed."""
+    """Bytes after their length, with the length -1 for null. With `required`, null is malformed."""
 
     def __init__(self, length: Codec[int], *, required: bool) -> None:
         self._length = length
@@ -249,7 +249,7 @@ Records = Annotated[memoryview | bytes | None, _View(_INT32, required=False), _V
 
 
 def codec(message: type[M], form: Form = PLAIN) -> Codec[M]:
-    """Return the codec of a message class in one of its forms."""
+    """Return the codec of a message class for one version's encoding."""
     return _compiled(message, form)
 
 

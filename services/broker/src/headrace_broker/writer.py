@@ -22,7 +22,7 @@ _FULL_INTERVAL_S = 0.5
 
 
 class CachedState(Protocol):
-    """State in memory that caches a part of the file."""
+    """State in memory that caches a part of the file, and follows the writer's commits and rollbacks."""
 
     def flush(self) -> Sequence[Any]:
         """Write changes before a commit, and return the changes to publish in the event loop after it."""
@@ -45,7 +45,7 @@ class _Outcome(NamedTuple):
 
 
 class Writer:
-    """Writer that runs operations in the order of `submit`, many in one transaction.
+    """Thread that runs write operations in the order of `submit`, many in one transaction.
 
     An operation may raise `Rejected` before its first write, which affects only its own caller. If the commit fails (a
     full disk), all its operations fail with STORAGE_ERROR and have no effect, and the writer continues with the next
@@ -76,7 +76,7 @@ class Writer:
         """The reason why the last commit with changes failed, or None if it succeeded."""
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the writer's thread."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -156,7 +156,7 @@ class Writer:
         self._stats.commit_failures += 1
 
     def _forget(self) -> None:
-        """Roll back, and read the state again from the file. On a full disk this may fail, too, and is retried."""
+        """Roll back, and read the state again from the file. A full disk may prevent this; then it is retried."""
         while True:
             try:
                 if self._db.in_transaction:

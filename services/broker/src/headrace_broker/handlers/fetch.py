@@ -41,8 +41,8 @@ _EMPTY = ReadResult(b"", None)
 
 
 @dataclass(slots=True)
-class _Part:
-    """One partition of the request, with the state of its log and the result of the read."""
+class _PartitionRead:
+    """Read of one partition in a Fetch request: the request, the state of its log, and the result."""
 
     topic: str
     request: FetchPartition
@@ -60,7 +60,7 @@ class _Part:
 
 
 async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> FetchResponse:
-    """Return at once with an error or with `min_bytes`, otherwise once there are so many bytes or the wait is over.
+    """Handle Fetch: return available records, or wait up to the request's time for `min_bytes`. Errors return at once.
 
     Kafka's fetch sessions are not supported: with session id 0 clients send the complete request every time.
     """
@@ -75,22 +75,22 @@ async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> 
                 broker.stats.fetched_bytes += size
                 broker.stats.errors.update(failed)
                 return _response(parts)
-        broker.fetch_memory.give(call.response_bytes)
+        broker.fetch_memory.release(call.response_bytes)
         call.response_bytes = 0
 
 
-def _part(broker: Broker, topic: str, partition: FetchPartition) -> _Part:
+def _part(broker: Broker, topic: str, partition: FetchPartition) -> _PartitionRead:
     view = broker.catalog.view(topic, partition.partition)
     if view is None:
-        return _Part(topic, partition)
+        return _PartitionRead(topic, partition)
     is_inside = view.start <= partition.fetch_offset <= view.end
     code = Code.NONE if is_inside else Code.OFFSET_OUT_OF_RANGE
-    return _Part(topic, partition, view, code, view.start, view.end, view.stable)
+    return _PartitionRead(topic, partition, view, code, view.start, view.end, view.stable)
 
 
 @contextlib.contextmanager
-def _change_event(parts: Sequence[_Part]) -> Iterator[asyncio.Event]:
-    """Yield an event that is set when one of the partitions changes or is deleted."""
+def _change_event(parts: Sequence[_PartitionRead]) -> Iterator[asyncio.Event]:
+    """Context with an event that is set when one of the partitions changes or is deleted."""
     changed = asyncio.Event()
     views = [part.view for part in parts if part.view]
     for view in views:
@@ -103,7 +103,7 @@ def _change_event(parts: Sequence[_Part]) -> Iterator[asyncio.Event]:
 
 
 async def _wait(event: asyncio.Event, deadline: float) -> bool:
-    """Wait for the event, and return False if the deadline is earlier."""
+    """Wait for the event. Return False if the deadline passes first."""
     try:
         async with asyncio.timeout_at(deadline):
             await event.wait()
@@ -112,10 +112,10 @@ async def _wait(event: asyncio.Event, deadline: float) -> bool:
     return True
 
 
-async def _read(broker: Broker, call: RequestContext, request: FetchRequest, parts: Sequence[_Part]) -> int:
-    """Read available records into `parts`. Return their size, for which `call` holds the memory."""
+async def _read(broker: Broker, call: RequestContext, request: FetchRequest, parts: Sequence[_PartitionRead]) -> int:
+    """Read available records into `parts`. Return their size in bytes, which `call` has reserved."""
     committed = request.isolation_level == READ_COMMITTED
-    reading: list[tuple[_Part, ReadRequest]] = []
+    reading: list[tuple[_PartitionRead, ReadRequest]] = []
     for part in parts:
         before = part.stable if committed else part.end
         if part.view and part.code is Code.NONE and part.request.fetch_offset < before:
@@ -124,7 +124,7 @@ async def _read(broker: Broker, call: RequestContext, request: FetchRequest, par
     if not reading:
         return 0
     bytes_max = max(min(request.max_bytes, FETCH_BYTES_MAX), 1)
-    call.response_bytes = await broker.fetch_memory.take(bytes_max)
+    call.response_bytes = await broker.fetch_memory.acquire(bytes_max)
     try:
         results = await broker.readers.run(reads.batches, [read for _, read in reading], bytes_max)
     except Rejected as error:
@@ -135,19 +135,19 @@ async def _read(broker: Broker, call: RequestContext, request: FetchRequest, par
         part.result = result
     size = sum(len(result.records) for result in results)
     spare = max(call.response_bytes - size, 0)  # a single batch may exceed `bytes_max`
-    broker.fetch_memory.give(spare)
+    broker.fetch_memory.release(spare)
     call.response_bytes -= spare
     return size
 
 
-def _response(parts: Sequence[_Part]) -> FetchResponse:
+def _response(parts: Sequence[_PartitionRead]) -> FetchResponse:
     by_topic = groupby(parts, key=lambda part: part.topic)
     topics = tuple(FetchedTopic(name, tuple(part.response() for part in group)) for name, group in by_topic)
     return FetchResponse(0, Code.NONE, 0, topics)
 
 
 async def list_offsets(broker: Broker, call: RequestContext, request: ListOffsetsRequest) -> ListOffsetsResponse:
-    """Handle ListOffsets."""
+    """Handle ListOffsets: look up the first, the last, or the offset at a time of each partition."""
     committed = request.isolation_level == READ_COMMITTED
     topics = []
     for topic in request.topics:

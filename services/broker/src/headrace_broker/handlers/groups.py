@@ -52,29 +52,29 @@ _OFFSET_METADATA_BYTES_MAX = 4_096
 
 
 async def join_group(broker: Broker, call: RequestContext, request: JoinGroupRequest) -> JoinGroupResponse:
-    """Handle JoinGroup."""
+    """Handle JoinGroup: add a member to its group, and wait for the new generation."""
     return await broker.coordinator.join(request, call.client_id, call.client_host)
 
 
 async def sync_group(broker: Broker, call: RequestContext, request: SyncGroupRequest) -> SyncGroupResponse:
-    """Handle SyncGroup."""
+    """Handle SyncGroup: wait for the member's assignment."""
     return await broker.coordinator.sync(request)
 
 
 async def heartbeat(broker: Broker, call: RequestContext, request: HeartbeatRequest) -> HeartbeatResponse:
-    """Handle Heartbeat."""
+    """Handle Heartbeat: extend the session of a member."""
     broker.coordinator.heartbeat(request)
     return HeartbeatResponse(0, Code.NONE)
 
 
 async def leave_group(broker: Broker, call: RequestContext, request: LeaveGroupRequest) -> LeaveGroupResponse:
-    """Handle LeaveGroup."""
+    """Handle LeaveGroup: remove a member from its group."""
     await broker.coordinator.leave(request)
     return LeaveGroupResponse(0, Code.NONE)
 
 
 async def list_groups(broker: Broker, call: RequestContext, request: ListGroupsRequest) -> ListGroupsResponse:
-    """Handle ListGroups."""
+    """Handle ListGroups: return all groups."""
     groups = tuple(ListedGroup(group.id, group.protocol_type) for group in broker.coordinator.all())
     return ListGroupsResponse(0, Code.NONE, groups)
 
@@ -91,7 +91,7 @@ async def describe_groups(
 
 
 async def delete_groups(broker: Broker, call: RequestContext, request: DeleteGroupsRequest) -> DeleteGroupsResponse:
-    """Handle DeleteGroups."""
+    """Handle DeleteGroups: delete groups without members, with their offsets."""
     results = []
     for group_id in request.groups:
         try:
@@ -128,16 +128,18 @@ def _described(group: Group) -> DescribedGroup:
 
 
 async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCommitRequest) -> OffsetCommitResponse:
-    """Handle OffsetCommit."""
+    """Handle OffsetCommit: store offsets of a group."""
     codes = {
-        (topic.name, p.partition): check(broker, topic.name, p) for topic in request.topics for p in topic.partitions
+        (topic.name, p.partition): check_offset(broker, topic.name, p)
+        for topic in request.topics
+        for p in topic.partitions
     }
     failure = Code.NONE
     try:
-        await broker.coordinator.commit(request, valid(request.topics, codes))
+        await broker.coordinator.commit(request, accepted_topics(request.topics, codes))
     except Rejected as error:
         failure = error.code
-    return OffsetCommitResponse(0, answers(request.topics, codes, failure))
+    return OffsetCommitResponse(0, commit_results(request.topics, codes, failure))
 
 
 async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetchRequest) -> OffsetFetchResponse:
@@ -151,14 +153,14 @@ async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetc
     if topics is None:
         by_topic = groupby(offsets, key=lambda key: key[0])
         topics = tuple(OffsetFetchTopic(name, tuple(number for _, number in keys)) for name, keys in by_topic)
-    answers = tuple(
+    commit_results = tuple(
         FetchedOffsets(t.name, tuple(_fetched(offsets, unstable, t.name, n) for n in t.partitions)) for t in topics
     )
-    return OffsetFetchResponse(0, answers, Code.NONE)
+    return OffsetFetchResponse(0, commit_results, Code.NONE)
 
 
 def _do_nothing() -> None:
-    """Operation without effect, whose future completes after all earlier operations."""
+    """Do nothing: an operation whose future completes after all earlier operations."""
 
 
 def _fetched(
@@ -170,8 +172,8 @@ def _fetched(
     return FetchedOffset(number, offset, -1, metadata, Code.NONE)
 
 
-def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
-    """Return the error code of a partition's commit, or NONE if the offset can be committed."""
+def check_offset(broker: Broker, topic: str, partition: CommitPartition) -> Code:
+    """Return the error code for the commit of one partition's offset, or NONE if it can be committed."""
     if broker.catalog.view(topic, partition.partition) is None:
         return Code.UNKNOWN_TOPIC_OR_PARTITION
     if len(partition.metadata or "") > _OFFSET_METADATA_BYTES_MAX:
@@ -179,18 +181,18 @@ def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
     return Code.NONE
 
 
-def valid(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -> tuple[CommitTopic, ...]:
-    """Return the topics without refused partitions."""
+def accepted_topics(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -> tuple[CommitTopic, ...]:
+    """Return the topics with only those partitions whose error code is NONE."""
     return tuple(
         CommitTopic(topic.name, tuple(p for p in topic.partitions if codes[topic.name, p.partition] is Code.NONE))
         for topic in topics
     )
 
 
-def answers(
+def commit_results(
     topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code], failure: Code
 ) -> tuple[CommittedTopic, ...]:
-    """Return the response for each partition: its own code, or `failure` if its code is NONE."""
+    """Return the result of a commit for each partition: its own error code, or `failure` if its own code is NONE."""
     return tuple(
         CommittedTopic(
             topic.name,

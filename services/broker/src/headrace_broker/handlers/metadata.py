@@ -30,7 +30,7 @@ _GROUP, _TRANSACTION = 0, 1
 
 
 async def metadata(broker: Broker, call: RequestContext, request: MetadataRequest) -> MetadataResponse:
-    """Handle Metadata. A request never creates topics."""
+    """Handle Metadata: return topics with their partitions. It never creates topics."""
     topics = broker.catalog.topics
     names = list(topics) if request.topics is None else request.topics
     return MetadataResponse(
@@ -45,7 +45,7 @@ async def metadata(broker: Broker, call: RequestContext, request: MetadataReques
 async def find_coordinator(
     broker: Broker, call: RequestContext, request: FindCoordinatorRequest
 ) -> FindCoordinatorResponse:
-    """Handle FindCoordinator. The coordinator is always this broker."""
+    """Handle FindCoordinator, whose answer is always this broker."""
     if request.key_type not in (_GROUP, _TRANSACTION):
         raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type} is not supported")
     return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, KAFKA_HOST, broker.port)
@@ -68,7 +68,7 @@ log = get_logger(__name__)
 
 
 async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshakeRequest) -> SaslHandshakeResponse:
-    """Handle SaslHandshake."""
+    """Handle SaslHandshake: accept PLAIN as the mechanism of authentication."""
     call.login.agreed = request.mechanism == MECHANISM
     code = Code.NONE if call.login.agreed else Code.UNSUPPORTED_SASL_MECHANISM
     return SaslHandshakeResponse(code, (MECHANISM,))
@@ -77,7 +77,7 @@ async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshak
 async def authenticate(
     broker: Broker, call: RequestContext, request: SaslAuthenticateRequest
 ) -> SaslAuthenticateResponse:
-    """Handle SaslAuthenticate."""
+    """Handle SaslAuthenticate: check the user name and the password of the connection."""
     if not call.login.agreed:
         call.login.refused = True
         return SaslAuthenticateResponse(Code.ILLEGAL_SASL_STATE, "send SaslHandshake with PLAIN first", b"", 0)

@@ -44,7 +44,7 @@ class _Item(NamedTuple):
 
 
 async def produce(broker: Broker, call: RequestContext, request: ProduceRequest) -> ProduceResponse | None:
-    """Store the batches of all partitions in one commit. With acks 0 the client gets no response."""
+    """Handle Produce: store the batches of all partitions in one commit. With acks 0 the client gets no response."""
     results: dict[tuple[str, int], AppendResult | Rejected] = {}
     items: list[_Item] = []
     for topic in request.topics:
@@ -78,7 +78,7 @@ async def produce(broker: Broker, call: RequestContext, request: ProduceRequest)
 async def init_producer_id(
     broker: Broker, call: RequestContext, request: InitProducerIdRequest
 ) -> InitProducerIdResponse:
-    """Handle InitProducerId."""
+    """Handle InitProducerId: assign a producer id, or let the caller take over its transactional id."""
     name, timeout_ms = request.transactional_id, request.transaction_timeout_ms
     if name is None:
         producer_id = await broker.writer.submit(broker.transactions.new_producer_id)
@@ -117,7 +117,7 @@ def _checked_item(broker: Broker, request: ProduceRequest, topic: str, partition
 
 
 def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> list[AppendResult | Rejected]:
-    """Append batches. Runs in the writer's thread."""
+    """Append the batches of a request, each with its own result. Runs in the writer's thread."""
     now_ms = broker.now_ms()
     results: list[AppendResult | Rejected] = []
     for item in items:

@@ -55,7 +55,7 @@ _SET, _DELETE, _APPEND, _SUBTRACT = range(4)
 
 
 async def create_topics(broker: Broker, call: RequestContext, request: CreateTopicsRequest) -> CreateTopicsResponse:
-    """Create topics. Each is a separate operation, so a refused topic does not affect the others."""
+    """Handle CreateTopics. Each topic is a separate operation, so a refused topic does not affect the others."""
     waits = {}
     occurrences = collections.Counter(topic.name for topic in request.topics)
     for topic in {topic.name: topic for topic in request.topics}.values():
@@ -72,7 +72,7 @@ async def create_topics(broker: Broker, call: RequestContext, request: CreateTop
 
 
 async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
-    """Delete topics. Each is a separate operation."""
+    """Handle DeleteTopics. Each topic is a separate operation."""
     waits = {name: broker.writer.submit(partial(broker.topics.delete, name)) for name in request.names}
     deleted = []
     for name, wait in waits.items():
@@ -87,7 +87,7 @@ async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTop
 async def describe_configs(
     broker: Broker, call: RequestContext, request: DescribeConfigsRequest
 ) -> DescribeConfigsResponse:
-    """Handle DescribeConfigs."""
+    """Handle DescribeConfigs: return the settings of topics and of the broker."""
     return DescribeConfigsResponse(0, tuple(_described(broker, resource) for resource in request.resources))
 
 
@@ -100,7 +100,11 @@ def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) ->
 
 
 def topic_config_of(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Parse the settings of a topic. Raises `Rejected` (40) for settings that this broker does not support."""
+    """Parse the settings of a topic.
+
+    Raises:
+        Rejected: this broker does not support a setting (40).
+    """
     config = topic_config.parse(entries)
     if config.max_message_bytes > REQUEST_BYTES_MAX:
         limit = f"{REQUEST_BYTES_MAX} bytes, the largest request of the broker"
@@ -158,7 +162,7 @@ def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
 async def alter_configs(
     broker: Broker, call: RequestContext, request: IncrementalAlterConfigsRequest
 ) -> IncrementalAlterConfigsResponse:
-    """Change the settings of topics. Each resource is a separate operation, which makes all its changes or none."""
+    """Handle IncrementalAlterConfigs. Each resource is a separate operation, which makes all its changes or none."""
     results = []
     for resource in request.resources:
         code, text = Code.NONE, None
@@ -178,7 +182,7 @@ async def alter_configs(
 async def create_partitions(
     broker: Broker, call: RequestContext, request: CreatePartitionsRequest
 ) -> CreatePartitionsResponse:
-    """Add partitions to topics. Each topic is a separate operation."""
+    """Handle CreatePartitions: add partitions to topics. Each topic is a separate operation."""
     results = []
     for topic in request.topics:
         code, text = Code.NONE, None
@@ -194,7 +198,7 @@ async def create_partitions(
 
 
 async def delete_records(broker: Broker, call: RequestContext, request: DeleteRecordsRequest) -> DeleteRecordsResponse:
-    """Delete the records before offsets."""
+    """Handle DeleteRecords: delete the records before the offsets of the request."""
     answers = []
     for topic in request.topics:
         cuts = [await _cut(broker, topic.name, partition) for partition in topic.partitions]
@@ -205,7 +209,7 @@ async def delete_records(broker: Broker, call: RequestContext, request: DeleteRe
 async def describe_log_dirs(
     broker: Broker, call: RequestContext, request: DescribeLogDirsRequest
 ) -> DescribeLogDirsResponse:
-    """Return the sizes of partitions, which are those of their record batches, in the broker's folder."""
+    """Handle DescribeLogDirs: return the size of each partition, which is that of its record batches."""
     if request.topics is None:
         requested = [LogDirTopic(t.name, tuple(range(len(t.partitions)))) for t in broker.catalog.topics.values()]
     else:

@@ -8,7 +8,7 @@ from itertools import groupby
 from headrace_broker import reads
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.handlers.groups import answers, check, valid
+from headrace_broker.handlers.groups import accepted_topics, check_offset, commit_results
 from headrace_broker.protocol.offsets import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
 from headrace_broker.protocol.transactions import (
     AddOffsetsToTxnRequest,
@@ -37,7 +37,7 @@ from headrace_broker.transactions import Transaction
 async def add_partitions(
     broker: Broker, call: RequestContext, request: AddPartitionsToTxnRequest
 ) -> AddPartitionsToTxnResponse:
-    """Add all partitions, or none if one does not exist."""
+    """Handle AddPartitionsToTxn: add all partitions to the transaction, or none if one does not exist."""
     views = {(topic.name, n): broker.catalog.view(topic.name, n) for topic in request.topics for n in topic.partitions}
     codes = {
         key: Code.OPERATION_NOT_ATTEMPTED if view else Code.UNKNOWN_TOPIC_OR_PARTITION for key, view in views.items()
@@ -68,7 +68,7 @@ async def add_partitions(
 
 
 async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
-    """Handle AddOffsetsToTxn."""
+    """Handle AddOffsetsToTxn: add a group, whose offsets the transaction will commit."""
     broker.coordinator.enlist(request.group_id)
     add = partial(
         broker.transactions.add_group,
@@ -84,19 +84,21 @@ async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsT
 async def txn_offset_commit(
     broker: Broker, call: RequestContext, request: TxnOffsetCommitRequest
 ) -> TxnOffsetCommitResponse:
-    """Handle TxnOffsetCommit."""
+    """Handle TxnOffsetCommit: store offsets that take effect when the transaction commits."""
     topics = tuple(
         CommitTopic(topic.name, tuple(CommitPartition(p.partition, p.offset, p.metadata) for p in topic.partitions))
         for topic in request.topics
     )
-    codes = {(topic.name, p.partition): check(broker, topic.name, p) for topic in topics for p in topic.partitions}
+    codes = {
+        (topic.name, p.partition): check_offset(broker, topic.name, p) for topic in topics for p in topic.partitions
+    }
     commit = partial(
         broker.transactions.commit_offsets,
         request.transactional_id,
         request.producer_id,
         request.producer_epoch,
         request.group_id,
-        valid(topics, codes),
+        accepted_topics(topics, codes),
     )
     failure = Code.NONE
     try:
@@ -104,11 +106,11 @@ async def txn_offset_commit(
         await broker.writer.submit(commit)
     except Rejected as error:
         failure = error.code
-    return TxnOffsetCommitResponse(0, answers(topics, codes, failure))
+    return TxnOffsetCommitResponse(0, commit_results(topics, codes, failure))
 
 
 async def end_txn(broker: Broker, call: RequestContext, request: EndTxnRequest) -> EndTxnResponse:
-    """Handle EndTxn."""
+    """Handle EndTxn: commit or abort the open transaction."""
     end = partial(
         broker.transactions.end,
         request.transactional_id,
@@ -144,7 +146,7 @@ async def list_transactions(
 async def describe_transactions(
     broker: Broker, call: RequestContext, request: DescribeTransactionsRequest
 ) -> DescribeTransactionsResponse:
-    """Handle DescribeTransactions."""
+    """Handle DescribeTransactions: return the state of each transactional id."""
     by_id = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
     missing = DescribedTransaction(Code.TRANSACTIONAL_ID_NOT_FOUND, "", "", 0, -1, -1, -1, ())
     descriptions = [
@@ -157,7 +159,7 @@ async def describe_transactions(
 async def describe_producers(
     broker: Broker, call: RequestContext, request: DescribeProducersRequest
 ) -> DescribeProducersResponse:
-    """Handle DescribeProducers."""
+    """Handle DescribeProducers: return the producers of each partition."""
     topics = []
     for topic in request.topics:
         partitions = [await _partition(broker, topic.name, number) for number in topic.partitions]

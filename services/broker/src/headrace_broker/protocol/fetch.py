@@ -12,7 +12,7 @@ EARLIEST = -2
 
 
 class FetchPartition(NamedTuple):
-    """Offset to read from. `current_leader_epoch` and `log_start_offset` are for brokers and unused."""
+    """Partition and offset to read from. `current_leader_epoch` and `log_start_offset` are for brokers and unused."""
 
     partition: Int32
     current_leader_epoch: Int32
@@ -36,7 +36,7 @@ class ForgottenTopic(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
-    """Request with API key 1. Wait at most `max_wait_ms` for `min_bytes`; `isolation_level` 1 is read_committed."""
+    """Fetch request (API key 1). Wait at most `max_wait_ms` for `min_bytes`; `isolation_level` 1 is read_committed."""
 
     replica_id: Int32
     max_wait_ms: Int32
@@ -58,7 +58,7 @@ class AbortedTransaction(NamedTuple):
 
 
 class FetchedPartition(NamedTuple):
-    """Complete batches of a partition. The first one may begin before the requested offset."""
+    """Records of a partition: complete batches, of which the first one may begin before the requested offset."""
 
     partition: Int32
     error_code: Int16
@@ -78,7 +78,7 @@ class FetchedTopic(NamedTuple):
 
 
 class FetchResponse(NamedTuple):
-    """Response for API key 1. With session id 0 there is no session, and clients send complete requests."""
+    """Fetch response (API key 1). With session id 0 there is no session, and clients send complete requests."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -101,7 +101,7 @@ class ListOffsetsTopic(NamedTuple):
 
 
 class ListOffsetsRequest(NamedTuple):
-    """Request with API key 2."""
+    """ListOffsets request (API key 2): the first, the last, or the offset at a time, of each partition."""
 
     replica_id: Int32
     isolation_level: Int8
@@ -109,7 +109,7 @@ class ListOffsetsRequest(NamedTuple):
 
 
 class ListedPartition(NamedTuple):
-    """Offset of the first record at or after the requested time, -1 without one."""
+    """Result of a look-up: the offset of the first record at or after the requested time, -1 if there is none."""
 
     partition: Int32
     error_code: Int16
@@ -125,7 +125,7 @@ class ListedTopic(NamedTuple):
 
 
 class ListOffsetsResponse(NamedTuple):
-    """Response for API key 2."""
+    """ListOffsets response (API key 2): the offsets that were looked up."""
 
     throttle_time_ms: Int32
     topics: tuple[ListedTopic, ...]
@@ -146,7 +146,7 @@ class ProduceTopic(NamedTuple):
 
 
 class ProduceRequest(NamedTuple):
-    """Request with API key 0. With `acks` 0 there is no response; 1 and -1 are the same here."""
+    """Produce request (API key 0). With `acks` 0 there is no response; 1 and -1 are the same here."""
 
     transactional_id: NullableString
     acks: Int16
@@ -155,7 +155,7 @@ class ProduceRequest(NamedTuple):
 
 
 class ProducedPartition(NamedTuple):
-    """Offset at which a batch is stored. `base_offset` is -1 if it was refused."""
+    """Result of storing a batch. `base_offset` is its offset, -1 if it was refused."""
 
     partition: Int32
     error_code: Int16
@@ -172,16 +172,17 @@ class ProducedTopic(NamedTuple):
 
 
 class ProduceResponse(NamedTuple):
-    """Response for API key 0 once all batches are durable."""
+    """Produce response (API key 0) once all batches are durable."""
 
     topics: tuple[ProducedTopic, ...]
     throttle_time_ms: Int32
 
 
 class InitProducerIdRequest(NamedTuple):
-    """Request with API key 22. With a transactional id the caller becomes its owner, and the previous owner is fenced.
+    """InitProducerId request (API key 22): a producer id, or the ownership of a transactional id.
 
-    An owner sends its producer id and epoch to get its next epoch (KIP-360).
+    With a transactional id the caller becomes its owner, and the previous owner is fenced. An owner sends its producer
+    id and epoch to get its next epoch (KIP-360).
     """
 
     transactional_id: NullableString
@@ -191,7 +192,7 @@ class InitProducerIdRequest(NamedTuple):
 
 
 class InitProducerIdResponse(NamedTuple):
-    """Response for API key 22."""
+    """InitProducerId response (API key 22): the producer id and the epoch to send with batches."""
 
     throttle_time_ms: Int32
     error_code: Int16

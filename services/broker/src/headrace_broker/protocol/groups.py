@@ -11,14 +11,14 @@ from headrace_broker.wire import Bytes, Int8, Int16, Int32, Int64, NullableStrin
 
 
 class Protocol(NamedTuple):
-    """Assignment protocol that a member supports. The broker does not interpret the metadata."""
+    """Assignment protocol that a member supports, with metadata that the broker does not interpret."""
 
     name: String
     metadata: Bytes
 
 
 class JoinGroupRequest(NamedTuple):
-    """Request with API key 11.
+    """JoinGroup request (API key 11): a client joins or rejoins a group.
 
     With an empty member id the broker assigns one. A group instance id makes the member static.
     """
@@ -33,7 +33,7 @@ class JoinGroupRequest(NamedTuple):
 
 
 class JoinedMember(NamedTuple):
-    """Member of the group, for the leader's assignment."""
+    """Member of the group, as the leader gets it to assign partitions."""
 
     member_id: String
     group_instance_id: NullableString
@@ -41,7 +41,7 @@ class JoinedMember(NamedTuple):
 
 
 class JoinGroupResponse(NamedTuple):
-    """Response for API key 11 once the generation is complete. Only the leader gets `members`."""
+    """JoinGroup response (API key 11) once the generation is complete. Only the leader gets `members`."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -53,14 +53,14 @@ class JoinGroupResponse(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Assignment of a member. The broker does not interpret the bytes."""
+    """Assignment of a member, in bytes that the broker does not interpret."""
 
     member_id: String
     assignment: Bytes
 
 
 class SyncGroupRequest(NamedTuple):
-    """Request with API key 14. The leader sends the assignments, other members send an empty list."""
+    """SyncGroup request (API key 14). The leader sends the assignments, other members send an empty list."""
 
     group_id: String
     generation_id: Int32
@@ -70,7 +70,7 @@ class SyncGroupRequest(NamedTuple):
 
 
 class SyncGroupResponse(NamedTuple):
-    """Response for API key 14 once the leader has assigned."""
+    """SyncGroup response (API key 14) once the leader has assigned."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -78,7 +78,7 @@ class SyncGroupResponse(NamedTuple):
 
 
 class HeartbeatRequest(NamedTuple):
-    """Request with API key 12."""
+    """Heartbeat request (API key 12): a member reports that it is alive."""
 
     group_id: String
     generation_id: Int32
@@ -86,28 +86,28 @@ class HeartbeatRequest(NamedTuple):
 
 
 class HeartbeatResponse(NamedTuple):
-    """Answers key 12: NONE, rejoin (27), or join anew (22, 25)."""
+    """Heartbeat response (API key 12): NONE, rejoin (27), or join anew (22, 25)."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class LeaveGroupRequest(NamedTuple):
-    """Request with API key 13."""
+    """LeaveGroup request (API key 13): a member leaves its group."""
 
     group_id: String
     member_id: String
 
 
 class LeaveGroupResponse(NamedTuple):
-    """Response for API key 13."""
+    """LeaveGroup response (API key 13): whether the member has left."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ListGroupsRequest(NamedTuple):
-    """Request with API key 16."""
+    """ListGroups request (API key 16): all groups of the broker."""
 
 
 class ListedGroup(NamedTuple):
@@ -118,7 +118,7 @@ class ListedGroup(NamedTuple):
 
 
 class ListGroupsResponse(NamedTuple):
-    """Response for API key 16."""
+    """ListGroups response (API key 16): all groups of the broker."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -126,7 +126,7 @@ class ListGroupsResponse(NamedTuple):
 
 
 class DescribeGroupsRequest(NamedTuple):
-    """Request with API key 15."""
+    """DescribeGroups request (API key 15): groups to describe."""
 
     groups: tuple[String, ...]
 
@@ -153,14 +153,14 @@ class DescribedGroup(NamedTuple):
 
 
 class DescribeGroupsResponse(NamedTuple):
-    """Response for API key 15."""
+    """DescribeGroups response (API key 15): states and members of groups."""
 
     throttle_time_ms: Int32
     groups: tuple[DescribedGroup, ...]
 
 
 class DeleteGroupsRequest(NamedTuple):
-    """Request with API key 42."""
+    """DeleteGroups request (API key 42): groups to delete with their offsets."""
 
     groups: tuple[String, ...]
 
@@ -173,7 +173,7 @@ class DeletedGroup(NamedTuple):
 
 
 class DeleteGroupsResponse(NamedTuple):
-    """Response for API key 42."""
+    """DeleteGroups response (API key 42): result for each group."""
 
     throttle_time_ms: Int32
     results: tuple[DeletedGroup, ...]
@@ -188,7 +188,7 @@ class OwnedTopic(NamedTuple):
 
 
 class ConsumerGroupHeartbeatRequest(NamedTuple):
-    """Request with API key 68 (KIP-848)."""
+    """ConsumerGroupHeartbeat request (API key 68): join or stay in a group of the newer protocol, KIP-848."""
 
     group_id: String
     member_id: String
@@ -203,7 +203,10 @@ class ConsumerGroupHeartbeatRequest(NamedTuple):
 
 
 class ConsumerGroupHeartbeatResponse(NamedTuple):
-    """Response for API key 68. It always contains an error. -1 means that no assignment follows."""
+    """ConsumerGroupHeartbeat response (API key 68), which always contains an error.
+
+    `assignment` -1 means that no assignment follows.
+    """
 
     throttle_time_ms: Int32
     error_code: Int16

@@ -11,7 +11,7 @@ from headrace_broker.wire import Bool, Bytes, Int8, Int16, Int32, Int64, Nullabl
 
 
 class MetadataRequest(NamedTuple):
-    """Request with API key 3. None requests all topics, an empty list none."""
+    """Metadata request (API key 3). None requests all topics, an empty list none."""
 
     topics: tuple[String, ...] | None
     allow_auto_topic_creation: Bool
@@ -46,7 +46,7 @@ class TopicMetadata(NamedTuple):
 
 
 class MetadataResponse(NamedTuple):
-    """Response for API key 3."""
+    """Metadata response (API key 3): addresses of brokers, and topics with their partitions."""
 
     throttle_time_ms: Int32
     brokers: tuple[BrokerMetadata, ...]
@@ -56,14 +56,14 @@ class MetadataResponse(NamedTuple):
 
 
 class FindCoordinatorRequest(NamedTuple):
-    """Request with API key 10. `key_type` 0 is a consumer group, 1 a transactional id."""
+    """FindCoordinator request (API key 10). `key_type` 0 is a consumer group, 1 a transactional id."""
 
     key: String
     key_type: Int8
 
 
 class FindCoordinatorResponse(NamedTuple):
-    """Response for API key 10. The coordinator is always this broker."""
+    """FindCoordinator response (API key 10). The coordinator is always this broker."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -91,7 +91,7 @@ class RequestHeader(NamedTuple):
 
 
 class ApiVersionsRequest(NamedTuple):
-    """Request with API key 18."""
+    """ApiVersions request (API key 18): the supported APIs."""
 
 
 class ApiVersion(NamedTuple):
@@ -103,33 +103,33 @@ class ApiVersion(NamedTuple):
 
 
 class ApiVersionsResponse(NamedTuple):
-    """Response for API key 18, also of unsupported versions."""
+    """ApiVersions response (API key 18): ranges of versions, also for unsupported requests."""
 
     error_code: Int16
     api_keys: tuple[ApiVersion, ...]
 
 
 class SaslHandshakeRequest(NamedTuple):
-    """Request with API key 17."""
+    """SaslHandshake request (API key 17): the mechanism that the client chooses."""
 
     mechanism: String
 
 
 class SaslHandshakeResponse(NamedTuple):
-    """Response for API key 17."""
+    """SaslHandshake response (API key 17): the supported mechanisms."""
 
     error_code: Int16
     mechanisms: tuple[String, ...]
 
 
 class SaslAuthenticateRequest(NamedTuple):
-    """Request with API key 36."""
+    """SaslAuthenticate request (API key 36): user name and password in the form of the mechanism."""
 
     auth_bytes: Bytes
 
 
 class SaslAuthenticateResponse(NamedTuple):
-    """Response for API key 36. With the lifetime 0 a session ends with its connection."""
+    """SaslAuthenticate response (API key 36). With the lifetime 0 a session ends with its connection."""
 
     error_code: Int16
     error_message: NullableString

@@ -8,7 +8,7 @@ from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Sinc
 
 
 class CommitPartition(NamedTuple):
-    """Offset of the next record of a partition, and metadata that the group stores with it."""
+    """Offset to commit for a partition, which is that of its next record, with metadata that the group stores."""
 
     partition: Int32
     offset: Int64
@@ -23,7 +23,7 @@ class CommitTopic(NamedTuple):
 
 
 class OffsetCommitRequest(NamedTuple):
-    """Request with API key 8. Generation -1 without a member is a client with manual assignment."""
+    """OffsetCommit request (API key 8). Generation -1 without a member is a client with manual assignment."""
 
     group_id: String
     generation_id: Int32
@@ -33,35 +33,35 @@ class OffsetCommitRequest(NamedTuple):
 
 
 class CommittedPartition(NamedTuple):
-    """Result for one partition."""
+    """Result of committing the offset of one partition."""
 
     partition: Int32
     error_code: Int16
 
 
 class CommittedTopic(NamedTuple):
-    """Results for the partitions of a topic."""
+    """Results of committing the offsets of a topic's partitions."""
 
     name: String
     partitions: tuple[CommittedPartition, ...]
 
 
 class OffsetCommitResponse(NamedTuple):
-    """Response for API key 8."""
+    """OffsetCommit response (API key 8): result for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class OffsetFetchTopic(NamedTuple):
-    """Partitions of a topic to look up."""
+    """Partitions of a topic whose offsets are requested."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class OffsetFetchRequest(NamedTuple):
-    """Request with API key 9. None requests all offsets of the group (since version 2).
+    """OffsetFetch request (API key 9). None requests all offsets of the group (since version 2).
 
     With `require_stable`, an offset that an open transaction may still replace is refused (88).
     """
@@ -82,14 +82,14 @@ class FetchedOffset(NamedTuple):
 
 
 class FetchedOffsets(NamedTuple):
-    """Results for the partitions of a topic."""
+    """Committed offsets of a topic's partitions."""
 
     name: String
     partitions: tuple[FetchedOffset, ...]
 
 
 class OffsetFetchResponse(NamedTuple):
-    """Response for API key 9."""
+    """OffsetFetch response (API key 9): committed offsets of a group."""
 
     throttle_time_ms: Annotated[Int32, Since(3, 0)]
     topics: tuple[FetchedOffsets, ...]

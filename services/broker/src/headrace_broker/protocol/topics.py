@@ -23,9 +23,9 @@ class ConfigEntry(NamedTuple):
 
 
 class NewTopic(NamedTuple):
-    """Topic to create, with a number of partitions, or with assignments and -1.
+    """Topic to create, with a number of partitions, or with assignments and -1 as the number.
 
-    Without assignments -1 is the broker's default of partitions and of replicas, which is 1.
+    Without assignments -1 requests the broker's default number of partitions and of replicas, which is 1.
     """
 
     name: String
@@ -36,7 +36,7 @@ class NewTopic(NamedTuple):
 
 
 class CreateTopicsRequest(NamedTuple):
-    """Request with API key 19."""
+    """CreateTopics request (API key 19): topics to create."""
 
     topics: tuple[NewTopic, ...]
     timeout_ms: Int32
@@ -44,7 +44,7 @@ class CreateTopicsRequest(NamedTuple):
 
 
 class CreatedTopic(NamedTuple):
-    """Result of creating a topic. The message contains the remedy."""
+    """Result of creating or extending a topic. The message contains the remedy."""
 
     name: String
     error_code: Int16
@@ -52,14 +52,14 @@ class CreatedTopic(NamedTuple):
 
 
 class CreateTopicsResponse(NamedTuple):
-    """Response for API key 19."""
+    """CreateTopics response (API key 19): result for each topic."""
 
     throttle_time_ms: Int32
     topics: tuple[CreatedTopic, ...]
 
 
 class DeleteTopicsRequest(NamedTuple):
-    """Request with API key 20."""
+    """DeleteTopics request (API key 20): topics to delete."""
 
     names: tuple[String, ...]
     timeout_ms: Int32
@@ -73,7 +73,7 @@ class DeletedTopic(NamedTuple):
 
 
 class DeleteTopicsResponse(NamedTuple):
-    """Response for API key 20."""
+    """DeleteTopics response (API key 20): result for each topic."""
 
     throttle_time_ms: Int32
     topics: tuple[DeletedTopic, ...]
@@ -88,14 +88,14 @@ class ConfigResource(NamedTuple):
 
 
 class DescribeConfigsRequest(NamedTuple):
-    """Request with API key 32."""
+    """DescribeConfigs request (API key 32): resources whose settings are requested."""
 
     resources: tuple[ConfigResource, ...]
     include_synonyms: Bool
 
 
 class ConfigSynonym(NamedTuple):
-    """Origin of a value. The list is always empty."""
+    """Origin of a setting's value. The broker never returns one."""
 
     name: String
     value: NullableString
@@ -124,7 +124,7 @@ class DescribedResource(NamedTuple):
 
 
 class DescribeConfigsResponse(NamedTuple):
-    """Response for API key 32."""
+    """DescribeConfigs response (API key 32): settings of each resource."""
 
     throttle_time_ms: Int32
     results: tuple[DescribedResource, ...]
@@ -147,7 +147,7 @@ class AlteredResource(NamedTuple):
 
 
 class IncrementalAlterConfigsRequest(NamedTuple):
-    """Request with API key 44."""
+    """IncrementalAlterConfigs request (API key 44): settings to change."""
 
     resources: tuple[AlteredResource, ...]
     validate_only: Bool
@@ -163,7 +163,7 @@ class AlteredResult(NamedTuple):
 
 
 class IncrementalAlterConfigsResponse(NamedTuple):
-    """Response for API key 44."""
+    """IncrementalAlterConfigs response (API key 44): result for each resource."""
 
     throttle_time_ms: Int32
     results: tuple[AlteredResult, ...]
@@ -184,7 +184,7 @@ class MorePartitions(NamedTuple):
 
 
 class CreatePartitionsRequest(NamedTuple):
-    """Request with API key 37."""
+    """CreatePartitions request (API key 37): topics that get more partitions."""
 
     topics: tuple[MorePartitions, ...]
     timeout_ms: Int32
@@ -192,7 +192,7 @@ class CreatePartitionsRequest(NamedTuple):
 
 
 class CreatePartitionsResponse(NamedTuple):
-    """Response for API key 37."""
+    """CreatePartitions response (API key 37): result for each topic."""
 
     throttle_time_ms: Int32
     results: tuple[CreatedTopic, ...]
@@ -213,14 +213,14 @@ class DeleteRecordsTopic(NamedTuple):
 
 
 class DeleteRecordsRequest(NamedTuple):
-    """Request with API key 21."""
+    """DeleteRecords request (API key 21): partitions with the offsets before which records are deleted."""
 
     topics: tuple[DeleteRecordsTopic, ...]
     timeout_ms: Int32
 
 
 class CutPartition(NamedTuple):
-    """First offset of a partition after the deletion, -1 with an error."""
+    """Result of deleting records: the first remaining offset of a partition, -1 with an error."""
 
     partition: Int32
     low_watermark: Int64
@@ -228,14 +228,14 @@ class CutPartition(NamedTuple):
 
 
 class CutTopic(NamedTuple):
-    """Results for the partitions of a topic."""
+    """Results of deleting records, for the partitions of a topic."""
 
     name: String
     partitions: tuple[CutPartition, ...]
 
 
 class DeleteRecordsResponse(NamedTuple):
-    """Response for API key 21."""
+    """DeleteRecords response (API key 21): first remaining offset of each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CutTopic, ...]
@@ -249,7 +249,7 @@ class LogDirTopic(NamedTuple):
 
 
 class DescribeLogDirsRequest(NamedTuple):
-    """Request with API key 35. None requests all topics."""
+    """DescribeLogDirs request (API key 35). None requests all topics."""
 
     topics: tuple[LogDirTopic, ...] | None
 
@@ -279,7 +279,7 @@ class LogDir(NamedTuple):
 
 
 class DescribeLogDirsResponse(NamedTuple):
-    """Response for API key 35."""
+    """DescribeLogDirs response (API key 35): sizes of partitions."""
 
     throttle_time_ms: Int32
     dirs: tuple[LogDir, ...]

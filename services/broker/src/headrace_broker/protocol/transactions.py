@@ -17,7 +17,7 @@ class AddedTopic(NamedTuple):
 
 
 class AddPartitionsToTxnRequest(NamedTuple):
-    """Request with API key 24."""
+    """AddPartitionsToTxn request (API key 24): partitions that the transaction will write to."""
 
     transactional_id: String
     producer_id: Int64
@@ -26,14 +26,14 @@ class AddPartitionsToTxnRequest(NamedTuple):
 
 
 class AddPartitionsToTxnResponse(NamedTuple):
-    """Response for API key 24."""
+    """AddPartitionsToTxn response (API key 24): result for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class AddOffsetsToTxnRequest(NamedTuple):
-    """Request with API key 25. The transaction will commit offsets of this group."""
+    """AddOffsetsToTxn request (API key 25). The transaction will commit offsets of this group."""
 
     transactional_id: String
     producer_id: Int64
@@ -42,7 +42,7 @@ class AddOffsetsToTxnRequest(NamedTuple):
 
 
 class AddOffsetsToTxnResponse(NamedTuple):
-    """Response for API key 25."""
+    """AddOffsetsToTxn response (API key 25): whether the group was added."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -65,7 +65,7 @@ class TxnCommitTopic(NamedTuple):
 
 
 class TxnOffsetCommitRequest(NamedTuple):
-    """Request with API key 28. The offsets take effect when the transaction commits.
+    """TxnOffsetCommit request (API key 28). The offsets take effect when the transaction commits.
 
     A member of the group sends its member id and generation, and is refused if they are outdated (KIP-447).
     """
@@ -81,14 +81,14 @@ class TxnOffsetCommitRequest(NamedTuple):
 
 
 class TxnOffsetCommitResponse(NamedTuple):
-    """Response for API key 28."""
+    """TxnOffsetCommit response (API key 28): result for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class EndTxnRequest(NamedTuple):
-    """Request with API key 26."""
+    """EndTxn request (API key 26): commit or abort the open transaction."""
 
     transactional_id: String
     producer_id: Int64
@@ -97,7 +97,7 @@ class EndTxnRequest(NamedTuple):
 
 
 class EndTxnResponse(NamedTuple):
-    """Response for API key 26."""
+    """EndTxn response (API key 26): whether the transaction has ended."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -111,7 +111,7 @@ class ProducersTopic(NamedTuple):
 
 
 class DescribeProducersRequest(NamedTuple):
-    """Request with API key 61."""
+    """DescribeProducers request (API key 61): partitions whose producers are requested."""
 
     topics: tuple[ProducersTopic, ...]
 
@@ -144,14 +144,14 @@ class DescribedProducersTopic(NamedTuple):
 
 
 class DescribeProducersResponse(NamedTuple):
-    """Response for API key 61."""
+    """DescribeProducers response (API key 61): producers of each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[DescribedProducersTopic, ...]
 
 
 class DescribeTransactionsRequest(NamedTuple):
-    """Request with API key 65."""
+    """DescribeTransactions request (API key 65): transactional ids to describe."""
 
     transactional_ids: tuple[String, ...]
 
@@ -177,14 +177,14 @@ class DescribedTransaction(NamedTuple):
 
 
 class DescribeTransactionsResponse(NamedTuple):
-    """Response for API key 65."""
+    """DescribeTransactions response (API key 65): state of each transactional id."""
 
     throttle_time_ms: Int32
     transactions: tuple[DescribedTransaction, ...]
 
 
 class ListTransactionsRequest(NamedTuple):
-    """Request with API key 66. Empty lists and a negative duration do not filter."""
+    """ListTransactions request (API key 66). Empty lists and a negative duration do not filter."""
 
     states: tuple[String, ...]
     producer_ids: tuple[Int64, ...]
@@ -200,7 +200,7 @@ class ListedTransaction(NamedTuple):
 
 
 class ListTransactionsResponse(NamedTuple):
-    """Response for API key 66."""
+    """ListTransactions response (API key 66): transactional ids and their states."""
 
     throttle_time_ms: Int32
     error_code: Int16
