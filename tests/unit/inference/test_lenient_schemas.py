@@ -211,7 +211,7 @@ async def test_a_schema_that_takes_too_long_holds_no_thread(
 def test_a_trial_that_ends_its_process_fails_and_the_next_one_succeeds() -> None:
     trial = GrammarTrial()
     trial.run('start: "a"', 20.0)
-    killing = threading.Timer(0.3, trial._running().kill)
+    killing = threading.Timer(0.3, trial._ensure_running().kill)
     killing.start()
     with pytest.raises(TrialFailed):
         trial.run(f"start: %json {json.dumps({'allOf': SLOW_FACTORS})}", 20.0)

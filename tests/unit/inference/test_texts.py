@@ -84,7 +84,7 @@ def test_the_tokens_are_those_of_traffic(tokenizer: ChatTokenizer) -> None:
 
 
 def test_tool_calls_are_trained_and_what_tools_say_is_not(tokenizer: ChatTokenizer) -> None:
-    (branch,) = writer(tokenizer).write([], [ASK, CALL, RESULT, ANSWER], [SEARCH], shown=True)
+    (branch,) = writer(tokenizer).write([], [ASK, CALL, RESULT, ANSWER], [SEARCH], with_texts=True)
     call, answer = trained(tokenizer, branch)
     assert call.startswith('<tool_call>{"name": "search"')
     assert answer == "the agent<|im_end|>"
