@@ -143,7 +143,7 @@ class _Playing:
         self.safe_rows = [names.index((guardrail.metric, looks[guardrail.metric][-1])) for guardrail in plan.guardrails]
         self.safe_gap = np.array([[guardrail.margin / 2] for guardrail in plan.guardrails])
         self.safe_log = np.zeros((len(plan.guardrails), runs))
-        self.safe_needed = -math.log(e_process.promotion(plan.alpha, 1))
+        self.safe_needed = -math.log(e_process.promotion_error(plan.alpha, 1))
         self.tests = [
             (guardrail.metric, look) for guardrail in plan.guardrails for look in LOOKS if look in plan.reading_ages
         ]

@@ -109,7 +109,7 @@ def test_trial_makes_a_better_version_the_anchor() -> None:
     assert after.lead is not None
     fresh_lead = SuccessionEvidence.from_json(after.lead)
     assert fresh_lead == SuccessionEvidence(
-        CANDIDATE, CHAMPION, e_process.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin)
+        CANDIDATE, CHAMPION, e_process.succession_error(0.05, 1), EProcess(0.0, RULE.anchor_margin)
     )
 
 

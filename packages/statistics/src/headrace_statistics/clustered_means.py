@@ -31,8 +31,11 @@ class Mean:
     value: float
     error: float
     over_seeds: float | None
+    """Standard error over seeds; None for one seed."""
     over_tasks: float
+    """Standard error over tasks."""
     by_seed: tuple[float, ...]
+    """Mean of each seed."""
 
     def within(self, errors: float = 2.0) -> bool:
         """Return whether the mean is at most `errors` standard errors from 0."""
@@ -64,7 +67,7 @@ def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]]
 
 
 def certainty_above(gain: Mean, reference: Mean, share: float) -> float:
-    """Return how sure it is, between 0 and 1, that `gain` is more than `share` of a `reference` that is not negative.
+    """Return the probability that `gain` is more than `share` of `reference`. A negative `reference` counts as 0.
 
     Both means count as normal and independent. Gains over the same base are correlated positively, so the certainty
     of a real excess is rather too low.

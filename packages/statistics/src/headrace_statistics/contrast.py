@@ -22,12 +22,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _BELIEF = 1.0
-"""Spread of expectations that the first guess of the slope, 1, is worth."""
+"""Weight of the slope's prior value, 1: it counts as so much `Regression.spread` of earlier units."""
 
 
 @dataclass(slots=True)
 class Regression:
-    """Regression of values on expectations, both in [0, 1]."""
+    """Linear regression of units' values on their expected values, both in [0, 1], with a prior slope of 1.
+
+    `spread` is the sum of squared deviations of the expected values from their mean, `joint` that of the products of
+    the deviations of expected values and values.
+    """
 
     count: int = 0
     value_mean: float = 0.0
@@ -36,15 +40,17 @@ class Regression:
     joint: float = 0.0
 
     def predict(self, expected: float) -> float:
-        """Return the predicted value of the next unit, in [0, 1]. One imaginary unit in the middle precedes all
-        others."""
+        """Return the predicted value, in [0, 1], of the next unit with this expected value.
+
+        The means begin with one imaginary unit at 1/2.
+        """
         slope = (self.joint + _BELIEF) / (self.spread + _BELIEF)
         level = (self.value_mean * self.count + 0.5) / (self.count + 1)
         centre = (self.expected_mean * self.count + 0.5) / (self.count + 1)
         return min(1.0, max(0.0, level + slope * (expected - centre)))
 
     def update(self, expected: float, value: float) -> None:
-        """Add one unit (Welford's recurrence)."""
+        """Add the next unit (Welford's recurrence)."""
         self.count += 1
         off = expected - self.expected_mean
         self.expected_mean += off / self.count
@@ -55,17 +61,23 @@ class Regression:
 
 @dataclass(slots=True)
 class Contrast:
-    """The running centre, which begins with one imaginary value in the middle."""
+    """Converter of a sequence of units in two arms to numbers x whose mean is half the difference of the arms.
+
+    `count` and `total` are those of the earlier units' values. Their mean, with one imaginary value of 1/2, is the
+    centre c of a unit without an expected value.
+    """
 
     count: int = 0
     total: float = 0.0
     regression: Regression = field(default_factory=Regression)
 
     def of(self, value: float, *, candidate: bool, expected: float | None = None) -> float:
-        """Return x of one more unit, with `value` in [0, 1], larger being better.
+        """Return x of the next unit, and add the unit.
 
         Args:
-            expected: Expected value, known before the unit's arm was, or None.
+            value: the unit's value in [0, 1]; larger is better.
+            candidate: whether the unit is in the candidate's arm rather than the control's.
+            expected: the value that was expected before the unit's arm was known, or None.
         """
         if expected is None:
             centre = (self.total + 0.5) / (self.count + 1)

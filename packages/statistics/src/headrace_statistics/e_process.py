@@ -39,12 +39,13 @@ import math
 from dataclasses import dataclass
 
 _FOR_PROMOTIONS = 0.8
-"""Share of α for wrong promotions. The rest is for wrongly finding a version better than the anchor (`succession`)."""
+"""Share of α for wrong promotions. The rest is for wrongly declaring a version better than the anchor
+(`succession_error`)."""
 
 
 @dataclass(slots=True)
 class EProcess:
-    """Summary of the values so far, and the wealth (the e-process).
+    """E-process against "the mean is at most `null`": a summary of the values so far, and the wealth.
 
     `gap` is the effect to detect: stakes are optimal (Kelly) for a mean of `null + gap`, and larger when the data
     suggest a larger mean. `stake_max` is the largest share of the wealth that one value can cost, the truncation `c` of
@@ -99,14 +100,14 @@ class EProcess:
 
 
 PARTS = ((1.0, 2.0 / 3.0), (2.0, 1.0 / 3.0))
-"""The effect that each gambler expects, in gaps, and its part of the money."""
+"""For each gambler: the effect that it expects, as a multiple of `gap`, and its part of the money."""
 
 
 class MixtureEProcess:
-    """E-processes, tests that may be stopped at any time.
+    """Mixture of e-processes against "the mean is at most `null`", for values in [-1, 1].
 
-    `EProcess`: against "the mean is at most `null`", for values of [-1, 1]. `gap` is the effect that must not be
-        missed."""
+    `gap` is the effect that must not be missed. Each part expects another multiple of it (`PARTS`).
+    """
 
     def __init__(self, null: float, gap: float) -> None:
         self._gamblers = [(EProcess(null=null, gap=times * gap), math.log(part)) for times, part in PARTS]
@@ -148,22 +149,23 @@ class SampleRatio:
             self.controls += 1
 
     def broken(self, error: float) -> bool:
-        """Return whether the planned shares are refuted, wrongly with probability `error` at most, over all time."""
+        """Return whether the planned shares are rejected. Over all time, a wrong rejection has at most the probability
+        `error`."""
         return self.log_evidence >= -math.log(error)
 
 
-def promotion(alpha: float, number: int) -> float:
+def promotion_error(alpha: float, number: int) -> float:
     """Return the error probability for promoting the `number`-th version of a family wrongly. Numbers start at 1."""
     return _FOR_PROMOTIONS * alpha * _share(number)
 
 
-def succession(alpha: float, number: int) -> float:
+def succession_error(alpha: float, number: int) -> float:
     """Return the error probability for making the `number`-th version of a family the anchor although it is not
     better."""
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 
 
-def refusal(beta: float, opponents: int) -> float:
+def refusal_error(beta: float, opponents: int) -> float:
     """Return the error probability for finding an equal version inferior to one of its opponents.
 
     The result is half of β. The other half is for trials that are undecided after `tasks_max`.
@@ -171,15 +173,15 @@ def refusal(beta: float, opponents: int) -> float:
     return beta / 2.0 / opponents
 
 
-def success(alpha: float, number: int, metrics: int) -> float:
+def success_error(alpha: float, number: int, metrics: int) -> float:
     """Return the error probability for one success metric of a rollout.
 
     Any success metric is enough for a promotion, so the metrics share what the `number`-th version may spend.
     """
-    return promotion(alpha, number) / metrics
+    return promotion_error(alpha, number) / metrics
 
 
-def harm(beta: float, share: float) -> float:
+def harm_error(beta: float, share: float) -> float:
     """Return the error probability for rolling back a harmless version by one test that has `share` of all tests.
 
     All of β is spent here: a rollout without a result in time ends in hold and is not rolled back.

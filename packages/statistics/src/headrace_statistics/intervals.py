@@ -27,7 +27,7 @@ _HALVINGS = 30
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A closed interval, never narrower than the theorem's."""
+    """A closed interval. Bisection makes it wider than the theorem's, never narrower."""
 
     lower: float
     upper: float
@@ -35,7 +35,10 @@ class Interval:
 
 @dataclass(slots=True)
 class ConfidenceSequence:
-    """The values so far with the bets on them. `alpha` is the error for both ends and all times together."""
+    """Confidence sequence of the mean of values in [0, 1]: the values so far with the bets on them.
+
+    `alpha` is the error probability of both ends and all times together.
+    """
 
     alpha: float
     _values: list[tuple[float, float]] = field(default_factory=list)
@@ -60,12 +63,12 @@ class ConfidenceSequence:
         return Interval(lower, upper)
 
     def _from_below(self, mean: float) -> float:
-        """Return ln K⁺."""
+        """Return ln K⁺(`mean`), which is large if the values are above `mean`."""
         most = _TRUNCATION / mean if mean > 0.0 else math.inf
         return math.fsum(math.log1p(min(bet, most) * (value - mean)) for value, bet in self._values)
 
     def _from_above(self, mean: float) -> float:
-        """Return ln K⁻."""
+        """Return ln K⁻(`mean`), which is large if the values are below `mean`."""
         most = _TRUNCATION / (1.0 - mean) if mean < 1.0 else math.inf
         return math.fsum(math.log1p(-min(bet, most) * (value - mean)) for value, bet in self._values)
 

@@ -58,7 +58,7 @@ def test_plan_errors_add_up_to_beta_and_alpha() -> None:
         assert spent == pytest.approx(plan.beta)
     assert list(RolloutPlan(maturity_s=60, closing_s=60).reading_ages) == ["maturity"]
     assert list(RolloutPlan(shadow_units=1).reading_ages) == ["shadow", "maturity", "closing"]
-    claims = sum(3 * e_process.success(0.05, number, 3) for number in range(1, 5000))
+    claims = sum(3 * e_process.success_error(0.05, number, 3) for number in range(1, 5000))
     assert 0.0399 < claims < 0.04
 
 

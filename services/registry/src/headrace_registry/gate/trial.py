@@ -106,7 +106,7 @@ class Trial:
         self.candidate = candidate
         self.champion = champion
         self.anchor = anchor_state.anchor
-        self.alpha = e_process.promotion(rule.alpha, number)
+        self.alpha = e_process.promotion_error(rule.alpha, number)
         opponents: list[tuple[str | float, float]] = []
         if champion:
             opponents.append((champion, rule.margin))
@@ -114,7 +114,7 @@ class Trial:
             opponents.append((self.anchor, rule.anchor_margin))
         if rule.minimum_score > 0:
             opponents.append((rule.minimum_score, rule.margin))
-        beta = e_process.refusal(rule.beta, max(1, len(opponents)))
+        beta = e_process.refusal_error(rule.beta, max(1, len(opponents)))
         self.comparisons = [Comparison(opponent, margin, self.alpha, beta) for opponent, margin in opponents]
         self.tasks = 0
         self.plays = 0
@@ -210,7 +210,7 @@ class Trial:
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None
-        error = e_process.succession(self.rule.alpha, self.number)
+        error = e_process.succession_error(self.rule.alpha, self.number)
         return SuccessionEvidence(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _next_anchor_state(self, promoted: bool) -> AnchorState:
@@ -223,7 +223,7 @@ class Trial:
             if not succeeded:
                 return AnchorState(self._candidate_evidence.anchor, self.number, self._candidate_evidence.to_json())
             assert self.champion
-            error = e_process.succession(self.rule.alpha, 1)
+            error = e_process.succession_error(self.rule.alpha, 1)
             bets = EProcess(null=0.0, gap=self.rule.anchor_margin)
             return AnchorState(
                 self.champion, 1, SuccessionEvidence(self.candidate, self.champion, error, bets).to_json()

@@ -147,7 +147,7 @@ class Evidence:
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
-        self.alpha = e_process.promotion(plan.alpha, number)
+        self.alpha = e_process.promotion_error(plan.alpha, number)
         self._monitors: dict[tuple[str, ReadingAge], MetricMonitor] = {}
         self._harms = [
             (
@@ -162,7 +162,7 @@ class Evidence:
             (guardrail.metric, self._monitor(guardrail, last_age).not_inferior(guardrail.margin, self.alpha))
             for guardrail in plan.guardrails
         ]
-        error = e_process.success(plan.alpha, number, len(plan.successes))
+        error = e_process.success_error(plan.alpha, number, len(plan.successes))
         self._successes = [
             (success, self._claim(success, self._monitor(success, last_age), error)) for success in plan.successes
         ]

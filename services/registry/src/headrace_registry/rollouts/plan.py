@@ -247,7 +247,7 @@ class RolloutPlan(Section):
     def harm_error(self, guardrail: Guardrail, age: ReadingAge) -> float:
         """Return the error of one test for harm. All of them add up to β."""
         weights = sum(rule.weight for rule in self.guardrails)
-        return e_process.harm(self.beta, guardrail.weight / weights * float(self.reading_ages[age]))
+        return e_process.harm_error(self.beta, guardrail.weight / weights * float(self.reading_ages[age]))
 
 
 def _stem(metric: str) -> str:
