@@ -26,9 +26,9 @@ from headrace.errors import HeadraceError
 from headrace_cli.commands.shared import console
 from headrace_cli.demo import recipe as demo
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.performance import Options, StackAddress
+from headrace_cli.demo.demo_run import Options, StackAddress
 from headrace_cli.demo.report import Report
-from headrace_cli.demo.runner import perform
+from headrace_cli.demo.runner import run_on_stack
 from tests.repo.compose_files import EXAMPLE, MAIN, ROOT, Service, env_example, filled, ours, service_of, services
 from tests.support.processes import free_port
 from tests.system.program import Program, Run, no_problems
@@ -314,7 +314,7 @@ async def _demo(traffic_s: float, seed: int, ports: dict[str, int], out: Path) -
     goal = played.short.model_copy(update={"traffic_s_max": traffic_s})
     addresses = StackAddress(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
     reporter = ConsoleReporter(console())
-    report = await perform(played, Options(seed, goal, out, out, out, {}), addresses, reporter)
+    report = await run_on_stack(played, Options(seed, goal, out, out, out, {}), addresses, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.demo import performance
+from headrace_cli.demo import demo_run
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_operations.jobs.held_out import list_gate_tasks
@@ -119,7 +119,7 @@ def _recipe(folder: Path, out: Path, rest: str) -> Recipe:
 
 async def _start_demo_checks(folder: Path, out: Path) -> None:
     recipe = _recipe(folder, out, "")
-    assert not demo_runner.run_recipe_checks(recipe.command("checks", {}), performance.command_environment(recipe))
+    assert not demo_runner.run_recipe_checks(recipe.command("checks", {}), demo_run.command_environment(recipe))
 
 
 async def _build_demo_base(folder: Path, out: Path) -> None:

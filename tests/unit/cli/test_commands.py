@@ -328,14 +328,14 @@ def shadowed(**fields: object) -> RolloutState:
 
 def test_shadow_results_are_printed_with_their_interval() -> None:
     state = shadowed(judged=0.1, difference=0.05, lower=-0.02, upper=0.12, ended={"candidate: other_call": 1})
-    text = "\n".join(charts.shadow_lines(state))
+    text = "\n".join(charts.summarize_shadow(state))
     assert "41 of 44 prompts answered by both versions, 40 judged pairs" in text
     assert "users: +0.050 in [-0.020, +0.120], 30 answers count as 28" in text
     assert "1 ended otherwise, candidate: other call" in text
 
 
 def test_the_reason_of_a_refused_estimate_is_printed() -> None:
-    lines = charts.shadow_lines(
+    lines = charts.summarize_shadow(
         shadowed(refused="no overlap: 30 answers count as 1.2", left_out={"the gateway answered 500": 3})
     )
     assert any("users: no estimate, no overlap" in line for line in lines)
@@ -348,8 +348,8 @@ def test_a_rollout_in_the_shadow_counts_prompts() -> None:
     )
     assert "shadow  share" in status_line(going_on, None)
     assert "7/40 prompts" in status_line(going_on, None)
-    assert charts.shadow_lines(going_on) == ["shadow  7 of 40 prompts read"]
-    assert charts.shadow_lines(rollout("canary")) == []
+    assert charts.summarize_shadow(going_on) == ["shadow  7 of 40 prompts read"]
+    assert charts.summarize_shadow(rollout("canary")) == []
 
 
 def test_commands_read_headrace_toml_of_their_folder_unless_another_is_named(

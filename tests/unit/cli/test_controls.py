@@ -26,7 +26,7 @@ from headrace_operations.controls.kinds import (
     STILL,
     TRUE,
     Control,
-    alone,
+    only_source,
     reward_sources,
 )
 from headrace_operations.controls.report import CERTAINTY, SHARE_MAX, Report, Run
@@ -128,7 +128,7 @@ SOUND = {TRUE: 0.6, SHUFFLED: 0.3, FLIPPED: 0.1, RANDOM: 0.3, STILL: 0.3}
 
 
 def test_expected_results_are_no_problems() -> None:
-    assert report(*SOUND.items(), (alone("format"), 0.3), (alone("answer"), 0.6)).problems == []
+    assert report(*SOUND.items(), (only_source("format"), 0.3), (only_source("answer"), 0.6)).problems == []
 
 
 def test_a_shuffled_control_that_learns_is_a_problem() -> None:
@@ -139,7 +139,7 @@ def test_a_shuffled_control_that_learns_is_a_problem() -> None:
 
 def test_each_unexpected_result_is_a_problem() -> None:
     scores = {TRUE: 0.3, SHUFFLED: 0.6, FLIPPED: 0.6, RANDOM: 0.6, STILL: 0.1}
-    controls_report = report(*scores.items(), (alone("format"), 0.1))
+    controls_report = report(*scores.items(), (only_source("format"), 0.1))
     names = [problem.split(":")[0] for problem in controls_report.problems]
     assert names == [*(control.name for control in CONTROLS), "format alone"]
     as_json = controls_report.as_json()
@@ -199,15 +199,15 @@ def test_random_rewards_are_drawn_from_the_distribution() -> None:
 def test_a_source_alone_leaves_out_unscored_experiences() -> None:
     experiences = [experience(0, 0.6, answer=1.0, format=0.2), experience(1, 0.3, format=0.3)]
     assert reward_sources(experiences) == ["answer", "format"]
-    assert rewards(alone("format").change(experiences, chance())) == [0.2, 0.3]
-    scored = alone("answer").change(experiences, chance())
+    assert rewards(only_source("format").change(experiences, chance())) == [0.2, 0.3]
+    scored = only_source("answer").change(experiences, chance())
     assert [(scored_experience.experience_id, scored_experience.reward) for scored_experience in scored] == [
         ("e0", 1.0)
     ]
 
 
 def test_controls_change_only_rewards_and_are_reproducible() -> None:
-    for control in (*CONTROLS, alone("x")):
+    for control in (*CONTROLS, only_source("x")):
         changed = control.change(EXPERIENCES, chance(7))
         assert changed == control.change(EXPERIENCES, chance(7))
         for before, after in zip(EXPERIENCES, changed, strict=False):

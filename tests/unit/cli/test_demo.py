@@ -20,9 +20,9 @@ from rich.console import Console
 
 from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
-from headrace_cli.demo import console_reporter, performance, recipe, runner
+from headrace_cli.demo import console_reporter, demo_run, recipe, runner
 from headrace_cli.demo.console_reporter import Watch
-from headrace_cli.demo.performance import Options, Performance, StackAddress
+from headrace_cli.demo.demo_run import DemoRun, Options, StackAddress
 from headrace_cli.demo.report import Report
 from headrace_cli.progress import ProgressDisplay
 from headrace_operations.catalog import transfer
@@ -32,9 +32,9 @@ from tests.support.processes import alive, wait_until
 FOR_EVER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 DEMO = """
 import asyncio, sys
-from headrace_cli.demo import performance
+from headrace_cli.demo import demo_run
 async def main():
-    async with performance.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
+    async with demo_run.running_agent([sys.executable, "-S", "-c", "import time; time.sleep(600)"], {}) as process:
         print(process.pid, flush=True)
         await process.wait()
 asyncio.run(main())
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 
 async def test_the_agent_is_terminated_when_the_demo_ends() -> None:
-    async with performance.running_agent(FOR_EVER, {}) as process:
+    async with demo_run.running_agent(FOR_EVER, {}) as process:
         assert alive(process.pid)
     assert process.returncode == -15
 
@@ -51,7 +51,7 @@ async def test_it_ends_with_a_demo_that_is_cancelled() -> None:
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def demo() -> None:
-        async with performance.running_agent(FOR_EVER, {}) as process:
+        async with demo_run.running_agent(FOR_EVER, {}) as process:
             started.set_result(process.pid)
             await process.wait()
 
@@ -131,21 +131,21 @@ async def test_one_that_never_serves_ends_the_demo(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Performance:
+def played(monkeypatch: pytest.MonkeyPatch) -> DemoRun:
     for name in ("_FIRST_VERSION_S_MAX", "_LAST_AUDIT_S_MAX"):
-        monkeypatch.setattr(performance, name, 0.02)
+        monkeypatch.setattr(demo_run, name, 0.02)
     nothing: Any = SimpleNamespace()
-    return Performance(
+    return DemoRun(
         nothing, nothing, StackAddress("127.0.0.1:1", "http://127.0.0.1:1"), nothing, Watch("127.0.0.1:1", "m")
     )
 
 
-async def test_no_first_version_is_a_sentence(played: Performance) -> None:
+async def test_no_first_version_is_a_sentence(played: DemoRun) -> None:
     with pytest.raises(StartFailed, match=r"no version took over and was measured within 0\.02 s; .*`headrace logs`"):
         await played._wait_first_version(lambda: True)
 
 
-async def test_a_last_version_that_is_not_measured_is_named(played: Performance) -> None:
+async def test_a_last_version_that_is_not_measured_is_named(played: DemoRun) -> None:
     played.watch.champions.append("m@1")
     with pytest.raises(StartFailed, match=r"m@1 was not measured within 0\.02 s"):
         await played._wait_last_audit()
@@ -190,10 +190,10 @@ def test_data_of_an_earlier_demo_is_removed_unless_it_still_runs(tmp_path: Path)
     lock.take()
     (data_dir / "scorer.db").touch()
     with pytest.raises(UsageError, match="Headrace is up already"):
-        command._emptied(data_dir)
+        command._empty_data_dir(data_dir)
     assert (data_dir / "scorer.db").exists()
     lock.release()
-    assert command._emptied(data_dir) == data_dir
+    assert command._empty_data_dir(data_dir) == data_dir
     assert not data_dir.exists()
 
 
@@ -247,7 +247,7 @@ def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
         def stop(self) -> None:
             running.clear()
 
-    async def perform(*_: object) -> Report:
+    async def run_on_stack(*_: object) -> Report:
         return Report(
             before=0.4, after=0.4 + gain, versions=(), turns_captured=1, turns_trained=1, turns_waiting=0,
             turns_dropped={}, failed_requests=0, requests=1, swaps=9, wall_s=1.0, traffic_s=1.0, seed=0,
@@ -261,8 +261,8 @@ def test_report_is_printed_while_the_services_run_and_they_stop_afterwards(
 
     monkeypatch.setattr(runner, "Supervisor", Services)
     monkeypatch.setattr(runner, "_build_base", lambda *_: "base")
-    monkeypatch.setattr(runner, "perform", perform)
-    monkeypatch.setattr(command, "_interrupted", interrupted)
+    monkeypatch.setattr(runner, "run_on_stack", run_on_stack)
+    monkeypatch.setattr(command, "_wait_for_interrupt", interrupted)
     options = Options(0, demo_recipe.goal, tmp_path / "data", tmp_path / "cache", tmp_path, {})
     path = tmp_path / "demo.json"
     assert command._play_one_seed(demo_recipe, options, keep_running=True, path=path) == (gain > 0)
@@ -277,11 +277,11 @@ def test_progress_of_the_agent_counts_its_tasks(
 ) -> None:
     monkeypatch.setattr(console_reporter, "ProgressDisplay", partial(ProgressDisplay, interval_s=0.01))
     output, summary = io.StringIO(), tmp_path / "agent.json"
-    assert performance._finished_tasks(summary) == 0
+    assert demo_run._finished_tasks(summary) == 0
     summary.write_text('{"tasks":')
-    assert performance._finished_tasks(summary) == 0
+    assert demo_run._finished_tasks(summary) == 0
     summary.write_text('{"tasks": 12}')
     reporter = console_reporter.ConsoleReporter(Console(file=output, width=200))
     with reporter.agent_progress(tasks, 7200.0) as update:
-        update(Watch("bus", "m"), performance._finished_tasks(summary))
+        update(Watch("bus", "m"), demo_run._finished_tasks(summary))
         wait_until(lambda: line in output.getvalue(), 20, "a line of the log")

@@ -21,8 +21,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from headrace.errors import UsageError
-from headrace_cli.demo import performance, recipe, runner
+from headrace_cli.demo import demo_run, recipe, runner
 from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
+from headrace_cli.demo.demo_run import TrainingWait
 from headrace_cli.demo.measures import (
     BeforeAfter,
     CheckResult,
@@ -33,7 +34,6 @@ from headrace_cli.demo.measures import (
     check_measures,
     check_rows,
 )
-from headrace_cli.demo.performance import TrainingWait
 from headrace_cli.demo.report import Report, SeedsReport, ShownTask
 from headrace_cli.demo.runner import _example
 from headrace_operations.supervisor.state import StartFailed
@@ -54,7 +54,7 @@ def report(seed: int, *tools: float) -> Report:
 
 def printed(*reports: Report) -> str:
     output = io.StringIO()
-    ConsoleReporter(Console(file=output, width=100)).table(SEARCH, reports)
+    ConsoleReporter(Console(file=output, width=100)).print_table(SEARCH, reports)
     return " ".join(output.getvalue().split())
 
 
@@ -222,7 +222,7 @@ def test_a_row_by_hand_and_how_it_is_printed() -> None:
     assert row.margins[WINS] == pytest.approx(3.1824463 * 0.5 / 2)
     output = io.StringIO()
     chosen = WEREWOLF.model_copy(update={"measures": measures})
-    ConsoleReporter(Console(file=output, width=100)).table(chosen, [replace(demo_report(), rows=(row,))])
+    ConsoleReporter(Console(file=output, width=100)).print_table(chosen, [replace(demo_report(), rows=(row,))])
     assert " ".join(output.getvalue().split()) == "games 100 wolves win 75.0% ± 79.6%"
 
 
@@ -281,9 +281,9 @@ async def polls_until_settled(
     async def connected(_bus: str) -> AsyncIterator[None]:
         yield
 
-    monkeypatch.setattr(performance, "connected", connected)
-    monkeypatch.setattr(performance, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(performance, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(demo_run, "connected", connected)
+    monkeypatch.setattr(demo_run, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(demo_run, "asyncio", SimpleNamespace(sleep=sleep))
     settling = TrainingWait("bus", "m")
     monkeypatch.setattr(settling, "_follow", Bus(*polls))
     await settling.until_settled(Watch("bus", "m", champions=list(champions)), 60.0)

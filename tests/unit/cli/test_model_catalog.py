@@ -187,17 +187,18 @@ def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
 def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
     (old, _), (new, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
     changes = {
-        change.what: (change.before, change.after) for change in comparing.settings(old, new, transfer.fetch_file)
+        change.what: (change.before, change.after)
+        for change in comparing.compare_settings(old, new, transfer.fetch_file)
     }
     assert changes["config.json: a.b"] == ("1", "2")
     assert changes["config.json: c"] == (None, "[1]")
     assert "model.safetensors" in changes
     assert "tokenizer.json" not in changes
-    difference = comparing.answers(old.fingerprint, new.fingerprint)
+    difference = comparing.compare_fingerprints(old.fingerprint, new.fingerprint)
     assert difference is not None
     assert (difference.tokens, difference.mean, difference.most) == (2, 1.0, 2.0)
     elsewhere = Fingerprint(token_ids=(4, 5), logprobs=(-1.0,))
-    assert comparing.answers(old.fingerprint, elsewhere) is None
+    assert comparing.compare_fingerprints(old.fingerprint, elsewhere) is None
 
 
 def convert(folder: Path, *words: str, **changed: object) -> tuple[int, str]:

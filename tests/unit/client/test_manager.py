@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from headrace import ApiError, ModelManager
-from headrace.decisions import Listener, line
+from headrace.decisions import Listener, describe_decision
 from headrace.errors import HeadraceError, UsageError
 from headrace.registry import ModelRegistry
 from headrace.rollouts import ABTestFramework, HotUpdater
@@ -141,7 +141,7 @@ def event(decision: str, reason: str | None = None, number: int = 0, **statistic
     ],
 )
 def test_line_formats_a_decision(decided: ModelEvent, expected: str | None) -> None:
-    assert line(decided) == expected
+    assert describe_decision(decided) == expected
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def write_raw(value: bytes) -> None:
 
 
 class CleanConsole(Console):
-    """Rich console for text of unknown origin."""
+    """Rich console that makes control characters visible and interprets only the markup of Headrace's own styles."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Render `text` with Headrace's own styles as markup; other brackets, including links, are plain text.

@@ -28,7 +28,7 @@ class Listener:
 
         Args:
             bus: address of the bus.
-            hear: called in the listener's thread with each new event.
+            on_event: called in the listener's thread with each new event.
             after_scores: called whenever a version was evaluated; it may read topics.
         """
         self._bus = bus
@@ -89,8 +89,8 @@ class Listener:
             self._next_offsets[partition] = end
 
 
-def line(event: ModelEvent) -> str | None:
-    """Return one line about a decision, or None for an intermediate step."""
+def describe_decision(event: ModelEvent) -> str | None:
+    """Return one line of text about a decision, or None for an intermediate step."""
     because = f": {event.reason}" if event.reason else ""
     if event.rollout is not None and event.decision in ("probed", "skipped"):
         return f"{event.version} has {event.rollout.share} of the traffic{because}"
@@ -110,13 +110,22 @@ def line(event: ModelEvent) -> str | None:
             return None
 
 
-def figure(numbers: Mapping[str, float], name: str, error: str, form: str) -> str:
-    """Format the number `name`, with the standard error `error` if `numbers` has it."""
+def format_number(numbers: Mapping[str, float], name: str, error: str, form: str) -> str:
+    """Format one of `numbers`, followed by its standard error if there is one.
+
+    Args:
+        numbers: the statistics of a decision by name.
+        name: name of the number.
+        error: name of its standard error.
+        form: format of the number, such as `.3f`.
+    """
     return f"{numbers[name]:{form}}" + (f" ± {numbers[error]:.3f}" if error in numbers else "")
 
 
 def _score_text(numbers: dict[str, float]) -> str:
-    words = [f"score {figure(numbers, 'score', 'score_standard_error', '.3f')}" if "score" in numbers else "no score"]
+    words = [
+        f"score {format_number(numbers, 'score', 'score_standard_error', '.3f')}" if "score" in numbers else "no score"
+    ]
     if "tasks" in numbers:
         words.append(f"on {numbers['tasks']:.0f} audit tasks")
     return " ".join(words)
@@ -126,4 +135,4 @@ def _difference_text(numbers: dict[str, float]) -> str:
     if "difference" not in numbers:
         return ""
     tasks = f" on {numbers['tasks']:.0f} gate tasks" if "tasks" in numbers else ""
-    return f" ({figure(numbers, 'difference', 'standard_error', '+.3f')}{tasks})"
+    return f" ({format_number(numbers, 'difference', 'standard_error', '+.3f')}{tasks})"

@@ -99,7 +99,7 @@ class ModelRegistry:
         return self._change(name, "pause", HoldRequest(reason=reason))
 
     def resume(self, name: str, *, reason: str = "") -> ModelState:
-        """Process the queued versions."""
+        """End a pause: the registry processes the queued versions."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
     def stop(self, name: str, *, reason: str = "") -> ModelState:
@@ -122,7 +122,7 @@ class ModelRegistry:
         return self.ask("POST", f"/v1/models/{name}/{action}", ModelState, body)
 
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
-        """Send a request to any page of the interface and parse its response as `model`.
+        """Send a request to any path of the REST interface and parse its response as `model`.
 
         `headrace_schemas.http.catalog` and `headrace_schemas.http.registry_api` define the bodies of requests and
         responses.

@@ -117,7 +117,7 @@ class Topics:
     async def records(
         self, selection: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
     ) -> AsyncIterator[ConsumerRecord]:
-        """Like `read`, without decoding the records."""
+        """Yield the raw records of a range, in order within each partition. The arguments are those of `read`."""
         progress = progress if progress is not None else Progress()
         spans = await self._spans(selection, progress, ends or {})
         self._consumer.assign(list(spans))

@@ -18,7 +18,14 @@ from headrace_schemas.values.text import closest, printable
 def check_names(
     where: str, arguments: Mapping[str, Any], allowed: Collection[str], remedy: str = "leave it out"
 ) -> None:
-    """Raise `UsageError` for the first name in the mapping `where` that is not one of the `allowed` names."""
+    """Raise `UsageError` for the first name in `arguments` that is not one of the `allowed` names.
+
+    Args:
+        where: the argument that holds the mapping, for messages.
+        arguments: the mapping of names to values.
+        allowed: the names that have an effect.
+        remedy: the last clause of the message.
+    """
     if not isinstance(arguments, Mapping):
         raise UsageError(f"{where} = {printable(repr(arguments))}: must be a mapping of names to values")
     for name in arguments:
@@ -91,7 +98,8 @@ def check_unchanged(config: Any, reasons: Mapping[str, tuple[object, str]]) -> N
     """Raise `UsageError` for the first attribute of `config` that differs from its default and has no effect here.
 
     Args:
-        reasons: the default of each attribute, and the text that follows its name and value in the message.
+        config: the object that the user passed.
+        reasons: by attribute: its default, and the text that follows its name and value in the message.
     """
     for name, (default, reason) in reasons.items():
         value = getattr(config, name, default)

@@ -57,8 +57,8 @@ def _thin_out(points: list[Point], count: int) -> list[Point]:
     return [points[round(at * (len(points) - 1) / (count - 1))] for at in range(count)]
 
 
-def shadow_lines(rollout: RolloutState) -> list[str]:
-    """Return the summary; empty for a rollout without a shadow."""
+def summarize_shadow(rollout: RolloutState) -> list[str]:
+    """Return the lines that summarise the shadow phase; empty for a rollout without one."""
     if not rollout.shadow_units:
         return []
     report = rollout.shadow

@@ -197,7 +197,7 @@ async def read(topics: Topics) -> tuple[Finding, ...]:
 
 
 class FindingReporter:
-    """Reports the findings of all models. It is called after each score and does not repeat an unchanged finding."""
+    """Callable that reports the findings of all models, each once as long as it persists. Call it after each score."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report

@@ -253,7 +253,7 @@ class TurnAccountBuilder:
         )
 
     def _feedback_targets(self, lineages: Mapping[str, str]) -> dict[TurnKey, CapturedTurn]:
-        """Return what decides whether feedback about each captured turn can be trained."""
+        """Return the captured turns with the facts that decide whether feedback about them can be trained."""
         with_logprobs = {
             name
             for name, experience in self._experiences.items()

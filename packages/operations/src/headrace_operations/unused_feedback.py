@@ -18,7 +18,7 @@ FeedbackKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class CapturedTurn:
-    """A captured turn, and what decides whether feedback about it can be trained."""
+    """A captured turn with the facts that decide whether feedback about it can be trained."""
 
     session_key: str
     untrained: str | None

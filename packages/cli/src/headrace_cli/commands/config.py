@@ -39,7 +39,7 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
     with console().status("checking the services"):
         checks = check_services(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
     problems = _merge_shared_problems({name: result.problems for name, result in checks.items()})
-    problems |= {"ports": _ports(file, chosen)}
+    problems |= {"ports": _port_problems(file, chosen)}
     notes = {name: "".join(f"\n{escape(note)}" for note in result.notes) for name, result in checks.items()}
     rows = [
         (name, "[red]" + escape("\n".join(sentences)) + "[/]" if sentences else f"[green]ok[/]{notes.get(name, '')}")
@@ -52,7 +52,7 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
 
 
 def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Collect a problem that several services report in one row."""
+    """Return the problems by service, and under `all` those that several services report, each once."""
     by_sentence: dict[str, list[str]] = {}
     for name, sentences in problems.items():
         for sentence in sentences:
@@ -64,7 +64,7 @@ def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str
     return ({"all": shared} if shared else {}) | unshared
 
 
-def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
+def _port_problems(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
     """Return the problems of the ports; none if Headrace already runs on this data directory and uses them."""
     from headrace.errors import UsageError
     from headrace_operations.supervisor.overrides import Overrides
@@ -115,16 +115,16 @@ def reference(
 def _require_folder(file: Path | None) -> None:
     """Raise `UsageError` for a file in no folder, before seconds are spent on its content."""
     if file is not None and not file.parent.is_dir():
-        raise _unwritable(file, os.strerror(errno.ENOENT))
+        raise _write_error(file, os.strerror(errno.ENOENT))
 
 
-def _unwritable(file: Path, reason: str | None) -> UsageError:
+def _write_error(file: Path, reason: str | None) -> UsageError:
     from headrace.errors import UsageError
 
     return UsageError(f"{file}: cannot be written ({reason}); name a file in an existing folder")
 
 
-def _existing(file: Path) -> UsageError:
+def _exists_error(file: Path) -> UsageError:
     from headrace.errors import UsageError
 
     return UsageError(f"{file}: exists already; name another file, or remove it first")
@@ -137,7 +137,7 @@ def _print_or_write(text: str, output: Path | None) -> None:
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _unwritable(output, error.strerror) from None
+        raise _write_error(output, error.strerror) from None
 
 
 def schema(
@@ -175,7 +175,7 @@ def init(
 
     _require_folder(file)
     if file.exists():
-        raise _existing(file)
+        raise _exists_error(file)
     with console(stderr=True).status("reading the settings of the services"):
         services = installed()
         values = {"trainer.base": base, "trainer.model": model}
@@ -185,9 +185,9 @@ def init(
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError:
-        raise _existing(file) from None
+        raise _exists_error(file) from None
     except OSError as error:
-        raise _unwritable(file, error.strerror) from None
+        raise _write_error(file, error.strerror) from None
     echo(f"{file} is written; check it with `headrace config check {file}`")
 
 

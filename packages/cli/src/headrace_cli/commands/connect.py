@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.errors import UsageError
-from headrace_cli.commands.shared import DataDir, command, echo, running
+from headrace_cli.commands.shared import DataDir, command, echo, running_state
 from headrace_schemas.values.text import printable, read_user_text
 
 _TABLE = re.compile(r"^\s*\[")
@@ -178,9 +178,9 @@ def _environment(variables: dict[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The configuration of one agent."""
+    """Lines that configure one agent for the gateway, and the file to which `--write` adds them."""
 
-    place: str
+    destination: str
     """Where the printed lines belong."""
     lines: Callable[[Connection], str]
     file: str
@@ -224,7 +224,7 @@ def connect(
     if write_file:
         _write(chosen, connection)
         return
-    echo(f"for {chosen.place}:", error=True)
+    echo(f"for {chosen.destination}:", error=True)
     echo(chosen.lines(connection))
 
 
@@ -249,13 +249,13 @@ def _running_url(data_dir: Path | None) -> str:
     from headrace_operations.supervisor.state import NotRunning
 
     try:
-        return running(data_dir).base_url or _DEFAULT_URL
+        return running_state(data_dir).base_url or _DEFAULT_URL
     except NotRunning:
         return _DEFAULT_URL
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `connect` to `app`."""
     command(
         app,
         connect,

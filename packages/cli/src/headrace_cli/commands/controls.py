@@ -16,7 +16,7 @@ from headrace_cli.commands.shared import (
     console,
     echo_json,
     progress,
-    running,
+    running_state,
     table,
 )
 
@@ -121,15 +121,15 @@ def _read_experiences(
     if recording is not None:
         return from_file(recording)
     topic_range = Range("experiences", since=parse_time(since), until=parse_time(until))
-    return asyncio.run(from_bus(bus or running(data_dir).bus, topic_range))
+    return asyncio.run(from_bus(bus or running_state(data_dir).bus, topic_range))
 
 
 def _select_controls(experiences: list[Experience], only: list[str] | None) -> list[Control]:
     from headrace.errors import UsageError
-    from headrace_operations.controls.kinds import CONTROLS, alone, reward_sources
+    from headrace_operations.controls.kinds import CONTROLS, only_source, reward_sources
 
     sources = reward_sources(experiences)
-    available = [*CONTROLS, *(alone(source) for source in sources if len(sources) > 1)]
+    available = [*CONTROLS, *(only_source(source) for source in sources if len(sources) > 1)]
     unknown = sorted(set(only or ()) - {control.name for control in available})
     if unknown:
         names = ", ".join(control.name for control in available)

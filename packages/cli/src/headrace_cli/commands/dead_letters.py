@@ -210,7 +210,7 @@ async def _read(bus: str, selection: Selection, *, keep_values: bool = False) ->
     from headrace_operations.dead_letters import reading
 
     async with connected(bus) as topics:
-        at = await reading.cut(topics)
+        at = await reading.read_cut(topics)
         letters = [
             letter if keep_values else letter.without_value() async for letter in reading.read(topics, selection, at)
         ]

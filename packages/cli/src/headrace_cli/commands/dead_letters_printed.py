@@ -46,7 +46,7 @@ def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: st
 
 
 def print_letter(letter: Letter) -> None:
-    """Print everything about one letter."""
+    """Print the fields, the decisions and the headers of one letter, and the refused bytes."""
     from headrace_operations.dead_letters.reading import decode_value, escape_control_characters
 
     out, record = console(), letter.letter

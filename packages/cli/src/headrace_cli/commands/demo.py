@@ -14,7 +14,7 @@ from headrace_cli.commands.shared import Overridden, Pythons, command, console, 
 
 if TYPE_CHECKING:
     from headrace_cli.demo.console_reporter import ConsoleReporter
-    from headrace_cli.demo.performance import Options, StackAddress
+    from headrace_cli.demo.demo_run import Options, StackAddress
     from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.report import Report
 
@@ -59,7 +59,7 @@ def demo(
     """
     from headrace.errors import UsageError
     from headrace_cli.demo import recipe
-    from headrace_cli.demo.performance import Options
+    from headrace_cli.demo.demo_run import Options
     from headrace_operations.supervisor.overrides import parse_assignments
     from headrace_operations.supervisor.plan import parse_pythons
 
@@ -77,7 +77,7 @@ def demo(
     path = out / f"{name}.json"
     if seeds is None:
         if data_dir is None:
-            options = replace(options, data_dir=_emptied(DATA_DIR))
+            options = replace(options, data_dir=_empty_data_dir(DATA_DIR))
         reached_goal = _play_one_seed(demo_recipe, options, keep_running=keep_running, path=path)
     else:
         reached_goal = _play_seeds(seeds, demo_recipe, options, keep=data_dir is not None, path=path)
@@ -85,7 +85,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _emptied(data_dir: Path) -> Path:
+def _empty_data_dir(data_dir: Path) -> Path:
     """Remove the data of an earlier demo and return the directory. Raises `UsageError` if its services still run."""
     import shutil
 
@@ -115,7 +115,7 @@ def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path
         shortfalls = report.shortfalls(options.goal)
         reached_goal = not shortfalls
         reporter.print_summary(report, shortfalls)
-        reporter.table(recipe, [report])
+        reporter.print_table(recipe, [report])
         reporter.print_example(report.shown)
         files = [path, *([path.with_suffix(".png")] if has_chart else [])]
         console().print(f"[dim]written: {', '.join(map(str, files))}; data of the services: {options.data_dir}[/]")
@@ -123,14 +123,14 @@ def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path
             if stack.console:
                 reporter.print_console(stack.console, options.data_dir)
             console().print(f"base_url  [bold green]{stack.base_url}[/]\n[dim]Ctrl-C stops the services[/]")
-            await _interrupted()
+            await _wait_for_interrupt()
 
     asyncio.run(play(recipe, options, reporter, finish))
     _print_next(recipe, options)
     return reached_goal
 
 
-async def _interrupted() -> None:
+async def _wait_for_interrupt() -> None:
     """Wait for Ctrl-C or SIGTERM."""
     import asyncio
     import signal
@@ -167,12 +167,12 @@ def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, pat
         seed_dir = options.data_dir / f"seed-{seed}"
         reports.append(_play(recipe, replace(options, seed=seed, data_dir=seed_dir), reporter, keep=keep))
         reporter.print_summary(reports[-1], [])
-        reporter.table(recipe, reports[-1:])
+        reporter.print_table(recipe, reports[-1:])
         seeds_report = SeedsReport.of(recipe, options.goal, reports)
         seeds_report.write(path)
     reporter.print_example(reports[0].shown)
     if count > 1:
-        reporter.table(recipe, reports)
+        reporter.print_table(recipe, reports)
     reporter.print_promises(seeds_report)
     console().print(f"[dim]written: {path}[/]")
     return seeds_report.holds

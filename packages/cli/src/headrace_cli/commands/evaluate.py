@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running_state, table
 
 if TYPE_CHECKING:
     from headrace_operations.evaluation.runner import Evaluation
@@ -70,7 +70,7 @@ def evaluate(
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
     options = runner.EvaluationOptions(
-        base_url=url or running(data_dir).base_url or "",
+        base_url=url or running_state(data_dir).base_url or "",
         key=key,
         metrics=tuple(metric or ()),
         agent=agent,

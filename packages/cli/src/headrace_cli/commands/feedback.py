@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import DataDir, command, console, running
+from headrace_cli.commands.shared import DataDir, command, console, running_state
 
 if TYPE_CHECKING:
     from headrace.sessions import FeedbackOptions
@@ -44,7 +44,7 @@ def feedback(
     from headrace.client import Client
     from headrace_operations.supervisor.state import NotRunning
 
-    url = base_url or running(data_dir).base_url
+    url = base_url or running_state(data_dir).base_url
     if url is None:
         raise NotRunning("no gateway runs here; name one with --base-url")
     options: FeedbackOptions = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, console, echo_json, progress, running_state, table
 
 if TYPE_CHECKING:
     from headrace_operations.mirror import MirrorResult
@@ -35,7 +35,7 @@ def mirror(
 
     from headrace_operations.mirror import mirror as copy
 
-    source = bus or running(data_dir).bus
+    source = bus or running_state(data_dir).bus
     with progress("connecting") as tick:
         result = asyncio.run(copy(source, to, without=without or (), replication=replication, report=tick))
     if json:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.model_options import RegistryOptions, find, split_version
-from headrace_cli.commands.shared import AsJson, command, console, echo_json, running, table
+from headrace_cli.commands.shared import AsJson, command, console, echo_json, running_state, table
 
 if TYPE_CHECKING:
-    from headrace_operations.catalog.comparing import Answers, Change, Pair
+    from headrace_operations.catalog.comparing import AnswerPair, Change, LogprobDifference
     from headrace_operations.lineage.versions import DataDifference
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
@@ -44,19 +44,19 @@ def diff(
     before_manifest, after_manifest = (
         transfer.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
     )
-    changes = list(comparing.settings(before_manifest, after_manifest, transfer.fetch_file))
-    data = _data(bus or running(registry.data_dir).bus, before_state.id, after_state.id)
-    logprob_difference = comparing.answers(before_manifest.fingerprint, after_manifest.fingerprint)
+    changes = list(comparing.compare_settings(before_manifest, after_manifest, transfer.fetch_file))
+    data = _data(bus or running_state(registry.data_dir).bus, before_state.id, after_state.id)
+    logprob_difference = comparing.compare_fingerprints(before_manifest.fingerprint, after_manifest.fingerprint)
     pairs = comparing.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
     if json:
-        _print_json(changes, data, comparing.scores(before_state, after_state), logprob_difference, pairs)
+        _print_json(changes, data, comparing.compare_scores(before_state, after_state), logprob_difference, pairs)
         return
     out = console()
     rows = [(change.what, change.before or "-", change.after or "-") for change in changes]
     out.print(table(["setting or file", before_state.id, after_state.id], rows))
     score_rows = [
         (name, *("-" if value is None else f"{value:.4g}" for value in values))
-        for name, values in comparing.scores(before_state, after_state).items()
+        for name, values in comparing.compare_scores(before_state, after_state).items()
     ]
     out.print(table(["score", before_state.id + ">", after_state.id + ">"], score_rows))
     out.print(_describe_data(data))
@@ -84,7 +84,7 @@ def _data(bus: str, before: str, after: str) -> DataDifference:
 def _gateway(registry: RegistryOptions) -> str:
     from headrace_operations.supervisor.state import NotRunning
 
-    url = running(registry.data_dir).base_url
+    url = running_state(registry.data_dir).base_url
     if url is None:
         raise NotRunning("--ask: no gateway runs here; start Headrace with `headrace up`")
     return url
@@ -105,7 +105,7 @@ def _describe_data(data: DataDifference) -> str:
     return f"trained revisions of experiences: {', '.join(words)}"
 
 
-def _describe_answers(difference: Answers | None) -> str:
+def _describe_answers(difference: LogprobDifference | None) -> str:
     if difference is None:
         return "the vocabularies differ, so logprobs cannot be compared"
     apart = f"{difference.mean:.4g} nats apart in the mean, {difference.most:.4g} at most"
@@ -116,8 +116,8 @@ def _print_json(
     changes: list[Change],
     data: DataDifference,
     scores: dict[str, tuple[float | None, float | None]],
-    logprob_difference: Answers | None,
-    pairs: tuple[Pair, ...],
+    logprob_difference: LogprobDifference | None,
+    pairs: tuple[AnswerPair, ...],
 ) -> None:
     import json
 

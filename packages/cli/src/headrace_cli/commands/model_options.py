@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import DataDir, InternalKey, load_stack_token, running
+from headrace_cli.commands.shared import DataDir, InternalKey, load_stack_token, running_state
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
@@ -44,7 +44,7 @@ class RegistryOptions:
         if url is not None:
             load_stack_token(self.data_dir)
         else:
-            service = running(self.data_dir).services.get("registry")
+            service = running_state(self.data_dir).services.get("registry")
             if service is None:
                 raise NotRunning("no registry runs here; name one with --registry URL")
             url = service.url

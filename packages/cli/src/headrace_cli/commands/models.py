@@ -221,9 +221,9 @@ def _last_statistics(version: VersionState, *decisions: str) -> dict[str, float]
 
 
 def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
-    from headrace.decisions import figure
+    from headrace.decisions import format_number
 
-    return figure(numbers, name, error, form) if name in numbers else "-"
+    return format_number(numbers, name, error, form) if name in numbers else "-"
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -112,7 +112,7 @@ def add_to(parent: typer.Typer) -> None:
 
 
 def as_json(report: Report) -> str:
-    """Return all counts of the report."""
+    """Return all counts of a replay's report as JSON."""
     from pydantic import BaseModel
 
     output: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(report)}

@@ -20,7 +20,7 @@ from headrace_cli.commands.shared import (
     echo,
     echo_json,
     progress,
-    running,
+    running_state,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _check_algorithm(algorithm: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences from the original training."""
+    """Options that change a replay compared with the original training."""
 
     rewards: Annotated[
         list[str] | None,
@@ -127,7 +127,7 @@ class ReplayRange(RangeOptions):
 
 @dataclass(frozen=True)
 class SettingsOptions:
-    """Settings file, bus and data directory."""
+    """Options that select the settings file, the bus and the data directory."""
 
     config: Config = None
     bus: BusAddress = None
@@ -135,7 +135,7 @@ class SettingsOptions:
 
     def address(self, overrides: Overrides) -> str:
         """Return the address of the bus: the option, the setting, or that of the Headrace that runs here."""
-        return self.bus or str(overrides.get("bus.address") or "") or running(self.data_dir).bus
+        return self.bus or str(overrides.get("bus.address") or "") or running_state(self.data_dir).bus
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def show(
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
         author = f", asked by {event.who}" if event.who else ""
         console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{author}")
-    for line in charts.shadow_lines(state):
+    for line in charts.summarize_shadow(state):
         console().print(line)
     console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(state)))
     echo("\n".join(charts.draw_lines(state, metric or metric_of(state))))

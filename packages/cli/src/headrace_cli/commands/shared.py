@@ -116,7 +116,7 @@ class BusOptions:
         if self.bus:
             load_stack_token(self.data_dir)
             return self.bus
-        return running(self.data_dir).bus
+        return running_state(self.data_dir).bus
 
 
 class Commands(TyperGroup):
@@ -150,7 +150,7 @@ def folder(data_dir: Path | None, config: Path | None = None) -> Path:
     return data_dir_of(data_dir, Overrides(_settings_file(config), {}, os.environ))
 
 
-def running(data_dir: Path | None) -> RunState:
+def running_state(data_dir: Path | None) -> RunState:
     """Return the state of the Headrace that runs on `data_dir`. Raises `NotRunning`."""
     from headrace_operations.supervisor.state import read
 
@@ -162,7 +162,7 @@ def load_stack_token(data_dir: Path | None) -> None:
     from headrace_operations.supervisor.state import NotRunning
 
     with contextlib.suppress(NotRunning):
-        running(data_dir)
+        running_state(data_dir)
 
 
 def service_names() -> list[str]:
@@ -229,7 +229,7 @@ def console_line(url: str, data_dir: Path, *, command: str = "headrace console")
     return f"console   {url}   `{command}` prints an address that logs you in"
 
 
-def condition(service: ServiceState) -> str:
+def format_state(service: ServiceState) -> str:
     """Return the state of a service as coloured text."""
     from rich.markup import escape
 

@@ -14,13 +14,13 @@ from headrace_cli.commands.shared import (
     DataDir,
     InternalKey,
     command,
-    condition,
     console,
     echo_json,
     folder,
+    format_state,
     load_stack_token,
     progress,
-    running,
+    running_state,
     table,
 )
 
@@ -58,7 +58,7 @@ def status(
 
     if bus:
         load_stack_token(data_dir)
-    state, alive = (None, {}) if bus else health.check_health(running(data_dir))
+    state, alive = (None, {}) if bus else health.check_health(running_state(data_dir))
     sources = health.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()
     address = bus or (state.bus if state else "")
@@ -152,7 +152,7 @@ def _print(
     if state is not None:
         now = datetime.now(UTC)
         rows = [
-            (name, condition(service), _format_alive(alive.get(name, "-")), service.url, str(service.pid or "-"),
+            (name, format_state(service), _format_alive(alive.get(name, "-")), service.url, str(service.pid or "-"),
              str(service.restarts), _format_duration((now - service.since).total_seconds()))
             for name, service in state.services.items()
         ]  # fmt: skip

@@ -86,7 +86,7 @@ class ReadingOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the training."""
+    """Options that determine the base, the settings and the lineage of a training."""
 
     base: Annotated[
         str | None,
@@ -129,12 +129,12 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TopicRange(RangeOptions):
-    """Range of the source topic."""
+    """Options that select the range of the topic to train on."""
 
 
 @dataclass(frozen=True)
 class JobLocation:
-    """Settings file, bus and data directory of the job."""
+    """Options that select the settings file, the bus and the data directory of a job."""
 
     config: Config = None
     bus: BusAddress = None

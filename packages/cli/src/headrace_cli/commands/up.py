@@ -18,12 +18,12 @@ from headrace_cli.commands.shared import (
     Overridden,
     Pythons,
     command,
-    condition,
     console,
     console_line,
     console_login,
     echo,
-    running,
+    format_state,
+    running_state,
     service_names,
     table,
 )
@@ -131,11 +131,11 @@ def _print_decisions(state: RunState | None) -> Iterator[None]:
 
     from rich.markup import escape
 
-    from headrace.decisions import Listener, line
+    from headrace.decisions import Listener, describe_decision
     from headrace_operations.guard import FindingReporter
 
     def tell(event: ModelEvent) -> None:
-        if (text := line(event)) is not None:
+        if (text := describe_decision(event)) is not None:
             colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
             console().print(f"[{colour}]{escape(text)}[/]")
 
@@ -167,7 +167,7 @@ def print_summary(state: RunState) -> None:
 
     out = console()
     rows = [
-        (name, condition(service), service.url, str(service.pid), service.log)
+        (name, format_state(service), service.url, str(service.pid), service.log)
         for name, service in state.services.items()
     ]
     out.print(table(["service", "state", "address", "pid>", "log"], rows))
@@ -193,7 +193,7 @@ def console_address(data_dir: DataDir = None) -> None:
     """Print an address that logs you in to the console once. It replaces an address that was not used yet."""
     from headrace.errors import UsageError
 
-    state = running(data_dir)
+    state = running_state(data_dir)
     if "console" not in state.services:
         reason = state.left_out.get("console", "not installed")
         raise UsageError(f"the console is not running ({reason}); start it with `headrace up`")
@@ -223,7 +223,7 @@ def _print_changes(before: RunState, now: RunState) -> RunState:
             "ready",
             "unready",
         ):
-            console().print(f"{name}: {condition(service)}")
+            console().print(f"{name}: {format_state(service)}")
     return now
 
 

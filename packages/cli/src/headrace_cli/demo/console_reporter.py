@@ -32,7 +32,7 @@ _POLL_S = 0.5
 
 
 class ConsoleReporter:
-    """Prints the course and the results of a demo."""
+    """Console output of a demo: progress, versions, decisions and results."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,14 +105,14 @@ class ConsoleReporter:
         for text in shortfalls:
             self._console.print(f"[red]not as promised:[/] {text}")
 
-    def table(self, recipe: Recipe, reports: Sequence[Report]) -> None:
+    def print_table(self, recipe: Recipe, reports: Sequence[Report]) -> None:
         """Print the measures of the recipe's versions; with several seeds, their medians."""
         if recipe.rows is None:
             self.print_measures(recipe.measures, [report.measures for report in reports])
             return
-        self.rows(recipe, [report.rows for report in reports])
+        self.print_rows(recipe, [report.rows for report in reports])
 
-    def rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
+    def print_rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
         """Print a column for each row of the recipe. A single seed has 95 % intervals over its plays."""
         assert recipe.rows is not None
         table = _table(len(seeds), recipe.rows.unit, *(str(row.at) for row in seeds[0]))

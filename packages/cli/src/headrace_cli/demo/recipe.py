@@ -124,7 +124,7 @@ class Recipe(BaseModel):
         )
 
     def command(self, name: str, values: Mapping[str, object]) -> list[str]:
-        """Return a command with all placeholders replaced."""
+        """Return the recipe's command `name`, with each placeholder replaced by its entry of `values`."""
         replacements = {"python": sys.executable, "model": self.model, **values}
         return [part.format(**replacements) for part in getattr(self, name)]
 

@@ -87,7 +87,7 @@ class Report:
         }
 
     def shortfalls(self, goal: Goal) -> list[str]:
-        """Return the missed promises; empty on success."""
+        """Return a clause for each promise that the demo missed, those of `goal` included; empty on success."""
         dropped = sum(self.turns_dropped.values())
         total = self.turns_trained + self.turns_waiting + dropped
         promises = {

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.registry import ModelRegistry
 from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
+from headrace_cli.demo.demo_run import DemoRun, Options, StackAddress, command_environment, service_environment
 from headrace_cli.demo.measures import BeforeAfter, CheckResult, MeasuredPlays
-from headrace_cli.demo.performance import Options, Performance, StackAddress, command_environment, service_environment
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
 from headrace_operations.catalog import transfer
@@ -123,7 +123,7 @@ async def play(
         for name, opponent in recipe.models.items():
             with reporter.doing(f"registering {name}"):
                 await register_opponents(supervisor.url("registry"), name, Path(base), opponent.label, environ)
-        report = await perform(recipe, options, stack, reporter)
+        report = await run_on_stack(recipe, options, stack, reporter)
         report = replace(report, wall_s=round(time.monotonic() - began, 1))
         if finish is not None:
             await finish(report, stack)
@@ -133,14 +133,14 @@ async def play(
     return report
 
 
-async def perform(recipe: Recipe, options: Options, stack: StackAddress, reporter: ConsoleReporter) -> Report:
-    """Run the demo with a running Headrace: the first version, the agent, the account."""
+async def run_on_stack(recipe: Recipe, options: Options, stack: StackAddress, reporter: ConsoleReporter) -> Report:
+    """Run the demo on a running Headrace: measure the first version, run the agent, and return the report."""
     began = time.monotonic()
     checks_result = await asyncio.to_thread(_run_checks, recipe, options)
     watch = Watch(stack.bus, recipe.model, reporter.print_decision)
     async with _run_watch(watch):
-        performance = Performance(recipe, options, stack, reporter, watch)
-        result = await (performance.run_with_gate() if recipe.rows is None else performance.run_rows(recipe.rows))
+        run = DemoRun(recipe, options, stack, reporter, watch)
+        result = await (run.run_with_gate() if recipe.rows is None else run.run_rows(recipe.rows))
     account = await read_turn_account(stack.bus)
     return Report(
         before=result.before.mean("score"),

@@ -43,7 +43,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class LogprobDifference:
     """Absolute differences between two versions' logprobs of the same tokens: number of tokens, mean, maximum."""
 
     tokens: int
@@ -51,10 +51,16 @@ class Answers:
     most: float
 
 
-def settings(
+def compare_settings(
     before_manifest: Manifest, after_manifest: Manifest, read: Callable[[Manifest, str], bytes]
 ) -> Iterator[Change]:
-    """Yield the differences of kind and base, of files, and of each value in configuration files."""
+    """Yield the differences of kind, base and origin, of files, and of each value in configuration files.
+
+    Args:
+        before_manifest: the manifest of the first version.
+        after_manifest: the manifest of the second version.
+        read: returns the content of the file at a path of a version.
+    """
     for field in ("kind", "base", "lineage", "step", "parent"):
         before, after = (_text(getattr(manifest, field)) for manifest in (before_manifest, after_manifest))
         if before != after:
@@ -73,8 +79,8 @@ def settings(
             yield Change(path, before_files[path].sha256[:12], after_files[path].sha256[:12])
 
 
-def scores(before: VersionState, after: VersionState) -> dict[str, tuple[float | None, float | None]]:
-    """Return the latest statistics of both versions by name."""
+def compare_scores(before: VersionState, after: VersionState) -> dict[str, tuple[float | None, float | None]]:
+    """Return the latest scores of both versions by name; None for a version without that score."""
     before_scores, after_scores = _latest_scores(before), _latest_scores(after)
     return {
         name: (before_scores.get(name), after_scores.get(name))
@@ -83,12 +89,12 @@ def scores(before: VersionState, after: VersionState) -> dict[str, tuple[float |
     }
 
 
-def answers(before: Fingerprint, after: Fingerprint) -> Answers | None:
+def compare_fingerprints(before: Fingerprint, after: Fingerprint) -> LogprobDifference | None:
     """Compare the fingerprints of two versions; None if they are about different tokens."""
     if before.token_ids != after.token_ids:
         return None
     differences = [abs(a - b) for a, b in zip(before.logprobs, after.logprobs, strict=True)]
-    return Answers(len(differences), math.fsum(differences) / len(differences), max(differences))
+    return LogprobDifference(len(differences), math.fsum(differences) / len(differences), max(differences))
 
 
 def _latest_scores(version: VersionState) -> dict[str, float]:
@@ -129,7 +135,7 @@ def _text(value: object) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """Answers of two versions to one prompt."""
 
     prompt: str
@@ -141,8 +147,14 @@ class Pair:
         return self.before == self.after
 
 
-def compare_answers(base_url: str, before: str, after: str, key: str | None) -> tuple[Pair, ...]:
-    """Let both versions answer all prompts at temperature 0, as evaluation traffic, which is never trained.
+def compare_answers(base_url: str, before: str, after: str, key: str | None) -> tuple[AnswerPair, ...]:
+    """Request the answers of both versions to all prompts at temperature 0, as evaluation traffic.
+
+    Args:
+        base_url: the URL of the gateway with `/v1`.
+        before: the first version, `name@digest`.
+        after: the second version.
+        key: the API key, or None.
 
     Raises:
         HeadraceError: a version is not served.
@@ -151,7 +163,7 @@ def compare_answers(base_url: str, before: str, after: str, key: str | None) -> 
     headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
         with httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
-            return tuple(Pair(text, _answer(http, before, text), _answer(http, after, text)) for text in PROMPTS)
+            return tuple(AnswerPair(text, _answer(http, before, text), _answer(http, after, text)) for text in PROMPTS)
     except httpx2.TransportError as error:
         raise Unreachable(f"{base_url}: {error}") from error
 

@@ -102,8 +102,8 @@ STILL = Control(
 CONTROLS = (TRUE, SHUFFLED, FLIPPED, RANDOM, STILL)
 
 
-def alone(source: str) -> Control:
-    """Return the control that trains with one source of rewards alone. Runs without a reward of it are left out."""
+def only_source(source: str) -> Control:
+    """Return the control that trains with the rewards of one source. Runs without such a reward are left out."""
 
     def change(experiences: Sequence[Experience], _chance: random.Random) -> list[Experience]:
         scored = ((experience, _source_reward(experience, source)) for experience in experiences)

@@ -108,7 +108,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """Explanations of unexpected results."""
+        """One explanation for each control with an unexpected result."""
         return [f"{row.control.name}: {_problem_text(row)}" for row in self.rows if not row.as_expected]
 
     @property
@@ -168,14 +168,14 @@ def _problem_text(row: Row) -> str:
 
 
 def _comparison(row: Row) -> str:
-    """Describe the gain of a control beside that of the true reward, with the certainty that it is too much."""
+    """Describe the gain of a control, its share of the true reward's gain, and the certainty that it is too large."""
     beside = "" if row.share is None else f", {row.share:.0%} of the true reward's {row.true_gain.value:+.3f}"
     limit = "0" if row.share is None else f"{SHARE_MAX:.0%} of it"
     return f"{row.gain_text}{beside}; more than {limit} with a certainty of {row.certainty:.1%}"
 
 
 def draw_chart(report: Report, path: Path) -> bool:
-    """Write a PNG; return False if matplotlib is not installed."""
+    """Draw the gain of each control as a PNG file; return False if matplotlib is not installed."""
     try:
         plt = pyplot()
     except ImportError:

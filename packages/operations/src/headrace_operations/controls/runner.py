@@ -19,7 +19,7 @@ from headrace.topics import Range, connected
 from headrace_operations.catalog.transfer import base_folder
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Report, Run
-from headrace_operations.controls.serving import Stage, serving
+from headrace_operations.controls.serving import VersionServer, serving
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import start_program
 from headrace_operations.supervisor.overrides import Overrides
@@ -101,13 +101,13 @@ async def run(request: Request, tick: Tick) -> Report:
             tick(f"training: {control.name}", len(trained), total)
             trained.append(TrainedControl(control, seed, await _train(request, control, seed)))
     base = trained[0].run.base
-    async with serving(request.scratch, request.config, request.settings_with_scratch, request.environ) as stage:
+    async with serving(request.scratch, request.config, request.settings_with_scratch, request.environ) as server:
         tick("playing: the base", 0, total + 1)
-        base_scores = await _measure(request, stage, base, base)
+        base_scores = await _measure(request, server, base, base)
         runs = []
         for number, training in enumerate(trained, 1):
             tick(f"playing: {training.control.name}", number, total + 1)
-            scores = await _measure(request, stage, training.run.base, training.run.last)
+            scores = await _measure(request, server, training.run.base, training.run.last)
             runs.append(Run(training.control, training.seed, training.run, scores))
     return Report(len(request.experiences), base_scores, runs)
 
@@ -138,10 +138,12 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
     return ShortRun.model_validate_json(results[0])
 
 
-async def _measure(request: Request, stage: Stage, base: Checkpoint, checkpoint: Checkpoint) -> Sequence[Score]:
-    """Let the gate program play the audit tasks with a version."""
-    await stage.show(base, checkpoint)
-    overrides = request.overrides({"registry.gate.base_url": stage.base_url})
+async def _measure(
+    request: Request, server: VersionServer, base: Checkpoint, checkpoint: Checkpoint
+) -> Sequence[Score]:
+    """Return the scores of the audit tasks that the gate program plays with the version of `checkpoint`."""
+    await server.serve(base, checkpoint)
+    overrides = request.overrides({"registry.gate.base_url": server.base_url})
     request_line = Measure(version=checkpoint.version, plays=request.plays)
     results = await _run_filter("registry", "audits", overrides, [("measure", request_line.model_dump_json().encode())])
     if not results:

@@ -20,17 +20,19 @@ _LOADED_S_MAX = 600.0
 _POLL_S = 0.3
 
 
-class Stage:
-    """Server of one version and its base at a time, so that memory is as large as in a live swap. `serving` creates
-    it."""
+class VersionServer:
+    """Gateway and replica that serve one trained version and its base at a time. `serving` creates it.
+
+    So memory need only be as large as for a live swap of versions.
+    """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._bus = supervisor.plan.bus
         self._revision = 0
         self.base_url = f"{supervisor.url('gateway')}/v1"
 
-    async def show(self, base: Checkpoint, checkpoint: Checkpoint) -> None:
-        """Serve a version and its base, and return when a replica has loaded it.
+    async def serve(self, base: Checkpoint, checkpoint: Checkpoint) -> None:
+        """Serve a version and its base in place of those before, and return when the replica has loaded the version.
 
         Raises:
             HeadraceError: the replica could not load the version, or not in time.
@@ -69,8 +71,15 @@ class Stage:
 @contextlib.asynccontextmanager
 async def serving(
     data_dir: Path, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]
-) -> AsyncIterator[Stage]:
-    """Start the services and stop them at the end of the block."""
+) -> AsyncIterator[VersionServer]:
+    """Start broker, gateway and replica on free ports, and stop them at the end of the block.
+
+    Args:
+        data_dir: the scratch folder of the services.
+        config: the settings file, or None.
+        settings: settings by dotted name, which override the file.
+        environ: environment of the services.
+    """
     overrides = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0, "bus.replication": 1}
     supervisor = await asyncio.to_thread(
         Supervisor,
@@ -84,6 +93,6 @@ async def serving(
     try:
         supervisor.start()
         await asyncio.to_thread(supervisor.wait_up)
-        yield Stage(supervisor)
+        yield VersionServer(supervisor)
     finally:
         await asyncio.to_thread(supervisor.stop)

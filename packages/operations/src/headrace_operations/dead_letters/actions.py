@@ -10,7 +10,7 @@ from typing import Literal
 from headrace.errors import HeadraceError, UsageError
 from headrace.producing import Outgoing, producing
 from headrace.topics import Topics, connected, event_of
-from headrace_operations.dead_letters.reading import Cut, Letter, Selection, check_ids, cut, read
+from headrace_operations.dead_letters.reading import Cut, Letter, Selection, check_ids, read, read_cut
 from headrace_schemas import DeadLetterDecision, Event
 from headrace_schemas.rules.training import permanent_problem, retry_headers
 from headrace_schemas.values.base import utcnow
@@ -44,7 +44,7 @@ async def plan(
     Raises:
         UsageError: an id matches no letter or several letters.
     """
-    result = Plan(await cut(topics))
+    result = Plan(await read_cut(topics))
     async for letter in read(topics, selection, result.at):
         problem = await retry_problem(letter, force=force) if action == "retry" else None
         if problem is None:

@@ -111,7 +111,7 @@ class Cut:
     """Records on `dead-letters` that could not be parsed: position to problem."""
 
 
-async def cut(topics: Topics) -> Cut:
+async def read_cut(topics: Topics) -> Cut:
     """Read the present end offsets and decisions.
 
     Raises:

@@ -25,7 +25,13 @@ def serve(
     source: TextIO | None = None,
     target: TextIO | None = None,
 ) -> None:
-    """Answer plays until standard input ends.
+    """Play the requested tasks and write a score for each play, until the input ends.
+
+    Args:
+        tasks: the tasks of the file.
+        options: the metric, the agent and the gateway.
+        source: the input with one `Play` per line; by default standard input.
+        target: the output; by default standard output.
 
     Raises:
         UsageError: `options` does not name exactly one metric.

@@ -94,7 +94,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measurements of one version."""
+    """Measurements of one version by metric, and the plays that they are based on."""
 
     version: str
     tasks: int

@@ -48,7 +48,10 @@ class RevisionTrace:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One trajectory of the session, with the reasons why turns of it are in no experience."""
+    """One trajectory of the session, with the reasons why turns of it are in no experience.
+
+    `left_out` has the reason of each such turn. `held_out` is the reason why no turn is trained, or None.
+    """
 
     trajectory_id: str
     turn_ids: tuple[str, ...]

@@ -77,7 +77,10 @@ def choose_cut(request: Request, report: Report, journal: Journal, merge: Partit
 
 @dataclass(slots=True)
 class Pipeline:
-    """Reading part of one replay. `store` lets the scorer write large experiences to the blob store."""
+    """First part of one replay: it reads the records of the range and passes experiences to `sink`.
+
+    `store` lets the scorer write large experiences to the blob store.
+    """
 
     request: Request
     report: Report

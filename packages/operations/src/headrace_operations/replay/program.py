@@ -22,7 +22,7 @@ _USAGE = 2
 
 
 class Program:
-    """A running program.
+    """Child process that runs a service's own program on lines of standard input. `start_program` starts it.
 
     Use `feed` and `lines` from two tasks: the program stops reading while its output is not read.
     """
@@ -33,7 +33,7 @@ class Program:
         self._log = log
 
     async def feed(self, command: str, value: bytes) -> None:
-        """Send a command. Waits while the program is busy, and raises the program's failure."""
+        """Send one line: the word `command` and JSON. Waits while the program is busy, and raises its failure."""
         assert self._process.stdin is not None
         self._process.stdin.write(line_of(command, value))
         try:
@@ -48,7 +48,7 @@ class Program:
         self._process.stdin.close()
 
     async def lines(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield the output of the program until it ends. Raises the program's failure."""
+        """Yield word and JSON of each line of output until the program ends. Raises the program's failure."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             yield parse_line(line)
@@ -79,7 +79,7 @@ def failure_reason(lines: Sequence[str], name: str) -> str:
 
 
 def service_module(service: str) -> str:
-    """Return the module of a service.
+    """Return the name of a service's package, such as `headrace_scorer`.
 
     Raises:
         UsageError: the service is not installed.

@@ -62,7 +62,7 @@ class Request:
 
     @property
     def model(self) -> str:
-        """Model that is trained."""
+        """Name of the model that is trained."""
         return str(self.overrides.get("trainer.model") or "headrace")
 
     def environ(self, **trainer: object) -> Mapping[str, str]:

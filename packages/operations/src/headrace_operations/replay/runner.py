@@ -154,5 +154,5 @@ def _report(request: Request) -> Report:
 
 
 def file_path(request: Request, suffix: str) -> Path:
-    """Return the path of one of the replay's files in the data directory."""
+    """Return the path of the replay's file with the ending `suffix`, in `replays` of the data directory."""
     return Path(str(request.overrides.get("data_dir"))) / "replays" / f"{request.lineage}{suffix}"

@@ -25,7 +25,7 @@ _USAGE = 2
 
 @dataclass(slots=True)
 class TrainingReports:
-    """Reports of the trainer, accumulated."""
+    """Accumulated reports of one trainer: its batches, and the number of verdicts by kind."""
 
     offset: int = 0
     seen: set[str] = field(default_factory=set)
@@ -44,7 +44,7 @@ class TrainingReports:
         return sum(self.verdict_counts.values())
 
     def result(self, experiences: int, versions: int) -> DryRunLine:
-        """Summarize the training of `experiences`; those without a verdict count as waiting."""
+        """Summarize the reports about a number of `experiences`; those without a verdict count as waiting."""
         dropped = {
             str(reason): count for reason, count in sorted(self.verdict_counts.items(), key=str) if reason is not None
         }

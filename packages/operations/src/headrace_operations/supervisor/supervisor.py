@@ -216,7 +216,7 @@ class Supervisor:
         self._publish()
 
     def _tick(self) -> None:
-        """Check every process once."""
+        """Check every process once: restart those that have ended, read heartbeats, request the health, and pause."""
         for name, process in self._processes.items():
             status = process.reap()
             if status == _SETTINGS_STATUS:

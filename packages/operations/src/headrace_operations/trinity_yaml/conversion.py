@@ -21,7 +21,7 @@ from headrace_schemas.values.text import printable, printable_lines, read_user_t
 
 @dataclass
 class Conversion:
-    """Result of a conversion.
+    """Settings that were converted from Trinity's YAML, with explanations.
 
     `settings` are by dotted name, `lines` has an explanation for every key, and `refused` has the reasons why the
     conversion fails.

@@ -24,6 +24,8 @@ def setting(name: str) -> Rule:
 
 
 def only(*allowed: Any, why: str, explanation: str) -> Rule:
+    """Return the rule that accepts the `allowed` values, without a setting, and refuses others for the reason `why`."""
+
     def rule(value: Any) -> tuple[dict[str, Any], str]:
         if value not in allowed:
             raise Unconvertible(why)
@@ -61,6 +63,7 @@ def port(number: Any) -> tuple[dict[str, Any], str]:
 
 
 def data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
+    """Return the rule that copies the value to `Conversion.data`."""
     return lambda value: ({f"data.{name}": value}, explanation)
 
 

@@ -35,7 +35,10 @@ _STALLED_S = 20.0
 
 
 class TrainingWait:
-    """Follows the experiences of a model and their training. `until_settled` can be called repeatedly."""
+    """Reader of a model's experiences and training reports, which waits until the agent's work so far is trained.
+
+    `until_settled` can be called repeatedly.
+    """
 
     def __init__(self, bus: str, model: str) -> None:
         self._bus, self._model = bus, model
@@ -114,7 +117,7 @@ async def running_agent(command: Sequence[str], environ: Mapping[str, str]) -> A
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options that the caller chooses."""
+    """Options of a demo that the command line sets."""
 
     seed: int
     goal: Goal
@@ -147,7 +150,7 @@ class StackAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class PerformanceResult:
+class DemoRunResult:
     """Measurements of the first and the last version, and counts of the agent's requests."""
 
     before: MeasuredPlays
@@ -161,8 +164,8 @@ class PerformanceResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Performance:
-    """One run of a recipe with one Headrace."""
+class DemoRun:
+    """One run of a recipe's demo on one running Headrace."""
 
     recipe: Recipe
     options: Options
@@ -170,7 +173,7 @@ class Performance:
     reporter: ConsoleReporter
     watch: Watch
 
-    async def run_with_gate(self) -> PerformanceResult:
+    async def run_with_gate(self) -> DemoRunResult:
         """Let the agent work until the audit of the registry reaches the goal."""
         with self.reporter.doing("loading, probing and evaluating the first version"):
             await self._wait_first_version(lambda: self.watch.champions[0] in self.watch.scores)
@@ -183,15 +186,15 @@ class Performance:
             await self._wait_last_audit()
         with self.reporter.doing("measuring the last version"):
             after = await self._measure(self.watch.champions[-1])
-        return PerformanceResult(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
+        return DemoRunResult(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
 
-    async def run_rows(self, rows: RowsRecipe) -> PerformanceResult:
+    async def run_rows(self, rows: RowsRecipe) -> DemoRunResult:
         """Let the agent work from row to row, and measure the serving version once everything before is trained."""
         with self.reporter.doing("loading and probing the first version"):
             await self._wait_first_version(lambda: True)
         began = time.time()
         first, row = await self._row(rows, 0, [])
-        result = PerformanceResult(first, first, 0, 0, began, 0.0, (row,))
+        result = DemoRunResult(first, first, 0, 0, began, 0.0, (row,))
         settling = TrainingWait(self.stack.bus, self.recipe.model)
         for before, at in rows.stretches:
             started_s = time.monotonic()
@@ -214,7 +217,7 @@ class Performance:
         with self.reporter.doing(f"measuring {version} after {at} {rows.unit}"):
             plays = await self._measure(version)
         row = Row.of(at, version, self.recipe.measures, plays)
-        self.reporter.rows(self.recipe, [[*earlier_rows, row]])
+        self.reporter.print_rows(self.recipe, [[*earlier_rows, row]])
         return plays, row
 
     async def _measure(self, version: str) -> MeasuredPlays:
