@@ -37,7 +37,7 @@ from headrace.tuner import (
 )
 from headrace_integrations.hello_agents.rewards import reward_of_completion
 from headrace_integrations.practice.collecting import _rewards_by_name, send_reward
-from headrace_integrations.practice.runs import worth_of
+from headrace_integrations.practice.runs import part_values
 from headrace_integrations.stack import attaching
 from headrace_integrations.trinity.workflows import AgentScopeReActWorkflow, metrics_of, reward_of
 from headrace_operations.jobs.formats import RowReader
@@ -264,7 +264,7 @@ CONSUMERS: dict[str, Callable[[Any], Any]] = {
     "function": lambda value: _Fixed(value)(RECORD),
     "rows": lambda value: RowReader({}).read({"prompt": "?", "completion": "4", "reward": value}).reward,
     "hello agents": lambda value: reward_of_completion(lambda _completions, **_: [value], "4", "4"),
-    "worth": lambda value: worth_of({"a": 1.0}, {"a": value})["a"],
+    "worth": lambda value: part_values({"a": 1.0}, {"a": value})["a"],
     "time": lambda value: -blocking(avg_time_judge({}, {"metrics": {"execution_time": value}})).reward,
     "tokens": lambda value: -blocking(avg_token_consumption_judge({}, {"metrics": {"total_tokens": value}})).reward,
     "feedback": lambda value: feedback_body(value, {"session_id": "s"})["value"],

@@ -25,7 +25,7 @@ from headrace_integrations.rl import training
 from headrace_integrations.rl.serving import share_of
 from headrace_integrations.scenarios.tool_use import first_answer
 from headrace_integrations.stack.attaching import train_rows
-from headrace_integrations.stack.connection import flat, support
+from headrace_integrations.stack.connection import flatten_settings, support
 from headrace_operations.arguments import model_name
 from tests.parity.stage import the_record
 from tests.unit.integrations.conftest import VERSION, RecordingGatewayStack
@@ -95,7 +95,7 @@ def test_names_of_models_have_no_slash() -> None:
 
 
 def test_tables_are_flat_by_dotted_names() -> None:
-    assert flat({"a": 1, "b": {"c": 2}}, "t.") == {"t.a": 1, "t.b": {"c": 2}, "t.b.c": 2}
+    assert flatten_settings({"a": 1, "b": {"c": 2}}, "t.") == {"t.a": 1, "t.b": {"c": 2}, "t.b.c": 2}
 
 
 def test_missing_package_is_named() -> None:

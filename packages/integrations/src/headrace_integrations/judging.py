@@ -51,7 +51,7 @@ class RewardFunction:
 
 
 class LLMJudge:
-    """Scores of an answer by another model, for criteria of your own.
+    """Judge: another model that scores answers for the `criteria` (name to description) that you choose.
 
     Prompts and parsing are those of the judge service. The endpoint of `model` is `base_url`, else the gateway of the
     entered stack, else `OPENAI_BASE_URL`.

@@ -115,8 +115,14 @@ def _read(call: Any) -> Any:
 
 
 def auxiliary(run: Run, name: str, model: Any) -> Any:
-    """Return a chat model that is not trained: the given chat model, or a model of the gateway by its name or
-    `model_path`."""
+    """Return a chat model that is not trained. Its calls form an evaluation session of their own.
+
+    Args:
+        run: the run that calls it.
+        name: the name under which the workflow gets it, part of the session's id.
+        model: a chat model, which is returned unchanged, or a model of the gateway: its name, or an object with
+            `model_path`.
+    """
     path = model if isinstance(model, str) else getattr(model, "model_path", None)
     if path is None:
         return model

@@ -35,8 +35,8 @@ def read_only(tool: T) -> T:
     return tool
 
 
-def guarded(name: str, tool: Tool, called: list[str], refused: list[str]) -> Tool:
-    """Return a tool with the same signature and docstring that records each call in `called` or `refused`.
+def guard_tool(name: str, tool: Tool, called: list[str], refused: list[str]) -> Tool:
+    """Return a tool with the same signature and docstring that adds `name` to `called` or `refused` at each call.
 
     A tool that is not marked as read-only raises `WriteRefused` and is never run.
     """
@@ -113,9 +113,9 @@ class TrainingCopy:
         A run that tried to write has no reward, even if its agent handles the exception.
         """
         if isinstance(tools, Mapping):
-            return {name: guarded(name, tool, self.called, self.refused) for name, tool in tools.items()}
+            return {name: guard_tool(name, tool, self.called, self.refused) for name, tool in tools.items()}
         names = ((getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools)
-        return [guarded(name, tool, self.called, self.refused) for name, tool in names]
+        return [guard_tool(name, tool, self.called, self.refused) for name, tool in names]
 
     def check(self) -> None:
         """Raise `WriteRefused` for the first tool call that tried to write."""

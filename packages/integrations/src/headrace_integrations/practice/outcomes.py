@@ -93,7 +93,7 @@ class OutcomeWatch:
                 await asyncio.sleep(_POLL_S)
 
     def forget(self, sessions: Collection[str]) -> None:
-        """Remove the state of sessions."""
+        """Remove the state of sessions that the caller no longer needs, so that memory stays bounded."""
         for session in sessions:
             self._keys_with_turns.discard(self._key(session))
             for trajectory in self._trajectories.pop(session, {}).values():

@@ -34,8 +34,12 @@ class AgentReward:
     metrics: Mapping[str, float]
 
 
-def worth_of(parts: Mapping[str, float], overrides: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the value of each part of a reward: the default, or the value in `given`. Raises `UsageError`."""
+def part_values(parts: Mapping[str, float], overrides: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the value of each part of a reward: that in `overrides`, else the default in `parts`.
+
+    Raises:
+        UsageError: an override names no part or is not a number.
+    """
     check_names("reward_function", overrides or {}, parts)
     return {
         **parts,

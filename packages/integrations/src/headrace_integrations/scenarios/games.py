@@ -11,7 +11,7 @@ from headrace.errors import UsageError
 from headrace.sessions import Purpose
 from headrace_integrations.practice.agents import text_of
 from headrace_integrations.practice.collecting import collect_run
-from headrace_integrations.practice.runs import worth_of
+from headrace_integrations.practice.runs import part_values
 from headrace_integrations.rl.training import OnlineTrainer, TrinityRFT
 from headrace_operations.arguments import whole_number
 
@@ -124,7 +124,7 @@ class GameTrainer:
         reward_function: Mapping[str, float] | None = None,
         framework: TrinityRFT | None = None,
     ) -> None:
-        self.worth = worth_of(PARTS, reward_function)
+        self.worth = part_values(PARTS, reward_function)
         self.agents = list(agents)
         if not self.agents:
             raise UsageError("agents: name at least one agent to train")

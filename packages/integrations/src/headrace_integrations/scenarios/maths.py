@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.blocking import blocking
 from headrace_integrations.practice.agents import call_agent, plugged, text_of
-from headrace_integrations.practice.runs import Run, worth_of
+from headrace_integrations.practice.runs import Run, part_values
 from headrace_integrations.practice.training import Step, train_on_tasks
 from headrace_integrations.rl.training import TrinityRFT
 from headrace_operations.arguments import whole_number
@@ -37,7 +37,7 @@ class MathAgentTrainer:
         training_config: Mapping[str, Any] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self.worth = worth_of(PARTS, reward_function)
+        self.worth = part_values(PARTS, reward_function)
         self.framework = TrinityRFT(algorithm, model_config, training_config, settings)
 
     def parts(self, answer: str, expected: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_integrations.practice.collecting import run_and_collect, send_reward
-from headrace_integrations.practice.runs import worth_of
+from headrace_integrations.practice.runs import part_values
 from headrace_integrations.rl.training import OnlineTrainer, TrinityRFT
 from headrace_integrations.stack.attaching import train_rows
 from headrace_operations.arguments import score
@@ -39,7 +39,7 @@ class ToolUseTrainer:
         tools: Sequence[str] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self.worth = worth_of(PARTS, reward_function)
+        self.worth = part_values(PARTS, reward_function)
         self.algorithm, self.tools, self._expected = algorithm, tools, expected
         live = {} if algorithm == "dpo" else {"trainer.algorithm": algorithm}
         self.framework = TrinityRFT(str(live.get("trainer.algorithm", "reinforce++")), model_config, None, settings)

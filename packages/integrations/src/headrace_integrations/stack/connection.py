@@ -116,7 +116,7 @@ class Stack:
     def settings(self) -> dict[str, Any]:
         """Return the settings of the trainer by dotted name. Secrets are hidden."""
         page = self._page(f"{self.addresses.trainer}/settings", self._internal_key or key_for(self.addresses.trainer))
-        return flat(page["settings"], "trainer.")
+        return flatten_settings(page["settings"], "trainer.")
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:
         """Verify that the running Headrace has the given base, model and settings, so that none is silently ignored.
@@ -248,14 +248,14 @@ def support(name: str, distribution: str) -> Any:
     raise UsageError(f"this needs the package {distribution}: pip install {distribution}")
 
 
-def flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def flatten_settings(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the settings of nested tables by dotted name. A setting whose value is a mapping is returned as a whole
     and by its parts."""
     settings: dict[str, Any] = {}
     for name, value in table.items():
         settings[f"{prefix}{name}"] = value
         if isinstance(value, Mapping):
-            settings |= flat(value, f"{prefix}{name}.")
+            settings |= flatten_settings(value, f"{prefix}{name}.")
     return settings
 
 

@@ -51,7 +51,7 @@ class TinkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """Algorithm of training. A step has `group_size` runs of each of `batch_size` tasks."""
+    """Algorithm of the training and the size of its steps: `group_size` runs of each of `batch_size` tasks."""
 
     algorithm_type: str = "multi_step_grpo"
     learning_rate: float = 1e-6
@@ -89,7 +89,7 @@ class WorkflowOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeOutput:
-    """Result of a judge."""
+    """Result of a judge: the reward of a run, and metrics that are reported."""
 
     reward: float
     metrics: Mapping[str, float] | None = None
@@ -125,7 +125,7 @@ def check_prompt_workflow(function: Callable[..., Any]) -> None:
 
 
 async def called(function: Callable[..., Any], auxiliary: Mapping[str, Any] | None, **arguments: Any) -> Any:
-    """Call a workflow or judge with the arguments that its signature has, and return its output."""
+    """Call a workflow or judge with `arguments`, and with auxiliary models and a logger if it has such parameters."""
     parameters = inspect.signature(function).parameters
     if "auxiliary_models" in parameters:
         arguments["auxiliary_models"] = dict(auxiliary or {})
@@ -141,7 +141,7 @@ async def outcome(
     task: Mapping[str, Any],
     model: Any,
 ) -> tuple[float, dict[str, float]]:
-    """Return reward and metrics of one run. The judge's reward replaces the workflow's reward.
+    """Run a workflow and its judge on a task, and return reward and metrics. The judge's reward has precedence.
 
     Raises:
         UsageError: there is no finite reward. That is an error, and never a reward of 0.
