@@ -31,7 +31,7 @@ class NotExclusive(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlobBackend:
-    """One kind of blob store."""
+    """Properties of one kind of blob store that fsspec does not define."""
 
     create: Callable[[Any, str, bytes], bool]
     """`create(file_system, path, data)` atomically creates a file unless it exists, and returns whether it did.
@@ -164,7 +164,7 @@ def _draft_of(target: Path) -> tuple[Path, list[Path]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in `folder` durable, so that after a power failure no pointer names a deleted file."""
+    """Write the entries of `folder` to disk, so that new files still have their names after a power failure."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -44,7 +44,7 @@ def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKaf
 
 
 def record_of(message: ConsumerRecord) -> Record:
-    """Convert a record of aiokafka."""
+    """Convert a record of aiokafka to a `Record`."""
     return Record(
         message.topic,
         message.partition,
@@ -193,7 +193,7 @@ class Offsets:
         self._partitions: dict[str, list[TopicPartition]] = {}
 
     async def start(self) -> None:
-        """Connect."""
+        """Connect to the bus."""
         reader = consumer(self._bus, self._client, group_id=self._group)  # never subscribes, never joins
         try:
             await reader.start()
@@ -203,13 +203,13 @@ class Offsets:
         self._reader = reader
 
     async def stop(self) -> None:
-        """Disconnect."""
+        """Disconnect from the bus."""
         if self._reader is not None:
             await self._reader.stop()
             self._reader = None
 
     async def ends(self, topic: str) -> Mapping[int, int]:
-        """Return the offset of the next record of each partition."""
+        """Return the end offset of each partition of `topic`: that of the next record to be written."""
         try:
             end_offsets = await self._connected().end_offsets(await self._partitions_of(topic))
         except (KafkaError, OSError) as error:

@@ -31,7 +31,7 @@ _VALUE_BYTES_MAX = 1_572_864
 
 @dataclass(frozen=True)
 class RefusedRecord:
-    """A record to be dead-lettered."""
+    """A record to be dead-lettered, with the function that builds its letter."""
 
     record: Record
     tenant: str

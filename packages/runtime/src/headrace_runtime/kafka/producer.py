@@ -79,7 +79,7 @@ class EventProducer:
     async def encode(
         self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
     ) -> Outgoing:
-        """Return the record of an event."""
+        """Return the record of an event without sending it. The arguments are those of `wire.encode`."""
         return await encode(event, self._source, self._blobs, partition=partition, after=after)
 
     async def send(self, event: Event) -> None:

@@ -153,7 +153,7 @@ _CHUNK_BYTES = 262_144
 
 
 def line_of(word: str, value: bytes) -> bytes:
-    """Return the line with a word and JSON."""
+    """Return the line of a filter program that consists of `word` and the JSON text `value`."""
     return b"%s %s\n" % (word.encode(), value)
 
 

@@ -87,7 +87,7 @@ class _Connection(AsyncAdapt_aiosqlite_connection):
 
 
 class Driver(AsyncAdapt_aiosqlite_dbapi):
-    """Driver for the argument `module` of `create_async_engine`."""
+    """SQLite driver that runs each statement as one function, for the argument `module` of `create_async_engine`."""
 
     def __init__(self) -> None:
         super().__init__(aiosqlite, sqlite3)

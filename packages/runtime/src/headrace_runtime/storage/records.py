@@ -19,7 +19,7 @@ _READS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A value with its number."""
+    """One value of the sequence, with its number."""
 
     number: int
     data: bytes

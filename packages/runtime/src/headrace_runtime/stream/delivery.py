@@ -91,7 +91,7 @@ _PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class HeldRecord:
-    """A held record. `name` is the id of its row."""
+    """A refused record that waits in the database for a retry. `name` is the id of its row."""
 
     name: str
     tenant: str
@@ -107,7 +107,10 @@ class RecordToHold:
 
 
 class HeldRecords:
-    """Held records of one service. Methods with `tx` run in the caller's transaction."""
+    """Refused records of one service that wait in its database for a retry, bounded for each tenant.
+
+    Methods with `tx` run in the caller's transaction.
+    """
 
     def __init__(self, service: str, tables: StreamTables) -> None:
         self._service = service

@@ -69,13 +69,13 @@ class RefusalLimit:
         return None
 
     def reset(self) -> None:
-        """Forget all records."""
+        """Forget all records, so that the counters begin at zero."""
         self._recent.clear()
         self._run = 0
 
 
 class TenantLimits:
-    """Limits of the most recent tenants."""
+    """Refusal limits of the tenants with the most recent records. Older tenants begin again at zero."""
 
     def __init__(self, bounds: RefusalBounds) -> None:
         self._bounds = bounds

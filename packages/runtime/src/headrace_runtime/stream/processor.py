@@ -124,7 +124,7 @@ class Processor:
         self._resumed.set()
 
     def _report(self, record: Record | None) -> None:
-        """Update `paused` after `record`."""
+        """Set `paused` to the present reason of the limits, and log a new reason with the position of `record`."""
         paused = self._limits.paused
         if paused is not None and self.paused is None and record is not None:
             log.error("consumer_paused", reason=paused, next=_position_of(record), remedy=REMEDY)
