@@ -11,6 +11,14 @@ from pathlib import Path
 from headrace_cli.commands.connect import AGENTS, Connection
 
 PROGRAMS = Path(__file__).parent / "programs"
+_LOOPS = (
+    "openai_chat",
+    "openai_responses",
+    "anthropic_messages",
+    "litellm_chat",
+    "litellm_responses",
+    "instructor_model",
+)
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "agents": (
         "openai", "anthropic", "openai-agents", "pydantic-ai-slim[openai,anthropic]", "langchain", "langchain-openai",
@@ -75,7 +83,8 @@ class Client:
 def _python(program: str, *arguments: str, environment: str) -> Callable[[Call], tuple[list[str], dict[str, str]]]:
     def command(call: Call) -> tuple[list[str], dict[str, str]]:
         interpreter = call.environments / environment / "bin" / "python"
-        return [str(interpreter), str(PROGRAMS / f"{program}.py"), call.url, call.question, *arguments], {}
+        file = PROGRAMS / ("loops.py" if program in _LOOPS else "frameworks.py")
+        return [str(interpreter), str(file), program, call.url, call.question, *arguments], {}
 
     return command
 

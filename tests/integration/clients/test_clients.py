@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from headrace_schemas import Turn
-from tests.integration.clients.conftest import run
+from tests.support import presence
 from tests.support.fake_replica import Called, FakeReplica, ScriptedAnswer
 from tests.support.gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SEARCH = Called("search", {"query": "the invoice"})
 FOUND = "Ada wrote about the invoice"
+PROGRAMS = Path(__file__).with_name("programs.py")
+_TIMEOUT_S = 240.0
+"""Their imports alone take seconds, on a busy machine minutes."""
+
+
+async def run(program: str, base_url: str, model: str) -> list[dict[str, object]]:
+    """Run a function of `programs.py` in the environment of `make install GROUP=clients`; return the JSON that it
+    prints. Skip the test without the environment.
+    """
+    presence.need("clients")
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "HEADRACE_"))}
+    process = await asyncio.create_subprocess_exec(
+        str(presence.CLIENTS),
+        str(PROGRAMS),
+        program,
+        base_url,
+        model,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ | quiet,
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    results: list[dict[str, object]] = json.loads(output.decode().strip().splitlines()[-1])
+    return results
 
 
 @pytest.fixture
