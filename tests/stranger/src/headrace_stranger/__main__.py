@@ -1,8 +1,7 @@
 """Entry point of the service `echo`: `python -m headrace_stranger`."""
 
 from headrace_runtime.main import Service
-from headrace_stranger.service import INFO
-from headrace_stranger.settings import EchoSettings
+from headrace_stranger.service import INFO, EchoSettings
 
 SERVICE = Service("echo", INFO.summary, EchoSettings, "headrace_stranger.app:run")
 

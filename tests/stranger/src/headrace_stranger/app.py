@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,8 +18,9 @@ from headrace_runtime.kafka.wire import BatchDecoder
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Turn
-from headrace_stranger.metrics import HEARD
-from headrace_stranger.settings import EchoSettings
+from headrace_stranger.service import EchoSettings
+
+HEARD = Counter("headrace_echo_heard_total", "Turns that were heard")
 
 
 async def run(common: Common, settings: EchoSettings) -> None:
