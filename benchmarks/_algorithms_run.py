@@ -24,7 +24,7 @@ from benchmarks._algorithms_users import GROUP, experiences, feedback, no_functi
 from benchmarks._corridor import Rooms, Walk
 from benchmarks._engine_world import EngineWorld, PlayedRun
 from benchmarks._learning_run import MODEL, SETTINGS, NewestVersion, World
-from email_agent import build_base, warm_up
+from email_agent import build_base, demonstrations
 from example_parts.base_model import Lesson
 from example_parts.react import Episode
 from example_parts.warm_up import Schedule
@@ -99,7 +99,7 @@ CORRIDOR_SIGNALS: Mapping[str, Callable[[Corridor, str, int, Random], Awaitable[
 }
 
 
-_WEAK = warm_up.Schedule(lapses=0.9)
+_WEAK = demonstrations.Schedule(lapses=0.9)
 """Warm-up of the weak base. In nine of ten late conversations the agent makes mistakes, so that the base succeeds in
 one or two of ten runs.
 """

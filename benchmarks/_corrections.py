@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from email_agent import mailbox, tokenizer, warm_up
+from email_agent import build_base, demonstrations, mailbox
 from email_agent.demonstrations import ROUTES, Message, demonstrate
 from email_agent.rewards import same_answer
 from email_agent.tasks import Kind, Task, stream
@@ -33,7 +33,7 @@ def correction(kind: Kind, expected: str, messages: Sequence[Any]) -> str:
     return f"No, that is wrong. {remedy}."
 
 
-def conversations(schedule: warm_up.Schedule, seed: int) -> list[list[Message]]:
+def conversations(schedule: demonstrations.Schedule, seed: int) -> list[list[Message]]:
     """Return all conversations of the warm-up, in order."""
     rng = random.Random(f"corrections {seed}")
     questions = [question for number in range(schedule.mailboxes) for question in _questions(schedule, seed, number)]
@@ -44,7 +44,7 @@ def conversations(schedule: warm_up.Schedule, seed: int) -> list[list[Message]]:
     return result
 
 
-def _questions(schedule: warm_up.Schedule, seed: int, number: int) -> list[tuple[Task, Mailtools]]:
+def _questions(schedule: demonstrations.Schedule, seed: int, number: int) -> list[tuple[Task, Mailtools]]:
     """Return questions about one mailbox of the warm-up, with its tools."""
     box = mailbox.generate(-1 - seed * schedule.mailboxes - number)
     tools, each = Mailtools(box.open()), -(-schedule.shown // schedule.mailboxes)
@@ -73,13 +73,13 @@ def _with_correction(conversation: list[Message], task: Task, tools: Mailtools, 
 
 LESSON = Lesson(
     name="e-mail with corrections",
-    folder=Path(warm_up.__file__).parent,
+    folder=Path(demonstrations.__file__).parent,
     modules=(
-        "words", "mailbox", "tools", "tasks", "react", "demonstrations", "rewards", "tokenizer", "warm_up",
+        "mailbox", "tools", "tasks", "demonstrations", "rewards", "build_base",
         "../../benchmarks/_corrections",
     ),
     definitions=DEFINITIONS,
-    schedule=warm_up.Schedule(),
+    schedule=demonstrations.Schedule(),
     conversations=conversations,
-    tokenizer=tokenizer.train,
+    tokenizer=build_base.train_tokenizer,
 )  # fmt: skip

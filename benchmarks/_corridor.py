@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from example_parts import bpe, warm_up
+from example_parts import base_model, warm_up
 from example_parts.base_model import Lesson
 from example_parts.react import ERROR, Agent, WrongCall, definition, only_argument
 
@@ -125,7 +125,7 @@ def _conversation(walk: Walk, rng: random.Random, doors_right: float) -> list[di
 
 def _tokenizer(texts: Iterable[str]) -> Tokenizer:
     words = (*DOORS, *SIGNS, EXIT, "out", *AGENT.system.replace(".", "").split(), "sign", "is", TOOL)
-    return bpe.train(texts, words, (bpe.call_opening(TOOL, PARAMETER), '"}}', TOOL), 420)
+    return base_model.train_tokenizer(texts, words, (base_model.call_opening(TOOL, PARAMETER), '"}}', TOOL), 420)
 
 
 LESSON = Lesson(

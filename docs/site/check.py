@@ -14,8 +14,8 @@ from os.path import normpath
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from docs.site.pages import address
-from docs.site.pages import pages as documentation
+from docs.site.assemble import address
+from docs.site.assemble import pages as documentation
 
 _CLICKS_MAX = 2
 _LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from docs.site.pages import ROOT
+from docs.site.assemble import ROOT
 from headrace import __version__
 from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_schemas import Trajectory

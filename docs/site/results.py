@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from docs.site.pages import ROOT
+from docs.site.assemble import ROOT
 from headrace_operations.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"

@@ -7,22 +7,38 @@ prints the model's folder. The folder is named by a digest of all inputs and reu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from email_agent import tokenizer, warm_up
-from email_agent.tools import DEFINITIONS
+from email_agent import demonstrations, mailbox
+from email_agent.tools import DEFINITIONS, PARAMETER_OF
+from example_parts import base_model
 from example_parts.base_model import Lesson
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VOCABULARY = 704
+"""Vocabulary size. Bytes, markup and the words of mailboxes with their merges need about 650 entries."""
+RECURRING = (*(base_model.call_opening(*tool) for tool in PARAMETER_OF.items()), '"}}', *PARAMETER_OF)
+"""Parts of tool calls that are one token each."""
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Train a tokenizer on texts of users and tools."""
+    return base_model.train_tokenizer(texts, mailbox.ALL, RECURRING, VOCABULARY)
+
 
 LESSON = Lesson(
     name="email_agent",
     folder=Path(__file__).parent,
-    modules=("words", "mailbox", "tools", "tasks", "demonstrations", "tokenizer", "warm_up", "build_base"),
+    modules=("mailbox", "tools", "tasks", "demonstrations", "build_base"),
     definitions=DEFINITIONS,
-    schedule=warm_up.Schedule(),
-    conversations=warm_up.conversations,
-    tokenizer=tokenizer.train,
+    schedule=demonstrations.Schedule(),
+    conversations=demonstrations.conversations,
+    tokenizer=train_tokenizer,
 )
-
 
 if __name__ == "__main__":
     LESSON.command()

@@ -1,4 +1,4 @@
-"""Conversations for the warm-up: a clerk that knows the steps to every answer, but has bad habits.
+"""Conversations for the warm-up: a clerk that knows the steps to every answer, first without, then with bad habits.
 
 The habits determine where the base model starts. The model imitates them as well as the right steps, and learns from
 its own traffic which of them are rewarded.
@@ -6,13 +6,17 @@ its own traffic which of them are rewarded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from email_agent.tasks import Kind, Task
+from email_agent import mailbox
+from email_agent.tasks import Kind, Task, stream
 from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
+from example_parts import warm_up
 from example_parts.react import ERROR
 
 Message = dict[str, Any]
@@ -112,3 +116,28 @@ def _reading(task: Task, text: str) -> str | None:
     }[task.kind]
     match = re.search(pattern, text, re.MULTILINE)
     return match[1] if match else None
+
+
+@dataclass(frozen=True)
+class Schedule(warm_up.Schedule):
+    """The common schedule, with the settings of the e-mail agent."""
+
+    lapses: float = 0.62
+    """Share of conversations with a bad habit, once they occur."""
+    mailboxes: int = 16
+
+
+def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
+    """Return all conversations of the warm-up, in order. Its mailboxes have negative seeds, which agents never use."""
+    rng = random.Random(f"warm-up {seed}")
+    each = -(-schedule.shown // schedule.mailboxes)
+    questions = []
+    for number in range(schedule.mailboxes):
+        box = mailbox.generate(-1 - seed * schedule.mailboxes - number)
+        tools = Mailtools(box.open())
+        streams = (stream(box, "train", seed), stream(box, "held_out", seed))
+        questions += [(next(source), tools) for source in itertools.islice(itertools.cycle(streams), each)]
+    return [
+        demonstrate(task, tools, rng, schedule.lapses if position >= schedule.shown_right else 0.0)
+        for position, (task, tools) in enumerate(rng.sample(questions, schedule.shown))
+    ]

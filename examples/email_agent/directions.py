@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from email_agent import mailbox, warm_up
+from email_agent import demonstrations, mailbox
 from email_agent.build_base import LESSON
 from email_agent.demonstrations import Message, demonstrate
 from email_agent.tasks import Task, stream
@@ -23,7 +23,7 @@ _MODULES = (*LESSON.modules, "directions")
 
 
 @dataclass(frozen=True)
-class Schedule(warm_up.Schedule):
+class Schedule(demonstrations.Schedule):
     """Schedule of the demo, with the share of directed conversations."""
 
     directed: float = 0.5

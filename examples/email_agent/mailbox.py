@@ -1,4 +1,4 @@
-"""A mailbox, generated from a seed and stored in SQLite with full-text search."""
+"""A mailbox, generated from a seed and a small vocabulary, and stored in SQLite with full-text search."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 import random
 import sqlite3
 from dataclasses import dataclass
-
-from email_agent import words
 
 CONTACTS = 100
 REPLIES_MAX = 2
@@ -27,6 +25,27 @@ CREATE INDEX mails_by_thread ON mails (thread, position);
 CREATE INDEX mails_by_sender ON mails (sender);
 CREATE VIRTUAL TABLE mail_words USING fts5 (subject, body, content='mails', content_rowid='number');
 """
+PROJECTS = (
+    "harbor", "falcon", "maple", "summit", "copper", "meadow", "lantern", "comet", "river", "cedar", "anchor", "prism",
+    "garnet", "willow", "canyon", "ember", "glacier", "orchid", "saturn", "tundra", "velvet", "walnut", "zephyr",
+    "bison", "cobalt", "delta", "fjord", "heron", "indigo", "jasper", "kestrel", "lotus",
+)  # fmt: skip
+MATTERS = ("budget", "contract", "launch", "audit", "hiring", "training", "travel", "design")
+FIRST_NAMES = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Karin", "Leon", "Mia", "Nora",
+    "Oscar", "Paula", "Quinn", "Rosa", "Simon", "Tara",
+)  # fmt: skip
+LAST_NAMES = (
+    "Adler", "Berg", "Costa", "Dunn", "Engel", "Frank", "Grant", "Holm", "Ivers", "Jung", "Klein", "Lund", "Marsh",
+    "Nolan", "Olsen", "Price", "Reed", "Stone", "Turner", "Weiss",
+)  # fmt: skip
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
+FILES = (
+    "agenda", "brief", "chart", "draft", "figures", "guide", "letter", "minutes", "notes", "offer", "plan", "poster",
+    "report", "sketch", "slides", "summary", "table", "timeline",
+)  # fmt: skip
+REPLIES = ("Thank you, I will be there.", "Fine with me.", "I cannot come, sorry.", "Please send me the notes.")
+ALL = (*PROJECTS, *MATTERS, *FIRST_NAMES, *LAST_NAMES, *DAYS, *FILES)
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ def generate(seed: int) -> Mailbox:
     """Return the mailbox of a seed, with one thread per project and matter. The mailbox is equal on every machine."""
     rng = random.Random(f"mailbox {seed}")
     contacts = _contacts(rng)
-    topics = list(itertools.product(words.PROJECTS, words.MATTERS))
+    topics = list(itertools.product(PROJECTS, MATTERS))
     people = [rng.sample(contacts, 1 + rng.randint(1, REPLIES_MAX)) for _ in topics]
 
     # Threads overlap in time: a mail's number is its rank among all mails, and a reply follows its announcement.
@@ -116,7 +135,7 @@ _SHORT_IDS = [f"{letter}{digit}" for letter in "abcdefghijklmnopqrstuvwxyz" for 
 
 
 def _contacts(rng: random.Random) -> list[Contact]:
-    names = [f"{first} {last}" for first, last in itertools.product(words.FIRST_NAMES, words.LAST_NAMES)]
+    names = [f"{first} {last}" for first, last in itertools.product(FIRST_NAMES, LAST_NAMES)]
     pairs = zip(rng.sample(_SHORT_IDS, CONTACTS), rng.sample(names, CONTACTS), strict=True)
     return [Contact(short, name, str(rng.randint(10, 99))) for short, name in pairs]
 
@@ -129,9 +148,9 @@ def _times_sent(rng: random.Random, mails: int) -> list[float]:
 def _thread(
     rng: random.Random, thread_id: str, folder: str, subject: str, writers: list[tuple[int, Contact]]
 ) -> Thread:
-    day, room_number = rng.choice(words.DAYS), str(rng.randint(10, 99))
-    attachment = f"{rng.choice(words.FILES)}{rng.randint(1, 9)}.pdf"
+    day, room_number = rng.choice(DAYS), str(rng.randint(10, 99))
+    attachment = f"{rng.choice(FILES)}{rng.randint(1, 9)}.pdf"
     (number, starter), *replies = writers
     mails = [Mail(number, starter, subject, f"We meet on {day} in room {room_number}. The file is attached.")]
-    mails += [Mail(number, writer, f"Re: {subject}", rng.choice(words.REPLIES)) for number, writer in replies]
+    mails += [Mail(number, writer, f"Re: {subject}", rng.choice(REPLIES)) for number, writer in replies]
     return Thread(thread_id, folder, subject, day, room_number, attachment, tuple(mails))

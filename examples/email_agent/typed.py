@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI, omit
 
-from email_agent import warm_up
+from email_agent import demonstrations
 from email_agent.build_base import LESSON
 from email_agent.demonstrations import Message
 from email_agent.rewards import same_answer
@@ -83,9 +83,9 @@ def answer(trajectory: Trajectory, context: Mapping[str, object]) -> float:
     return float(any(same_answer(text or "", str(context["expected"])) for text in texts))
 
 
-def conversations(schedule: warm_up.Schedule, seed: int) -> list[list[Message]]:
+def conversations(schedule: demonstrations.Schedule, seed: int) -> list[list[Message]]:
     """Return all conversations of the warm-up with typed answers. Malformed calls stay text."""
-    return [_with_typed_answer(messages) for messages in warm_up.conversations(schedule, seed)]
+    return [_with_typed_answer(messages) for messages in demonstrations.conversations(schedule, seed)]
 
 
 def _with_typed_answer(messages: list[Message]) -> list[Message]:

@@ -1,6 +1,9 @@
-"""Build base models: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
+"""Build base models: a Qwen3 of 0.4 million parameters, its byte-level BPE tokenizer, and a warm-up of about a minute.
 
 The folder of a model is named by a digest of all inputs and reused by the next run.
+
+Spaces, and digits or whole numbers, are separate tokens, and the words of an example are single tokens. A word is
+therefore the same token in any position, which matters because such a model must mainly learn to copy.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -15,17 +19,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from example_parts import bpe, warm_up
+from example_parts import warm_up
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "chat_template.jinja"
 CONTEXT = 2048
 INGREDIENTS = ("torch", "transformers", "tokenizers")
-MODULES = ("bpe.py", "warm_up.py", "base_model.py", "react.py", TEMPLATE.name)
+MODULES = ("warm_up.py", "base_model.py", "react.py", TEMPLATE.name)
 _TOKENIZER_CONVERSATIONS = 2000
 """Number of conversations on which the tokenizer is trained."""
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+ROLES = ("system", "user", "assistant")
+END = "<|im_end|>"
+PADDING = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -129,8 +141,8 @@ def chat_tokenizer(tokenizer: Any, context: int = CONTEXT) -> Any:
 
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=bpe.END,
-        pad_token=bpe.PADDING,
+        eos_token=END,
+        pad_token=PADDING,
         chat_template=TEMPLATE.read_text(encoding="utf-8"),
         model_max_length=context,
     )
@@ -175,3 +187,42 @@ def _progress(steps: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("warm-up", total=steps)
         yield lambda: progress.advance(task)
+
+
+def call_opening(tool: str, parameter: str) -> str:
+    """Return the beginning of a call's JSON, up to the value of its one argument."""
+    return json.dumps({"name": tool, "arguments": {parameter: ""}}).removesuffix('"}}')
+
+
+def train_tokenizer(
+    texts: Iterable[str], words: Sequence[str], recurring: Sequence[str], entries: int, *, numbers: bool = False
+) -> Tokenizer:
+    """Train a tokenizer with at most `entries` entries on texts of users and tools.
+
+    Args:
+        words: words that become tokens if there is room.
+        recurring: parts of tool calls that always become tokens.
+        numbers: whether whole numbers may be words; otherwise digits are never merged.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    digits = r"\d+" if numbers else r"\d"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(rf"{digits}|\s|[A-Za-z]+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added_tokens = [AddedToken(text, normalized=False, special=False) for text in (*MARKUP, *recurring)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries - len(added_tokens),
+        special_tokens=[AddedToken(text, normalized=False, special=True) for text in CONTROL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    vocabulary = " ".join((*words, *ROLES))
+    tokenizer.train_from_iterator(itertools.chain(texts, itertools.repeat(vocabulary, 1000)), trainer)
+    tokenizer.add_tokens(added_tokens)
+    return tokenizer

@@ -17,11 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace_runtime.process.parent_death import bound_to_parent
-from trinity_bench.results import BenchFailed
 from trinity_bench.settings import Settings
 
 _HERE = Path(__file__).parent
 _END_S = 20.0
+
+
+class BenchFailed(Exception):
+    """Error of a bench that did not score every play, so that its result is not used."""
 
 
 async def environment(settings: Settings, base_url: str, folder: Path, ray_address: str) -> Mapping[str, str]:

@@ -1,4 +1,5 @@
-"""Build the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
+"""Build the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up on the six seats of scripted
+games.
 
     python -m werewolf.build_base --cache ~/.cache/headrace/werewolf
 
@@ -9,22 +10,23 @@ registered from the same folder and do not change.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from example_parts import bpe
+from example_parts import base_model
 from example_parts import warm_up as base_warm_up
 from example_parts.base_model import Lesson
-from werewolf.demonstrations import Message, demonstrate
+from werewolf import policies, table
 from werewolf.policies import HABITS, KEEN
-from werewolf.rules import NAMES, PLACES, WOODS, deals
-from werewolf.talk import NOBODY
+from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, deals
+from werewolf.table import NOBODY
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Message = dict[str, Any]
 VOCABULARY = 400
 """Vocabulary size. Bytes, markup and the words of the game with their merges need about 380 entries."""
 WORDS = (
@@ -33,9 +35,29 @@ WORDS = (
 )  # fmt: skip
 
 
+def demonstrate(deal: Deal, rng: random.Random, habits: policies.Habits) -> list[list[Message]]:
+    """Return a game of werewolves without abilities, as seen from each of the six seats."""
+    game = policies.play(deal, (), rng, habits)
+    return [_seen_by(name, game) for name in deal.seats]
+
+
+def _seen_by(name: str, game: Game) -> list[Message]:
+    return list(_messages(name, game))
+
+
+def _messages(name: str, game: Game) -> Iterator[Message]:
+    deal, seat = game.deal, game.deal.seats.index(name)
+    yield {"role": "system", "content": table.role_prompt(deal, name)}
+    yield {"role": "user", "content": table.speaking_prompt(name, game.talk[:seat])}
+    yield {"role": "assistant", "content": table.answer_line(game.talk[seat])}
+    partner = table.partners_vote(deal, name, game.votes)
+    yield {"role": "user", "content": table.voting_prompt(name, game.talk, *partner)}
+    yield {"role": "assistant", "content": game.votes[name] or table.NOBODY}
+
+
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Train a tokenizer on the moderator's texts."""
-    return bpe.train(texts, WORDS, (), VOCABULARY)
+    return base_model.train_tokenizer(texts, WORDS, (), VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -60,7 +82,7 @@ def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
 LESSON = Lesson(
     name="werewolf",
     folder=Path(__file__).parent,
-    modules=("rules", "policies", "talk", "demonstrations", "build_base"),
+    modules=("rules", "policies", "table", "build_base"),
     definitions=(),
     schedule=Schedule(),
     conversations=conversations,

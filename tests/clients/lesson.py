@@ -20,7 +20,7 @@ from tests.system.program import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))  # examples are not installed
 
-from example_parts import bpe, warm_up
+from example_parts import base_model, warm_up
 from example_parts.base_model import Recipe, chat_tokenizer, new_model
 from headrace_runtime.chat_messages import template_message
 from headrace_runtime.kafka import wire
@@ -162,7 +162,7 @@ def _tokenizer(conversations: Sequence[Json]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,
-        special_tokens=[*bpe.CONTROL, *bpe.MARKUP],
+        special_tokens=[*base_model.CONTROL, *base_model.MARKUP],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

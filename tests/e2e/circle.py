@@ -62,7 +62,7 @@ def base_model() -> Path:
     import torch
 
     from email_agent.build_base import LESSON
-    from email_agent.warm_up import Schedule
+    from email_agent.demonstrations import Schedule
 
     torch.set_num_threads(1)  # so small a model gains nothing from a second one, and loses much on a busy machine
     folder: Path = LESSON.build(CACHE, LESSON.recipe(schedule=Schedule(steps=WARM_UP_STEPS)))

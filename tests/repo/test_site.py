@@ -17,8 +17,18 @@ import yaml
 from starlette.applications import Starlette
 
 from docs.site import check, openapi, results
-from docs.site.assemble import index_for_models, page_text
-from docs.site.pages import CONFIG, FRONT, ROOT, links, navigation, outside_code, pages, shown_as
+from docs.site.assemble import (
+    CONFIG,
+    FRONT,
+    ROOT,
+    index_for_models,
+    links,
+    navigation,
+    outside_code,
+    page_text,
+    pages,
+    shown_as,
+)
 from headrace_gateway import http as gateway_http
 from headrace_gateway.settings import GatewaySettings
 from headrace_registry.pages.catalog_api import CatalogApi

@@ -44,6 +44,7 @@ from email_agent import mailbox
 from email_agent.demonstrations import ROUTES
 from email_agent.tasks import Task, stream
 from email_agent.tools import Mailtools
+from email_agent.typed import TYPED_LESSON
 from email_agent.users import THANKS
 from example_parts.react import Episode
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
@@ -100,6 +101,17 @@ def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() 
         for stage in arm.stages:
             assert stage.signal in SIGNALS
             assert settings_of(stage, 3, Path("base"), arm.teacher).seed == 3
+
+
+def test_the_files_of_every_lesson_exist_and_determine_its_base() -> None:
+    from benchmarks import _algorithms_run, _gains_run
+    from email_search.build_base import LESSON as EMAIL_SEARCH
+    from math_agent.build_base import LESSON as MATH
+    from werewolf.build_base import LESSON as WEREWOLF
+
+    lessons = [lesson for lesson, _ in _algorithms_run.LESSONS.values()]
+    lessons += [*_gains_run.LESSONS.values(), TYPED_LESSON, EMAIL_SEARCH, MATH, WEREWOLF]
+    assert len({lesson.digest(lesson.recipe()) for lesson in lessons}) == len({lesson.name for lesson in lessons}) == 8
 
 
 def test_a_sound_trainer_misses_no_line() -> None:

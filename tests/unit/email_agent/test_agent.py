@@ -15,13 +15,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from email_agent import agent, evaluate, rewards, typed
-from email_agent.demonstrations import demonstrate
+from email_agent.demonstrations import Schedule, conversations, demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import Kind, tasks
 from email_agent.tools import TURNS_MAX, Mailtools, play
-from email_agent.warm_up import Schedule, conversations
+from example_parts.at_work import Tally
 from example_parts.react import Episode
-from example_parts.tally import Tally
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_schemas import Dialogue, Message, Trajectory
@@ -137,7 +136,7 @@ def test_against_any_other_server_it_works_and_says_what_failed(
 
 
 async def test_counts_are_written_while_the_agent_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("example_parts.tally.WRITE_S", 0.01)
+    monkeypatch.setattr("example_parts.at_work.WRITE_S", 0.01)
     out, tally = tmp_path / "agent.json", Tally(1, "questions", "of the answers accepted")
 
     def finished() -> int:

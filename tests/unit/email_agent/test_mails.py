@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from email_agent import agent, mailbox, words
+from email_agent import agent, mailbox
 from email_agent.demonstrations import ROUTES, demonstrate
 from email_agent.directions import Schedule, conversations, direction
 from email_agent.mailbox import Mailbox
@@ -53,7 +53,7 @@ def test_another_seed_is_another_mailbox() -> None:
 
 
 def test_every_project_has_a_thread_on_every_matter(box: mailbox.Mailbox) -> None:
-    assert len({thread.subject for thread in box.threads}) == len(words.PROJECTS) * len(words.MATTERS)
+    assert len({thread.subject for thread in box.threads}) == len(mailbox.PROJECTS) * len(mailbox.MATTERS)
     assert len({thread.id for thread in box.threads}) == len(box.threads)
     assert len({contact.id for contact in box.contacts}) == len(box.contacts) == mailbox.CONTACTS
 

@@ -12,13 +12,12 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from email_agent import tokenizer as own
-from email_agent import words
+from email_agent import build_base, mailbox
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import stream
 from email_agent.tools import DEFINITIONS, PARAMETER_OF, SYSTEM, Mailtools
-from example_parts import bpe
+from example_parts import base_model
 from example_parts.base_model import TEMPLATE
 from headrace_inference.chat.tool_calls import HermesToolReader
 
@@ -116,7 +115,7 @@ def shown(box: Mailbox, tools: Mailtools) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer(shown: list[str]) -> Tokenizer:
-    return own.train(shown)
+    return build_base.train_tokenizer(shown)
 
 
 def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -130,7 +129,7 @@ def test_every_conversation_comes_back_as_it_was(tokenizer: Tokenizer, shown: li
 
 
 def test_markup_and_words_are_one_token_and_digits_are_single(tokenizer: Tokenizer) -> None:
-    for text in (*bpe.CONTROL, *bpe.MARKUP, *own.RECURRING, *words.ALL):
+    for text in (*base_model.CONTROL, *base_model.MARKUP, *build_base.RECURRING, *mailbox.ALL):
         assert len(tokenizer.encode(text).ids) == 1, text
     assert tokens(tokenizer, "417") == ["4", "1", "7"]
 
@@ -144,7 +143,7 @@ def test_a_word_is_the_same_token_wherever_it_stands(tokenizer: Tokenizer) -> No
 def test_a_call_takes_few_tokens(tokenizer: Tokenizer) -> None:
     call = '<tool_call>{"name": "read_mail", "arguments": {"thread": "a1"}}</tool_call><|im_end|>'
     assert len(tokenizer.encode(call).ids) == 7
-    assert bpe.call_opening("read_mail", "thread") == '{"name": "read_mail", "arguments": {"thread": "'
+    assert base_model.call_opening("read_mail", "thread") == '{"name": "read_mail", "arguments": {"thread": "'
 
 
 def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
@@ -155,5 +154,5 @@ def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
 
 
 def test_it_is_small(tokenizer: Tokenizer) -> None:
-    assert 600 <= tokenizer.get_vocab_size() <= own.VOCABULARY
+    assert 600 <= tokenizer.get_vocab_size() <= build_base.VOCABULARY
     assert len(PARAMETER_OF) == 7

@@ -22,8 +22,18 @@ from openai import AsyncOpenAI
 from email_agent import mailbox
 from email_search import agent, evaluate, rewards
 from email_search.agent import PAIRS, RUNS
-from email_search.build_base import HABITS, Schedule, conversations
-from email_search.demonstrations import CONFUSED, FEW, INVENTED, MANY, NONE, Habits, demonstrate
+from email_search.build_base import (
+    CONFUSED,
+    FEW,
+    HABITS,
+    INVENTED,
+    MANY,
+    NONE,
+    Habits,
+    Schedule,
+    conversations,
+    demonstrate,
+)
 from email_search.queries import RELEVANT, SPLITS, Kind, Query, queries, stream
 from email_search.rewards import WORTH, best_and_worst, parts, recall, score_calls
 from email_search.tools import TOOLS, Searchtools, mails_in

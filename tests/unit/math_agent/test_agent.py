@@ -25,9 +25,8 @@ from headrace_scorer.functions.loading import FunctionLoader
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from math_agent import agent, evaluate, rewards
-from math_agent.build_base import HABITS
+from math_agent.build_base import HABITS, NONE, Habits, demonstrate
 from math_agent.calculator import LENGTH_MAX, Calculator, calculate
-from math_agent.demonstrations import NONE, Habits, demonstrate
 from math_agent.problems import SPLITS, Change, Problem, Split, stream
 from math_agent.solution import Solution, Turn, of_episode, of_trajectory
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, status

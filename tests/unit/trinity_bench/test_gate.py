@@ -21,10 +21,9 @@ from headrace_schemas.programs.models import Play
 from tests.docs.fences import fences
 from tests.support.processes import naming, wait_until
 from tests.unit.trinity_bench import stand_in
-from trinity_bench.bench import write_files
-from trinity_bench.configuration import Job, plays_timeout_s
-from trinity_bench.results import BenchFailed, scores
-from trinity_bench.settings import Settings, Unusable, read, rows
+from trinity_bench.bench import scores, write_files
+from trinity_bench.processes import BenchFailed
+from trinity_bench.settings import Job, Settings, Unusable, plays_timeout_s, read, rows
 
 VERSION = "tiny@0123456789ab"
 PLAYS = tuple(Play(version=VERSION, task=task, seed=5) for task in ("a", "b", "c"))

@@ -29,12 +29,11 @@ from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, answer, completion, status
-from werewolf import ablation, agent, evaluate, policies, rewards, talk
+from werewolf import ablation, agent, evaluate, policies, rewards, table
 from werewolf.ablation import WinRate, lines
 from werewolf.agent import facts
 from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Split, Statement, deals
-from werewolf.table import Table, as_text
-from werewolf.talk import role_prompt
+from werewolf.table import Table, as_text, role_prompt
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -97,14 +96,14 @@ def test_what_is_none_of_the_three_abilities() -> None:
 
 def test_the_talk_is_read_as_it_is_written() -> None:
     for statement in (*TALK, Statement(A, WOODS, F)):
-        assert talk.read_statement(statement.name, talk.answer(statement)) == statement
-    assert talk.read_statement(A, "castle, Ben") == Statement(A, None, B)
-    assert talk.read_statement(A, "mill, Anna") == Statement(A, "mill", None), "nobody suspects himself"
-    assert talk.read_statement(A, "Ben") == Statement(A, None, None)
-    assert talk.read_name(A, " Ben. ") == B
-    assert talk.role_prompt(DEAL, B) == "You are Ben, werewolf with Emma. Say a place and a suspect, then vote."
-    assert talk.role_prompt(DEAL, A) == "You are Anna, villager. Say a place and a suspect, then vote."
-    prompt = talk.voting_prompt(E, (*TALK, Statement(A, WOODS, E)), B, C)
+        assert table.read_statement(statement.name, table.answer_line(statement)) == statement
+    assert table.read_statement(A, "castle, Ben") == Statement(A, None, B)
+    assert table.read_statement(A, "mill, Anna") == Statement(A, "mill", None), "nobody suspects himself"
+    assert table.read_statement(A, "Ben") == Statement(A, None, None)
+    assert table.read_name(A, " Ben. ") == B
+    assert table.role_prompt(DEAL, B) == "You are Ben, werewolf with Emma. Say a place and a suspect, then vote."
+    assert table.role_prompt(DEAL, A) == "You are Anna, villager. Say a place and a suspect, then vote."
+    prompt = table.voting_prompt(E, (*TALK, Statement(A, WOODS, E)), B, C)
     assert prompt == "woods: Anna\nsuspected: Clara, Ben, Clara, Clara\nBen votes Clara.\nVote."
 
 
