@@ -1,15 +1,19 @@
-"""Comparison of a gateway with and without the runtime's tuning.
+"""Comparisons of gateways: with and without the runtime's tuning, and the CPU time of equal calls of each API.
 
 Two gateways on one broker and one replica without a model answer blocks of calls alternately, `CONCURRENT` at a time,
 so that a busy machine disturbs both equally. The untuned gateway collects garbage as Python does by default and watches
 its loop with a timer of 20 ms. Afterwards both are idle, and the voluntary context switches of their threads count as
 wake-ups. The memory before and after the load shows the cost of infrequent collections.
+
+Each call is the sixth of a conversation with tools, as an agent sends it in that API. The APIs take turns in blocks of
+calls on one gateway, so that a busy machine disturbs them equally.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import statistics
 import time
@@ -42,6 +46,14 @@ async def run(self):
 
 event_loop.LoopWatch.run = run
 """
+RATIO_MAX = 1.25
+_STEPS = 5
+_RULES = "You are an agent that answers questions about a mailbox. " * 20
+_SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+_TOOLS = {name: f"Look into the {name} of the user, by a query." for name in ("mail", "notes", "calendar", "files")}
+_TASK = "Who sent the mail about the meeting on Monday at 10:30?"
+_RESULT = "Two mails of Ada, of Monday and of Tuesday. " * 10
+_ARGUMENTS = {"query": "meeting on Monday"}
 
 
 @dataclass
@@ -149,3 +161,94 @@ def _memory_mb(pid: int) -> float:
     match = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert match is not None, "only Linux reports RssAnon"
     return int(match[1]) / 1024
+
+
+@dataclass
+class Dialect:
+    """One API, with the CPU time per call of each block in milliseconds."""
+
+    path: str
+    body: dict[str, Any]
+    cpu_ms: list[float] = field(default_factory=list)
+
+    async def load(self, gateway: GatewayProcess, http: aiohttp.ClientSession, calls: int, *, stream: bool) -> None:
+        """Make the calls of one block, one after the other."""
+        began_s = cpu_s(gateway.pid)
+        for _ in range(calls):
+            body = {**self.body, "stream": stream}
+            async with http.post(f"{gateway.url}{self.path}", json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise RuntimeError(f"{self.path}: {response.status} {text[:500]}")
+        self.cpu_ms.append((cpu_s(gateway.pid) - began_s) * 1e3 / calls)
+
+
+def dialects() -> dict[str, Dialect]:
+    """Return equal calls of the APIs."""
+    chat: list[Any] = [{"role": "system", "content": _RULES}, {"role": "user", "content": _TASK}]
+    items: list[Any] = [{"role": "user", "content": _TASK}]
+    messages: list[Any] = [{"role": "user", "content": _TASK}]
+    for step in range(_STEPS):
+        name, call_id, arguments = list(_TOOLS)[step % len(_TOOLS)], f"call_{step}", json.dumps(_ARGUMENTS)
+        function = {"name": name, "arguments": arguments}
+        chat.append(
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            }
+        )
+        chat.append({"role": "tool", "tool_call_id": call_id, "content": _RESULT})
+        items.append({"type": "function_call", "call_id": call_id, **function})
+        items.append({"type": "function_call_output", "call_id": call_id, "output": _RESULT})
+        use = {"type": "tool_use", "id": call_id, "name": name, "input": _ARGUMENTS}
+        messages.append({"role": "assistant", "content": [use]})
+        result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
+        messages.append({"role": "user", "content": [result]})
+    functions = [{"name": name, "description": text, "parameters": _SCHEMA} for name, text in _TOOLS.items()]
+    chat_tools = [{"type": "function", "function": function} for function in functions]
+    message_tools = [{"name": name, "description": text, "input_schema": _SCHEMA} for name, text in _TOOLS.items()]
+    return {
+        "chat": Dialect(
+            "/v1/chat/completions", {"model": "tiny", "messages": chat, "tools": chat_tools, "max_tokens": 50}
+        ),
+        "responses": Dialect(
+            "/v1/responses",
+            {
+                "model": "tiny", "instructions": _RULES, "input": items, "max_output_tokens": 50,
+                "tools": [{"type": "function", **function} for function in functions],
+            },
+        ),
+        "messages": Dialect(
+            "/v1/messages",
+            {"model": "tiny", "system": _RULES, "messages": messages, "tools": message_tools, "max_tokens": 50},
+        ),
+    }  # fmt: skip
+
+
+async def compare_apis(gateway: GatewayProcess, blocks: int, calls: int) -> dict[str, Any]:
+    """Return the CPU time of a call of each API, and its ratio to that of a chat call in the median of the blocks."""
+    results: dict[str, Any] = {"ratio_max": RATIO_MAX}
+    async with aiohttp.ClientSession() as http:
+        for mode in ("plain", "stream"):
+            apis = dialects()
+            for block in range(blocks + 1):
+                for api in apis.values():
+                    await api.load(gateway, http, calls, stream=mode == "stream")
+                    if block == 0:
+                        api.cpu_ms.clear()  # the first calls open connections and compile
+            chat_ms = apis["chat"].cpu_ms
+            results[mode] = {
+                name: {
+                    "cpu_ms": round(statistics.median(api.cpu_ms), 3),
+                    "ratio": round(statistics.median(a / b for a, b in zip(api.cpu_ms, chat_ms, strict=True)), 3),
+                }
+                for name, api in apis.items()
+            }
+    return results
+
+
+def holds(results: dict[str, Any]) -> bool:
+    """Return whether no API costs more than `RATIO_MAX` times the chat call."""
+    ratios: list[float] = [api["ratio"] for mode in ("plain", "stream") for api in results[mode].values()]
+    return max(ratios) <= RATIO_MAX

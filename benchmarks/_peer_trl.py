@@ -1,6 +1,6 @@
 """TRL's GRPO training steps, one for each line of standard input, with their costs on standard output.
 
-`benchmarks._peers` describes the comparison. The script runs in a separate environment (`make install GROUP=peers`) and
+`benchmarks._steps` describes the comparison. The script runs in a separate environment (`make install GROUP=peers`) and
 does not import Headrace. The trainer is TRL's own, including its loop, loss, optimizer and logs, but with given instead
 of generated completions. A step is measured from its beginning to its end; the batch is fetched before.
 """

@@ -1,22 +1,24 @@
-"""Headrace's training steps, one for each line of standard input, with their costs on standard output.
-
-`benchmarks._peers` describes the comparison.
-"""
+"""Headrace's training steps beside TRL's: steps of both in separate processes, in turns and on the same data."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from benchmarks._run_processes import peak_bytes
-from benchmarks._shapes import PROMPT
+from benchmarks._run_processes import Summary, peak_bytes
+from benchmarks._shapes import PROMPT, Sequences, Shape
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
@@ -24,6 +26,13 @@ from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
+
+PACK_TOKENS = 4096
+"""Tokens of one forward pass for both trainers. The peer takes as many sequences as fit."""
+PEERS = Path(".venv-peers")
+START_S = 300.0
+CALM = {"OMP_WAIT_POLICY": "passive"}
+"""Environment of both trainers, in which waiting threads use no CPU time."""
 
 
 def batch_of(token_ids: list[list[int]], advantages: list[float], vocabulary: int) -> Batch:
@@ -76,6 +85,108 @@ def main() -> None:
         print(
             json.dumps({"cpu_s": cpu_s, "gradient_norm": step_result.measured["gradient_norm"], **memory}), flush=True
         )
+
+
+@dataclass
+class Trainer:
+    """Trainer process that takes a step for each line of its input."""
+
+    name: str
+    process: subprocess.Popen[str]
+    about: dict[str, Any]
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str]) -> Self:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | CALM,
+        )  # fmt: skip
+        return cls(name, process, _answer(process, name))
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        self.steps.append(_answer(self.process, self.name))
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=START_S)
+
+    def rates(self, tokens: int) -> dict[str, float]:
+        """Return the token rates. The first step warms up and does not count."""
+        return Summary.of([tokens / step["cpu_s"] for step in self.steps[1:]]).rate()
+
+
+def _answer(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    raise RuntimeError(f"the trainer {name} ended with status {process.wait()} before it answered")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of a training step."""
+
+    length: int
+    mixed: bool
+    tokens: int
+    """Approximate number of tokens of a step."""
+
+    @property
+    def name(self) -> str:
+        return f"up to {self.length}" if self.mixed else f"all {self.length}"
+
+    def sequences(self, shape: Shape) -> Sequences:
+        return Sequences.of(shape.vocabulary, self.length, max(2, self.tokens // self.length), mixed=self.mixed)
+
+
+def compare_with_trl(shape: Shape, model: Path, workload: Workload, rounds: int, threads: int) -> dict[str, Any]:
+    """Compare Headrace's trainer with TRL's GRPO trainer."""
+    sequences = workload.sequences(shape)
+    data = model.parent / f"{shape.name}-{workload.name.replace(' ', '-')}.json"
+    data_of_step = {
+        "token_ids": sequences.token_ids(),
+        "advantages": sequences.advantages(),
+        "vocabulary": shape.vocabulary,
+    }
+    data.write_text(json.dumps(data_of_step))
+    shared = ["--model", str(model), "--data", str(data), "--threads", str(threads)]
+    count = len(sequences.lengths)
+    rows = next(rows for rows in range(max(1, PACK_TOKENS // workload.length), 0, -1) if count % rows == 0)
+    command = [sys.executable, "-m", "benchmarks._steps", *shared, "--pack-tokens", str(PACK_TOKENS)]
+    peer_command = [str(PEERS / "bin/python"), "benchmarks/_peer_trl.py", *shared, "--rows", str(rows)]
+    both = [Trainer.start("headrace", command), Trainer.start("TRL", peer_command)]
+    try:
+        for _ in range(rounds + 1):
+            for trainer in both:
+                trainer.step()
+    finally:
+        for trainer in both:
+            trainer.end()
+    tokens, flops = sum(sequences.lengths), shape.flops(list(sequences.lengths))
+    rates = {trainer.name: trainer.rates(tokens) for trainer in both}
+    matmul = both[0].about["matmul_flops"]
+    return {
+        **asdict(workload),
+        "parameters": both[0].about["parameters"],
+        "sequences": count,
+        "tokens_per_step": tokens,
+        "tokens_per_cpu_s": rates,
+        "ratio": round(rates["headrace"]["best"] / rates["TRL"]["best"], 2),
+        "ratio_of_medians": round(rates["headrace"]["median"] / rates["TRL"]["median"], 2),
+        "matmul_gflops_per_cpu_s": round(matmul / 1e9, 1),
+        "share_of_matmul": {
+            name: round(rate["best"] / tokens * flops / matmul, 2) for name, rate in rates.items()
+        },
+        "peak_gb": {trainer.name: round(trainer.steps[-1]["peak_gb"], 2) for trainer in both},
+        "peak_over_start_gb": {trainer.name: round(trainer.steps[-1]["over_start_gb"], 2) for trainer in both},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

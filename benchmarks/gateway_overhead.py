@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks import _gateway_dialects, _gateway_tuning
+from benchmarks import _gateway_tuning
 from benchmarks._run_processes import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import Replica
@@ -139,7 +139,7 @@ async def measure_dialects(blocks: int, calls: int) -> dict[str, Any]:
     """Compare the CPU time of equal calls of the APIs."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         async with _answering_gateways(Path(scratch), UNLIMITED) as gateways:
-            return await _gateway_dialects.compare(gateways[0], blocks, calls)
+            return await _gateway_tuning.compare_apis(gateways[0], blocks, calls)
 
 
 @contextlib.asynccontextmanager
@@ -236,7 +236,7 @@ def main() -> int:
     dialects = asyncio.run(measure_dialects(2 * arguments.pairs, max(10, arguments.calls // 3)))
     print(f"CPU time of the APIs, in ratio to chat: {json.dumps(dialects)}", flush=True)
     if arguments.only == "dialects":
-        return 0 if _gateway_dialects.holds(dialects) else 1
+        return 0 if _gateway_tuning.holds(dialects) else 1
     tuning = asyncio.run(measure_tuning(arguments.pairs, arguments.block_s))
     ways = asyncio.run(measure(arguments.calls))
     for name, result in ways.items():
@@ -246,7 +246,7 @@ def main() -> int:
     imported_s = import_s()
     tuned = all(tuning[f"{name}_ratio"] <= tuning[f"{name}_ratio_max"] for name in ("p99", "wake_ups"))
     is_within_limits = max(above.values()) <= ADDED_MS_MAX and imported_s <= IMPORT_S_MAX and tuned
-    is_within_limits = is_within_limits and _gateway_dialects.holds(dialects)
+    is_within_limits = is_within_limits and _gateway_tuning.holds(dialects)
     print(f"gateway above the bare proxy at p50: {above} ms; limit: {ADDED_MS_MAX:g} ms")
     print(f"from headrace import Client: {imported_s} s; limit: {IMPORT_S_MAX} s")
     print(f"with and without the runtime's tuning: {json.dumps(tuning)}")

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._gpu_shapes import nominal_tflops
+from benchmarks._gpu_step import nominal_tflops
 
 SHARE_MIN = 0.4
 HEAD_GB_MAX = 1.5

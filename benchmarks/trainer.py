@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _disk_use
-from benchmarks._peers import PEERS, Workload, compare_with_trl
 from benchmarks._shapes import SHAPES
+from benchmarks._steps import PEERS, Workload, compare_with_trl
 from headrace_cli.progress import ProgressDisplay
 
 TOKENS, VOCABULARY = 32_768, 152_000

@@ -36,11 +36,13 @@ from tests.support.fake_llm import Call, FakeLLM, Reply
 from tests.support.judge_rig import Rig, judge, replica, settings, trajectory
 from tests.support.processes import wait_until
 from tests.support.turns import START
+from tests.unit.judge.conftest import _eager, llm
 
 PREFERENCE = (
     'name = "preference"\nmode = "pair"\ninstructions = "Which is better?"\n'
     '[[criteria]]\nname = "better"\ndescription = "The better one."\n'
 )
+__all__ = ["_eager", "llm"]
 
 
 def by_number(call: Call) -> str:

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import _gains_arms as arms
-from benchmarks._gains_arms import Gain
-from benchmarks._gains_jobs import seeds_of
-from benchmarks._gains_lines import Figure, Gains, misled, rows
+from benchmarks import _gains_lines
+from benchmarks._gains_lines import Figure, Gain, Gains, misled, rows
 from benchmarks._gains_lines import lines as gain_lines
 from benchmarks._learning_lines import (
     FORMAT,
@@ -28,6 +26,7 @@ from benchmarks._learning_lines import (
     markdown,
 )
 from benchmarks._swaps_live import SWAPS, TOKENS, Answer, StreamingClients, lines_of
+from benchmarks.signals import seeds_of
 from headrace_statistics.clustered_means import Score
 
 SEEDS, TASKS = 5, 148
@@ -215,40 +214,40 @@ def test_a_stream_is_taken_as_it_comes() -> None:
 
 GAIN_SEEDS, GAIN_TASKS, BASE = 5, 400, 0.35
 GAIN_SCORES = {
-    arms.BASE: BASE,
-    arms.EXPLICIT: 0.75,
-    arms.SFT: 0.65,
-    arms.DPO: 0.65,
-    arms.NATURAL: 0.65,
-    arms.FEW: 0.67,
-    arms.POISONED: 0.66,
-    arms.DIRECTED_BASE: BASE,
-    arms.TYPED: 0.6,
-    arms.BY_TOKEN: 0.6,
-    **dict.fromkeys(arms.RIVALS, 0.6),
-    **{arm.name: math.nan for arm in (arms.HAS_A_GAP, *arms.HAS_NONE, arms.MISLED)},
+    _gains_lines.BASE: BASE,
+    _gains_lines.EXPLICIT: 0.75,
+    _gains_lines.SFT: 0.65,
+    _gains_lines.DPO: 0.65,
+    _gains_lines.NATURAL: 0.65,
+    _gains_lines.FEW: 0.67,
+    _gains_lines.POISONED: 0.66,
+    _gains_lines.DIRECTED_BASE: BASE,
+    _gains_lines.TYPED: 0.6,
+    _gains_lines.BY_TOKEN: 0.6,
+    **dict.fromkeys(_gains_lines.RIVALS, 0.6),
+    **{arm.name: math.nan for arm in (_gains_lines.HAS_A_GAP, *_gains_lines.HAS_NONE, _gains_lines.MISLED)},
 }
-QUICK = {arms.TYPED: 1.0, **dict.fromkeys(arms.RIVALS, 0.3)}
+QUICK = {_gains_lines.TYPED: 1.0, **dict.fromkeys(_gains_lines.RIVALS, 0.3)}
 """Share of the final gain that an arm has after a tenth of the sessions."""
 
 
 def gain_plays(score: float, seed: int, guard: float | None = None) -> list[Score]:
     """Return simulated scores. All arms of a seed use equal random numbers, so that only the success rates differ."""
     draw = random.Random(seed)
-    kinds = ["extension", arms.GUARD] * (GAIN_TASKS // 2)
-    success_rates = {"extension": score, arms.GUARD: score if guard is None else guard}
+    kinds = ["extension", _gains_lines.GUARD] * (GAIN_TASKS // 2)
+    success_rates = {"extension": score, _gains_lines.GUARD: score if guard is None else guard}
     return [(f"{kind}-{number}", float(draw.random() < success_rates[kind])) for number, kind in enumerate(kinds)]
 
 
 def gain_run(arm: str, seed: int, score: float, **changes: object) -> Gain:
     gain = Gain(arm, seed, [] if math.isnan(score) else gain_plays(score, seed))
-    gain.edits = 150 if arm in (arms.SFT, arms.DPO) else 0
+    gain.edits = 150 if arm in (_gains_lines.SFT, _gains_lines.DPO) else 0
     gain.sessions = 480
-    gain.steps = int(arm == arms.HAS_A_GAP.name or bool(gain.scores))
+    gain.steps = int(arm == _gains_lines.HAS_A_GAP.name or bool(gain.scores))
     if arm in QUICK:
         shares = (QUICK[arm], 1.0)
         gain.trace = [(48 + 432 * n, gain_plays(BASE + (score - BASE) * share, seed)) for n, share in enumerate(shares)]
-    if arm in (arms.FEW, arms.POISONED):
+    if arm in (_gains_lines.FEW, _gains_lines.POISONED):
         draw = random.Random(seed)
         gain.ordered = [(good, draw.gauss(0.6 if good else 0.4, 0.1)) for good in (True, False) * 200]
         gain.judged = gain.ordered[:200]
@@ -277,39 +276,39 @@ def test_sound_runs_miss_no_line() -> None:
     assert set(rows(gains)) == {arm for arm, score in GAIN_SCORES.items() if not math.isnan(score)}
     assert misled(gains) == Figure((0.0,) * GAIN_SEEDS)
     assert misled(Gains([])) is None
-    assert gains.sessions_to(arms.TYPED, 0.15) == 48
-    assert gains.sessions_to(arms.BINARY, 0.15) == 480
+    assert gains.sessions_to(_gains_lines.TYPED, 0.15) == 48
+    assert gains.sessions_to(_gains_lines.BINARY, 0.15) == 480
 
 
-FIXED_BASE = {arms.DIRECTED_BASE: {"scores": gain_plays(BASE, 0)}}
+FIXED_BASE = {_gains_lines.DIRECTED_BASE: {"scores": gain_plays(BASE, 0)}}
 """A base with the same plays for every seed, to match an arm with changed plays."""
 
 
 @pytest.mark.parametrize(
     ("scores", "changed", "line"),
     [
-        ({arms.SFT: 0.45}, {}, "edits, sft: gain"),
-        ({arms.DPO: 0.3}, {}, "edits, dpo: gain"),
-        ({}, {arms.DPO: {"edits": 201}}, "edits, dpo: edits"),
-        ({arms.NATURAL: 0.5}, {}, "natural signals"),
-        ({arms.FEW: 0.58, arms.POISONED: 0.57}, {}, "few thumbs: share"),
-        ({arms.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
-        ({}, {arms.FEW: {"ordered": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the reward model"),
-        ({}, {arms.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the rewards"),
-        ({}, {arms.TYPED: {"scores": gain_plays(0.45, 0)}, **FIXED_BASE}, "typed corrections: gain"),
-        ({}, {arms.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
-        ({}, {arms.BINARY: {"trace": [(48, gain_plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
+        ({_gains_lines.SFT: 0.45}, {}, "edits, sft: gain"),
+        ({_gains_lines.DPO: 0.3}, {}, "edits, dpo: gain"),
+        ({}, {_gains_lines.DPO: {"edits": 201}}, "edits, dpo: edits"),
+        ({_gains_lines.NATURAL: 0.5}, {}, "natural signals"),
+        ({_gains_lines.FEW: 0.58, _gains_lines.POISONED: 0.57}, {}, "few thumbs: share"),
+        ({_gains_lines.POISONED: 0.58}, {}, "few thumbs: what 2 % poisoners cost"),
+        ({}, {_gains_lines.FEW: {"ordered": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the reward model"),
+        ({}, {_gains_lines.FEW: {"judged": [(True, 0.4), (False, 0.6)]}}, "few thumbs: AUROC of the rewards"),
+        ({}, {_gains_lines.TYPED: {"scores": gain_plays(0.45, 0)}, **FIXED_BASE}, "typed corrections: gain"),
+        ({}, {_gains_lines.TYPED: {"sessions": 512}}, "typed corrections: sessions"),
+        ({}, {_gains_lines.BINARY: {"trace": [(48, gain_plays(0.9, 0))]}}, "typed corrections: sessions to 15 points"),
         *(
             ({}, {arm: {"trace": [(95, gain_plays(0.9, 0))]}}, "typed corrections: sessions to 15 points")
-            for arm in arms.RIVALS
+            for arm in _gains_lines.RIVALS
         ),
         (
             {},
-            {arms.TYPED: {"scores": gain_plays(0.9, 0, guard=0.3)}, **FIXED_BASE},
+            {_gains_lines.TYPED: {"scores": gain_plays(0.9, 0, guard=0.3)}, **FIXED_BASE},
             "typed corrections: what the guard",
         ),
-        ({}, {arms.HAS_NONE[0].name: {"steps": 1}}, "typed corrections: settings"),
-        ({}, {arms.HAS_A_GAP.name: {"steps": 0}}, "typed corrections: settings"),
+        ({}, {_gains_lines.HAS_NONE[0].name: {"steps": 1}}, "typed corrections: settings"),
+        ({}, {_gains_lines.HAS_A_GAP.name: {"steps": 0}}, "typed corrections: settings"),
     ],
 )  # fmt: skip
 def test_each_fault_fails_its_gain_line(
@@ -321,15 +320,19 @@ def test_each_fault_fails_its_gain_line(
 
 
 def test_what_learned_nothing_has_no_share_of_a_gain() -> None:
-    failures = failed_line_names(gain_table(GAIN_SCORES | {arms.EXPLICIT: 0.3}))
+    failures = failed_line_names(gain_table(GAIN_SCORES | {_gains_lines.EXPLICIT: 0.3}))
     assert "few thumbs: share of the gain with full labels" in failures
     assert "natural signals: share of the gain of explicit feedback" in failures
 
 
 def test_rounds_are_counted_over_seeds_that_chose_nothing() -> None:
-    assert seeds_of(arms.ARMS[arms.SFT], range(5)) == [0, 1, 2, 3, 4]
-    compared = (arms.DIRECTED_BASE, arms.TYPED, *(name for name in arms.RIVALS if name != arms.BINARY))
-    assert {tuple(seeds_of(arms.ARMS[arm], range(5))) for arm in compared} == {(*range(5), *range(15, 25))}
+    assert seeds_of(_gains_lines.ARMS[_gains_lines.SFT], range(5)) == [0, 1, 2, 3, 4]
+    compared = (
+        _gains_lines.DIRECTED_BASE,
+        _gains_lines.TYPED,
+        *(name for name in _gains_lines.RIVALS if name != _gains_lines.BINARY),
+    )
+    assert {tuple(seeds_of(_gains_lines.ARMS[arm], range(5))) for arm in compared} == {(*range(5), *range(15, 25))}
 
 
 def test_an_interval_is_student_s_and_one_seed_has_none() -> None:
@@ -341,4 +344,6 @@ def test_an_interval_is_student_s_and_one_seed_has_none() -> None:
 def test_other_tasks_than_the_base_s_are_not_compared() -> None:
     other = [(f"other-{task}", value) for task, value in gain_plays(0.7, 0)]
     with pytest.raises(AssertionError, match="the same tasks"):
-        Gains([gain_run(arms.BASE, 0, BASE), gain_run(arms.SFT, 0, 0.7, scores=other)]).gain(arms.SFT)
+        Gains([gain_run(_gains_lines.BASE, 0, BASE), gain_run(_gains_lines.SFT, 0, 0.7, scores=other)]).gain(
+            _gains_lines.SFT
+        )
