@@ -14,7 +14,6 @@ _ID = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    op.add_column("turns", sa.Column("choices", sa.SmallInteger, server_default="1", nullable=False))
     op.create_table(
         "review_queues",
         sa.Column("id", _ID, autoincrement=False, nullable=False),

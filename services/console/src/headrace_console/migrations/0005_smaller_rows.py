@@ -23,7 +23,7 @@ _EMPTIED = (
 
 def upgrade() -> None:
     for table in _REPLACED:
-        op.drop_table(table)
+        op.drop_table(table, if_exists=True)
     for table in _EMPTIED:
         op.execute(sa.delete(sa.table(table)))
     _create_sessions()
