@@ -283,7 +283,7 @@ class Batch:
         for row_set in self._row_sets:
             await row_set.write_changes(tx)
         changes = [key._asdict() | {"turns": turns} for key, turns in counts.items() if turns]
-        await upsert_all(tx, tables.counts, CountKey._fields, changes, added="turns")
+        await upsert_all(tx, tables.counts, CountKey._fields, changes, added=("turns",))
         await self.side.store(tx)
 
     async def _summarize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.rows import Names, SessionRow, TurnRow
+from headrace_console.read_model.rows import EDITS_MAX, Names, SessionRow, TurnRow
 from headrace_console.read_model.side_rows import RewardKey
 from headrace_console.read_model.status import add_outcome, overall_advantage
 from headrace_console.read_model.verdicts import verdict_of
@@ -29,6 +29,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.rules.training import no_logprobs_reason
 from headrace_schemas.rules.turn_status import TURN_ENDING_SOURCES, TrajectoryFacts
+from headrace_schemas.values.ids import derived_id
 
 if TYPE_CHECKING:
     from headrace_console.read_model.batch import Batch
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TITLE_LENGTH = 80
 _ERROR_LENGTH_MAX = 300
+_EDIT_DIGITS = 8
 _GOOD = 0.5
 """Values above are thumbs up, values below thumbs down."""
 
@@ -182,10 +184,17 @@ class EventEffects:
         if verdict is not None:
             turn = self._turn(event.tenant, event.msg_ids[0], session).id if event.msg_ids else 0
             self._batch.side.add_verdict(verdict, session, turn, offset)
-        if event.edit is not None:
-            session.flags |= tables.FLAGS["edited"]
+        if event.about == "edit":
+            self._note_edit(session, event)
         if event.value is not None:
             session.thumb = (event.value > _GOOD) - (event.value < _GOOD)
+
+    def _note_edit(self, session: SessionRow, event: Feedback) -> None:
+        """Set the mark of the session, which it has while one of its edits is valid."""
+        edit = derived_id("edit", event.source, event.rater, *event.answer)[:_EDIT_DIGITS]
+        others = [other for other in session.edits if other != edit]
+        session.edits = others if event.withdrawn else [*others, edit][-EDITS_MAX:]
+        session.flags = (session.flags & ~tables.FLAGS["edited"]) | (tables.FLAGS["edited"] if session.edits else 0)
 
     def _add_report(self, event: TrainingMetrics) -> None:
         names, side = self._names, self._batch.side

@@ -18,11 +18,11 @@ _ITEMS_AT_ONCE = 100
 """Events or rows that are evaluated before other tasks run."""
 
 
-def parts(values: Iterable[Any]) -> Iterator[list[Any]]:
+def parts(values: Iterable[Any], size: int = ROWS_AT_ONCE) -> Iterator[list[Any]]:
     """Split the parameters of a query into portions."""
     everything = list(values)
-    for at in range(0, len(everything), ROWS_AT_ONCE):
-        yield everything[at : at + ROWS_AT_ONCE]
+    for at in range(0, len(everything), size):
+        yield everything[at : at + size]
 
 
 async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
@@ -34,7 +34,12 @@ async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def upsert_all(
-    tx: AsyncConnection, table: Table, key: tuple[str, ...], rows: Sequence[dict[str, Any]], *, added: str | None = None
+    tx: AsyncConnection,
+    table: Table,
+    key: tuple[str, ...],
+    rows: Sequence[dict[str, Any]],
+    *,
+    added: tuple[str, ...] = (),
 ) -> None:
     """Insert rows, or set all their columns where `key` exists.
 
@@ -43,11 +48,11 @@ async def upsert_all(
         table: the table.
         key: the columns of the primary key.
         rows: the rows, all with the same columns.
-        added: the column to which the row's value is added instead.
+        added: the columns to which the row's values are added instead.
     """
     if not rows:
         return
     changed = () if added else tuple(name for name in rows[0] if name not in key)
-    statement = upsert_statement(tx.dialect.name, table, key, changed, (added,) if added else ())
+    statement = upsert_statement(tx.dialect.name, table, key, changed, added)
     for part in parts(rows):
         await tx.execute(statement, part)

@@ -15,6 +15,9 @@ from headrace_console.read_model.packing import pack_numbers, unpack_numbers
 from headrace_console.read_model.portions import parts, upsert_all
 from headrace_runtime.storage.tables import is_one_of
 
+EDITS_MAX = 100
+"""Edits of a session whose withdrawal is recognized."""
+
 
 @dataclass(slots=True)
 class SessionRow:
@@ -39,6 +42,8 @@ class SessionRow:
     flags: int = 0
     task_id: str | None = None
     title: str | None = None
+    edits: Sequence[str] = ()
+    """Digests of the valid edits of its answers, at most `EDITS_MAX`."""
     read_day: int = 0
 
 
@@ -143,7 +148,7 @@ def _reasons_by_turn(column: str | None) -> Mapping[int, int]:
     return {int(turn): reason for turn, reason in json.loads(column).items()} if column else {}
 
 
-def _history(column: str | None) -> Sequence[Sequence[Any]]:
+def _list(column: str | None) -> Sequence[Any]:
     return json.loads(column) if column else ()
 
 
@@ -157,7 +162,8 @@ _CONVERSIONS: Mapping[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any]
     "turns": (LargeBinary, unpack_numbers, pack_numbers),
     "left_out": (Text, _reasons_by_turn, _json),
     "no_logprobs": (Text, _reasons_by_turn, _json),
-    "history": (Text, _history, _json),
+    "history": (Text, _list, _json),
+    "edits": (Text, _list, _json),
 }
 """Columns that rows have in another form: their type in the table, reader and writer. A column of the same name with
 another type, such as the number of turns of a session, is not converted."""
@@ -247,10 +253,7 @@ class RowSet(Generic[R]):
         await self.load_where(tx, "id", {row_id for row_id in ids if row_id not in self._by_id})
 
     def _is_in(self, column: str, values: Sequence[Any]) -> ColumnElement[bool]:
-        condition = self._table.c[column].in_(values)
-        if column != "name":
-            return condition
-        return condition & tables.NAME_START.in_({name[: tables.NAME_START_BYTES] for name in values})
+        return tables.is_named(self._table, values) if column == "name" else self._table.c[column].in_(values)
 
     def _query(self) -> Select[Any]:
         return select(self._table)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import delete, insert, select, tuple_
@@ -47,6 +48,15 @@ class HourKey(NamedTuple):
     bucket: int
 
 
+@dataclass(slots=True)
+class HourChange:
+    """Change of a row of `hours`."""
+
+    rewards: int = 0
+    total: float = 0.0
+    """Sum of the values."""
+
+
 class SideRows:
     """Rows of one batch, apart from those of sessions, turns, trajectories and experiences."""
 
@@ -67,7 +77,7 @@ class SideRows:
         self._rewards: dict[RewardKey, dict[str, Any]] = {}
         self._stored_rewards: set[RewardKey] = set()
         self._changed_rewards: set[RewardKey] = set()
-        self._hours: Counter[HourKey] = Counter()
+        self._hours: defaultdict[HourKey, HourChange] = defaultdict(HourChange)
 
     async def load(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
         """Load refusals of the events' subjects, rewards that may be revised, and steps that were read before."""
@@ -119,12 +129,17 @@ class SideRows:
         if stored is not None and stored["revision"] >= values["revision"]:
             return False
         if stored is not None:
-            self._hours[_hour_key(key, stored)] -= 1
+            self._count_in_hour(key, stored, -1)
         row = {**key._asdict(), **values}
-        self._hours[_hour_key(key, row)] += 1
+        self._count_in_hour(key, row, 1)
         self._rewards[key] = row
         self._changed_rewards.add(key)
         return True
+
+    def _count_in_hour(self, key: RewardKey, row: dict[str, Any], sign: int) -> None:
+        hour = self._hours[_hour_key(key, row)]
+        hour.rewards += sign
+        hour.total += sign * (row["value"] or 0.0)
 
     def add_verdict(self, verdict: Verdict, session: SessionRow, turn: int, offset: int) -> None:
         """Store a verdict, and its item unless the item is known."""
@@ -189,8 +204,8 @@ class SideRows:
                 insert(tables.refusals), [{"name": name, "read_day": self._day} for name in sorted(new_refusals)]
             )
         await self._store_rewards(tx)
-        hours = [key._asdict() | {"rewards": number} for key, number in self._hours.items() if number]
-        await upsert_all(tx, tables.hours, HourKey._fields, hours, added="rewards")
+        hours = [key._asdict() | asdict(hour) for key, hour in self._hours.items() if hour.rewards or hour.total]
+        await upsert_all(tx, tables.hours, HourKey._fields, hours, added=("rewards", "total"))
 
     async def _store_rewards(self, tx: AsyncConnection) -> None:
         """Write the changed rewards. Revised ones are deleted first, because PostgreSQL has no unique key for them."""

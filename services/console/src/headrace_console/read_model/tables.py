@@ -7,6 +7,7 @@ ordered by their width, because PostgreSQL aligns them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import (
@@ -119,6 +120,7 @@ sessions = Table(
     Column("session_id", Text),
     Column("task_id", Text),
     Column("title", Text),  # the first characters of the first message
+    Column("edits", Text),  # JSON: digests of the valid edits of its answers
     UniqueConstraint("session_key", "tenant", name="uq_sessions_key"),
     Index("ix_sessions_read_day", "read_day"),
     Index("ix_sessions_began", "tenant", "began_ms"),
@@ -148,7 +150,12 @@ FLAGS = {
 
 NAME_START_BYTES = 7
 NAME_START: ColumnElement[bytes] = literal_column(f"substr(name, 1, {NAME_START_BYTES})", LargeBinary)
-"""First bytes of a packed id, which the index of PostgreSQL contains in place of the whole id."""
+"""First bytes of a packed id or of the end of a response id, which an index contains in place of all bytes."""
+
+
+def is_named(table: Table, names: Collection[bytes]) -> ColumnElement[bool]:
+    """Return the condition that a row has one of these packed names, which an index of their first bytes can use."""
+    return table.c.name.in_(names) & NAME_START.in_({name[:NAME_START_BYTES] for name in names})
 
 
 def _by_name(table: str) -> tuple[UniqueConstraint | Index, ...]:
@@ -184,7 +191,7 @@ turns = Table(
     Column("name", LargeBinary, nullable=False),  # the tail of its response id, or another packed id
     Column("trajectories", LargeBinary, nullable=False),
     Column("experiences", LargeBinary, nullable=False),
-    Index("ix_turns_session", "session"),
+    Index("ix_turns_session", "session", NAME_START),
     Index("ix_turns_foreign", "name", sqlite_where=IS_FOREIGN, postgresql_where=IS_FOREIGN),
 )
 
@@ -337,6 +344,7 @@ hours = Table(
     Column("outcome", Integer, primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),  # tenth of the value; `NO_VALUE` for other outcomes than `scored`
     Column("rewards", BigInteger, nullable=False),
+    Column("total", Float),  # of the values; null if an old release has counted some of them
     sqlite_with_rowid=False,
 )
 NO_VALUE = -100

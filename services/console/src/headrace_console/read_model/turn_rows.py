@@ -14,6 +14,8 @@ from headrace_console.read_model.portions import parts
 from headrace_console.read_model.queries import turns_query
 from headrace_console.read_model.rows import RowSet, SessionRow, TurnRow
 
+_PAIRS_AT_ONCE = 40
+
 
 class TurnSet(RowSet[TurnRow]):
     """Turns that a batch may change, by the packed id and the tenant."""
@@ -49,13 +51,12 @@ class TurnSet(RowSet[TurnRow]):
     async def _load_in_sessions(self, tx: AsyncConnection, pairs: Iterable[tuple[int, bytes]]) -> None:
         """Load the turns with these stored names in these sessions.
 
-        The columns are compared one by one, because SQLite uses no index for pairs; the index has the sessions alone.
-        Sorting keeps the sessions of a portion few.
+        SQLite uses no index for pairs, so that each session is searched for each name of a portion. Small portions of
+        sorted pairs keep these searches few.
         """
-        table = tables.turns
-        for part in parts(sorted(set(pairs))):
+        for part in parts(sorted(set(pairs)), _PAIRS_AT_ONCE):
             sessions, names = ({pair[at] for pair in part} for at in (0, 1))
-            query = self._query().where(table.c.session.in_(sessions), table.c.name.in_(names))
+            query = self._query().where(tables.turns.c.session.in_(sessions), tables.is_named(tables.turns, names))
             self._note((await tx.execute(query)).mappings())
 
     async def _load_foreign(self, tx: AsyncConnection, names: Iterable[bytes]) -> None:
