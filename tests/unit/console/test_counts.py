@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from headrace_console.read_model import queries, status, tables
 from headrace_console.read_model.batch import Batch, Fact
 from headrace_console.read_model.follower import TopicFollower
 from headrace_console.read_model.packing import unpack_id
+from headrace_console.read_model.reward_queries import rewards_by_source
 from headrace_console.read_model.rows import ExperienceRow, Names
 from headrace_console.users import Scope
 from headrace_operations.turn_account import turn_account_of
@@ -35,18 +36,6 @@ from tests.unit.cli.test_turn_account import STATES
 
 EVERYTHING = Scope(None)
 DAY = 20_000
-
-
-@pytest.fixture
-async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]:
-    common = Common.model_validate({"data_dir": data_dir, "database": {"url": database_url}})
-    opened = Database.open("console", common)
-    await make_tables(opened, "headrace_console")
-    yield opened
-    async with opened.transaction() as tx:
-        for table in reversed(tables.metadata.sorted_tables):
-            await tx.execute(table.delete())
-    await opened.close()
 
 
 async def read(database: Database, events: Sequence[Event], chance: random.Random) -> None:
@@ -254,7 +243,7 @@ async def test_reward_is_stored_once_with_its_highest_revision(database: Databas
             await Batch(tx, names, titles=True, day=DAY).apply([Fact(reward, 0, at)])
     async with database.transaction() as tx:
         rows = (await tx.execute(select(tables.rewards.c.revision, tables.rewards.c.value))).all()
-        hours = await queries.rewards_by_source(tx, 1, 0)
+        hours = await rewards_by_source(tx, 1, 0)
     assert rows == [(2, 0.75)]
     assert sum(hours["help"].outcomes.values()) == 1
 
@@ -358,6 +347,7 @@ async def test_property_fails_for_a_planted_fault(fault: str, data_dir: Path, mo
 
 
 @pytest.mark.filterwarnings("ignore:autogenerate skipping metadata-specified expression-based index")
+@pytest.mark.filterwarnings("ignore:Skipped unsupported reflection of expression-based index")
 async def test_migrations_create_the_schema_of_the_code(database: Database) -> None:
     def differences(connection: Connection) -> list[object]:
         def is_equal_in_both_databases(item: Any, *_: object) -> bool:

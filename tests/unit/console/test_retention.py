@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,22 +30,11 @@ from tests.support.remembered import make_tables
 from tests.support.seeds import draw_seed
 from tests.unit.console.support import Stand
 from tests.unit.console.test_counts import check_sessions, random_history
+from tests.unit.console.test_read_model import as_before as as_before_means
 
 DAY = 20_000
 RETENTION_DAYS = 30
 BLOCK_S_MAX = 0.1
-
-
-@pytest.fixture
-async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]:
-    common = Common.model_validate({"data_dir": data_dir, "database": {"url": database_url}})
-    opened = Database.open("console", common)
-    await make_tables(opened, "headrace_console")
-    yield opened
-    async with opened.transaction() as tx:
-        for table in reversed(tables.metadata.sorted_tables):
-            await tx.execute(table.delete())
-    await opened.close()
 
 
 async def apply(database: Database, events: Sequence[Event], day: int) -> None:
@@ -192,10 +181,11 @@ async def test_upgrade_to_smaller_rows_reads_the_topics_again_and_keeps_queues(d
     await apply(database, events, DAY)
     modules = [
         importlib.import_module(f"headrace_console.migrations.{name}")
-        for name in ("0005_smaller_rows", "0006_smaller_indexes")
+        for name in ("0005_smaller_rows", "0006_smaller_indexes", "0007_means_and_edits")
     ]
 
     def upgrade(connection: Connection) -> None:
+        as_before_means(connection)
         with Operations.context(MigrationContext.configure(connection)):
             for module in modules:
                 module.upgrade()

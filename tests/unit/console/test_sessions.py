@@ -11,10 +11,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_console.read_model import queries
+from headrace_console.read_model import queries, session_list
 from headrace_console.read_model.batch import Batch, Fact
-from headrace_console.read_model.queries import Filter
 from headrace_console.read_model.rows import Names
+from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.read_model.side_rows import bucket_of
 from headrace_console.users import Scope
 from headrace_schemas import Event, Feedback, Message, Reward
@@ -131,6 +131,7 @@ async def test_list_applies_filter(stand: Stand, query: str, *, is_listed: bool)
         "reward_max=low",
         "after=x",
         "after=1",
+        "before=1",
         "order=reward",
         "status=lost",
         "evaluation=no",
@@ -141,6 +142,12 @@ async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> N
     reply = await client.get(f"/sessions?{query}")
     assert reply.status_code == 400
     assert query.partition("=")[2] in reply.text or "order" in reply.text
+
+
+async def test_list_refuses_two_positions(stand: Stand) -> None:
+    reply = await (await stand.signed_in()).get("/sessions?after=1.1&before=2.2")
+    assert reply.status_code == 400
+    assert "before = &#39;2.2&#39;: must not be combined with after" in reply.text
 
 
 async def test_list_keeps_what_was_typed_beside_a_refused_filter(stand: Stand) -> None:
@@ -171,25 +178,29 @@ async def test_pages_of_the_list_follow_each_other_without_gap_or_repetition(sta
         ],
     )
     client = await stand.signed_in()
-    address, listed = "/sessions", []
-    for _ in range(4):
-        page = (await client.get(address)).text
-        listed += re.findall(r'href="/s/([a-z2-7]{16})"', page)
-        following = re.search(r'href="(\?[^"]*after=[^"]*)"', page)
-        if following is None:
-            break
-        address = "/sessions" + following[1].replace("&amp;", "&")
+    addresses, pages = ["/sessions"], list[list[str]]()
+    for link in ("Next", "Next", "Previous", "Previous"):
+        page = (await client.get(addresses[-1])).text
+        pages.append(re.findall(r'href="/s/([a-z2-7]{16})"', page))
+        address = re.search(rf'href="([^"]*)">{link}<', page)
+        assert address is not None, link
+        addresses.append("/sessions" + address[1].replace("&amp;", "&"))
+    last = (await client.get(addresses[-1])).text
+    assert re.findall(r'href="/s/([a-z2-7]{16})"', last) == pages[0]
+    assert ">Previous<" not in last
+    assert pages[3] == pages[1]
+    listed = [key for page in pages[:3] for key in page]
     assert listed == keys[::-1]
 
 
 async def test_search_without_an_index_stops_and_continues(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "SEARCHED_MAX", 50)
+    monkeypatch.setattr(session_list, "SEARCHED_MAX", 50)
     await apply(stand, [*session_events(), *_sessions(120)])
     async with stand.console.database.transaction() as tx:
         tenant = (await queries.tenants(tx, Scope(None)))["default"]
         rows, after, pages = 0, None, 0
         while pages < 5:
-            page = await queries.session_page(tx, tenant, Filter(outcome="abstained", after=after))
+            page = await session_page(tx, tenant, Filter(outcome="abstained", after=after))
             rows, after, pages = rows + len(page.rows), page.after, pages + 1
             if after is None:
                 break
@@ -312,14 +323,38 @@ async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) 
     await apply(stand, [*session_events(), *session_events()[3:6]])
     client = await stand.signed_in()
     page = (await client.get("/rewards")).text
-    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>((?:<td class="number">[0-9,]+</td>)+)</tr>', page))
-    numbers = {source: re.findall(r">([0-9,]+)<", cells) for source, cells in rows.items()}
-    assert numbers["concise"] == ["1", "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
-    assert numbers["judge:help"] == ["1", "0", "1", "0", "0", "0", "0"]
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>((?:<td class="number">[0-9,.]*</td>)+)</tr>', page))
+    numbers = {source: re.findall(r">([0-9,.]*)</td>", cells) for source, cells in rows.items()}
+    first = ["1", "0.400"]
+    assert numbers["concise"] == [*first, "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
+    assert numbers["judge:help"] == ["1", "", "0", "1", "0", "0", "0", "0"]
+    assert "Not computed: no two sources have scored 30 turns or runs" in page
     assert "No source failed in the last 7 days." in page
     assert "</meter> 100 %" in page
     assert "0.4 to 0.5" in page
     assert (await client.get("/rewards?days=0")).status_code == 400
+
+
+async def test_rewards_page_names_the_two_sources_that_disagree_most(stand: Stand) -> None:
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    scores: dict[str, list[float]] = {
+        "concise": [at % 2 for at in range(40)],
+        "correct": [0.9 * (at % 2) if at % 8 else 0.5 for at in range(40)],
+        "judge:help": [at % 3 / 2 for at in range(40)],
+        "rare": [1 - at % 2 for at in range(29)],
+        "judge:wide": [7 - at for at in range(40)],
+    }
+    rewards = [
+        Reward(time=START, trajectory_id=f"R{run}", session_key=KEY, source=source, value=value)
+        for source, values in scores.items()
+        for run, value in enumerate(values)
+    ]
+    await apply(stand, [*session_events()[:1], *rewards])
+    page = " ".join((await (await stand.signed_in()).get("/rewards")).text.split())
+    sentence = re.search(r"<p>(concise and judge:help about m: .*?)</p>", page)
+    assert sentence is not None, page
+    assert "35 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
+    assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
 
 
 @pytest.mark.parametrize(

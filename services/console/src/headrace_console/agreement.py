@@ -1,13 +1,14 @@
-"""Agreement of the raters of a queue, and of a judge with them. Pure functions of the valid answers."""
+"""Agreement of the raters of a queue, of a judge with them, and of reward sources. Pure functions of the answers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
+from headrace_console.read_model.answers import ITEMS_MAX
 from headrace_statistics.agreement import alpha, bootstrap_interval, kappa, nominal, raw_agreement, squared
 
 COMMON_MIN = 30
@@ -77,17 +78,48 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
     return Agreement(
         {column: totals[column] for column in columns},
         _coefficient(rated_twice, lambda table: alpha(table, difference), seed),
-        [_pair(answers, first, second, difference, seed) for first, second in combinations(columns, 2)],
+        [_pair(answers.values(), pair, difference, seed) for pair in combinations(columns, 2)],
     )
 
 
+def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> PairAgreement | None:
+    """Return the two columns with the lowest kappa on the first `ITEMS_MAX` items that both have scored.
+
+    Args:
+        items: the scores of each item by column.
+        seed: seed of the bootstrap.
+
+    Returns:
+        The pair, or None if every two columns have too few common items, or one and the same score for all of them.
+    """
+    totals = Counter(column for scores in items for column in scores)
+    columns = sorted(column for column, _ in totals.most_common(COLUMNS_MAX))
+    lowest: tuple[float, tuple[str, str]] | None = None
+    for pair in combinations(columns, 2):
+        common = _common(items, pair)
+        value = kappa(Counter(common), squared) if len(common) >= COMMON_MIN else None
+        if value is not None and (lowest is None or value < lowest[0]):
+            lowest = value, pair
+    return None if lowest is None else _pair(items, lowest[1], squared, seed)
+
+
+def _common(items: Iterable[Mapping[str, Hashable]], pair: tuple[str, str]) -> list[tuple[Hashable, Hashable]]:
+    """Return the answers of two columns to the first `ITEMS_MAX` items that both have answered."""
+    first, second = pair
+    answered = ((answers[first], answers[second]) for answers in items if first in answers and second in answers)
+    return list(islice(answered, ITEMS_MAX))
+
+
 def _pair(
-    answers: Answers, first: str, second: str, difference: Callable[[Any, Any], float], seed: int
+    items: Iterable[Mapping[str, Hashable]],
+    pair: tuple[str, str],
+    difference: Callable[[Any, Any], float],
+    seed: int,
 ) -> PairAgreement:
-    common = [(row[first], row[second]) for row in answers.values() if first in row and second in row]
+    common = _common(items, pair)
     coefficient = _coefficient(common, lambda table: kappa(table, difference), seed)
     raw = None if coefficient.has_too_few_items else raw_agreement(Counter(common))
-    return PairAgreement(first, second, coefficient, raw)
+    return PairAgreement(*pair, coefficient, raw)
 
 
 def _coefficient(

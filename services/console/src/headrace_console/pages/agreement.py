@@ -49,8 +49,8 @@ async def agreement(visit: Visit) -> Response:
         items=len(items),
         items_max=ITEMS_MAX,
         common_min=COMMON_MIN,
-        alpha=_text(agreement.alpha),
-        pairs=[(pair, _text(pair.kappa)) for pair in agreement.pairs],
+        alpha=coefficient_text(agreement.alpha),
+        pairs=[(pair, coefficient_text(pair.kappa)) for pair in agreement.pairs],
         columns=agreement.columns,
         values=values,
         names={value: name_of(value) for value in values},
@@ -59,7 +59,7 @@ async def agreement(visit: Visit) -> Response:
     )
 
 
-def _text(coefficient: Coefficient) -> str:
+def coefficient_text(coefficient: Coefficient) -> str:
     """Return a coefficient with its interval in words."""
     if coefficient.has_too_few_items:
         return f"too few ({coefficient.items} of {COMMON_MIN} items)"

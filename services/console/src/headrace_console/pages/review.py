@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import RedirectResponse, Response
 
@@ -23,7 +23,7 @@ from headrace_console.pages.session import message_text
 from headrace_console.pages.sessions import parse_filter
 from headrace_console.read_model import queues, ratings, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.queries import Row, position_of
+from headrace_console.read_model.queries import Row, captured_turns, position_of, read_rows
 from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
 from headrace_console.read_model.verdicts import BOTH_BAD, EDITED, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
@@ -56,9 +56,8 @@ async def turns_until(tx: AsyncConnection, turn: Row) -> Sequence[Row]:
     """Return the rows of the last `TURNS_MAX` turns of a session up to a turn, the oldest first."""
     table = tables.turns
     is_earlier = tuple_(table.c.at_ms, table.c.id) <= tuple_(turn["at_ms"], turn["id"])
-    query = select(table).where(table.c.session == turn["session"], table.c.log_offset >= 0, is_earlier)
-    rows = await tx.execute(query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(TURNS_MAX))
-    return [dict(row) for row in rows.mappings()][::-1]
+    newest = captured_turns(turn["session"]).where(is_earlier).limit(TURNS_MAX)
+    return (await read_rows(tx, newest))[::-1]
 
 
 def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object]) -> Transcript | None:

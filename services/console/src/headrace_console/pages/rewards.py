@@ -1,25 +1,35 @@
-"""Rewards by source and outcome."""
+"""Rewards by source and outcome, and the two sources that disagree most."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import get_args
 
 from starlette.responses import Response
 
-from headrace_console.pages.page import Page, Visit
+from headrace_console.agreement import COMMON_MIN, PairAgreement, least_agreeing_pair
+from headrace_console.pages.agreement import coefficient_text
+from headrace_console.pages.page import InvalidParameter, Page, Visit
 from headrace_console.pages.sessions import chosen_tenant
-from headrace_console.read_model import queries, tables
+from headrace_console.read_model import tables
+from headrace_console.read_model.answers import ITEMS_MAX
+from headrace_console.read_model.reward_queries import (
+    SESSIONS_MAX,
+    Scores,
+    SourceRewards,
+    common_scores,
+    rewards_by_source,
+)
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.errors import Refused
 from headrace_schemas.events.reward import Outcome
-from headrace_schemas.values.text import printable
 
 OUTCOMES = get_args(Outcome)
 _FAILURES = ("failed", "parse_error", "timed_out")
 _DAYS_MAX = 400
 _DAYS = "7"
+_SEED = 0
 
 
 async def rewards(visit: Visit) -> Response:
@@ -27,15 +37,24 @@ async def rewards(visit: Visit) -> Response:
     parameters = visit.parameters("tenant", "days")
     text = parameters.get("days") or _DAYS
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= _DAYS_MAX and len(text) < 4):
-        problem = f"days = {printable(text)!r}: must be a number from 1 to {_DAYS_MAX}"
-        raise Refused(400, "invalid_parameter", problem, "days")
-    since = epoch_ms(visit.parts.clock.now() - timedelta(days=int(text))) // tables.HOUR_MS
+        raise InvalidParameter("days", text, f"must be a number from 1 to {_DAYS_MAX}")
+    since_ms = epoch_ms(visit.parts.clock.now() - timedelta(days=int(text)))
+    sources: Mapping[str, SourceRewards] = {}
+    scores: Scores = {}
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
-        sources = await queries.rewards_by_source(tx, tenants[tenant], since) if tenant is not None else {}
+        if tenant is not None:
+            sources = await rewards_by_source(tx, tenants[tenant], since_ms // tables.HOUR_MS)
+            scores = await common_scores(tx, tenants[tenant], since_ms)
+    async with visit.parts.computation:
+        disagreement = await asyncio.to_thread(_largest_disagreement, scores)
     return visit.render(
         "rewards.html",
-        sources={name: (source.outcomes, histogram(source.buckets)) for name, source in sources.items()},
+        sources={name: (source, histogram(source.buckets)) for name, source in sources.items()},
+        disagreement=disagreement,
+        common_min=COMMON_MIN,
+        items_max=ITEMS_MAX,
+        sessions_max=SESSIONS_MAX,
         outcomes=OUTCOMES,
         weights={name: visit.parts.rules.rewards.weight(name) for name in sources},
         failing=[name for name, source in sources.items() if any(source.outcomes.get(kind) for kind in _FAILURES)],
@@ -43,6 +62,16 @@ async def rewards(visit: Visit) -> Response:
         tenant=tenant,
         days=int(text),
     )
+
+
+def _largest_disagreement(scores: Scores) -> tuple[str, PairAgreement, str] | None:
+    """Return the model and the two sources with the lowest kappa, and kappa in words, or None if none is defined."""
+    pairs = [(model, least_agreeing_pair(by_target.values(), _SEED)) for model, by_target in scores.items()]
+    defined = [(pair.kappa.value, model, pair) for model, pair in pairs if pair and pair.kappa.value is not None]
+    if not defined:
+        return None
+    _, model, pair = min(defined, key=lambda item: item[0])
+    return model, pair, coefficient_text(pair.kappa)
 
 
 def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:

@@ -14,7 +14,8 @@ from starlette.responses import RedirectResponse, Response
 
 from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
 from headrace_console.read_model import queries, tables
-from headrace_console.read_model.queries import SESSION_TURNS_MAX, Filter
+from headrace_console.read_model.queries import SESSION_TURNS_MAX
+from headrace_console.read_model.session_list import Filter, Position, SessionPage, session_page
 from headrace_console.users import User
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
@@ -32,6 +33,7 @@ CHOICES = {
 }
 LIST_CHOICES = {**CHOICES, "evaluation": ("hidden", "shown")}
 """Choices of the list. Review queues have no filter of evaluation sessions."""
+_POSITIONS = ("after", "before")
 _POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
 _TAIL = re.compile(r"[0-9a-f]{32}")
@@ -39,7 +41,7 @@ _TAIL = re.compile(r"[0-9a-f]{32}")
 
 async def sessions(visit: Visit) -> Response:
     """List the sessions of a tenant, the newest first."""
-    query = visit.parameters(*FILTERS, "evaluation", "tenant", "after")
+    query = visit.parameters(*FILTERS, "evaluation", "tenant", *_POSITIONS)
     parameters = {name: text for name, text in query.items() if text}
     evaluation = parameters.setdefault("evaluation", "hidden")
     selection = problem = None
@@ -49,13 +51,10 @@ async def sessions(visit: Visit) -> Response:
         problem = str(error)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
-        page = queries.SessionPage((), None, None)
+        page = SessionPage((), None, None, None)
         if tenant is not None and selection is not None:
-            page = await queries.session_page(tx, tenants[tenant], selection)
+            page = await session_page(tx, tenants[tenant], selection)
         texts = await queries.texts_of(tx, {row[name] for row in page.rows for name in ("model", "version")})
-    following = None
-    if page.after is not None:
-        following = "?" + urlencode({**parameters, "after": "{}.{}".format(*page.after)})
     return visit.render(
         "sessions.html",
         status=200 if problem is None else 400,
@@ -67,8 +66,10 @@ async def sessions(visit: Visit) -> Response:
         parameters=parameters,
         is_filtered=any(name in parameters for name in FILTERS),
         with_evaluation=_first_page(parameters, evaluation="shown") if evaluation == "hidden" else None,
-        following=following,
-        newest=_first_page(parameters),
+        following=_page_at(parameters, after=page.after),
+        previous=_page_at(parameters, before=page.before),
+        newest=_first_page(parameters) if any(name in parameters for name in _POSITIONS) else None,
+        is_backward="before" in parameters,
         queue_query=_queue_query(parameters) if visit.user.has_role("reviewer") else None,
         searched_until=from_epoch_ms(page.searched_until_ms) if page.searched_until_ms is not None else None,
     )
@@ -114,13 +115,19 @@ async def find(visit: Visit) -> Response:
 
 def _first_page(parameters: Mapping[str, str], **changed: str) -> str:
     """Return the query of the first page of the list, with some parameters changed."""
-    selection = {name: text for name, text in parameters.items() if name != "after"}
+    selection = {name: text for name, text in parameters.items() if name not in _POSITIONS}
     return f"?{urlencode(selection | changed)}"
+
+
+def _page_at(parameters: Mapping[str, str], **positions: Position | None) -> str | None:
+    """Return the query of the page after or before a position, or None without a position."""
+    texts = {name: "{}.{}".format(*position) for name, position in positions.items() if position is not None}
+    return _first_page(parameters, **texts) if texts else None
 
 
 def _queue_query(parameters: Mapping[str, str]) -> str:
     """Return the query that fills the form of a new review queue with the filter of the list."""
-    selection = {name: text for name, text in parameters.items() if name not in ("evaluation", "after")}
+    selection = {name: text for name, text in parameters.items() if name not in ("evaluation", *_POSITIONS)}
     return f"?{urlencode(selection)}" if selection else ""
 
 
@@ -190,6 +197,9 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
             reward = float(parameters["reward_max"])
         except ValueError:
             raise InvalidParameter("reward at most", parameters["reward_max"], "must be a number") from None
+    positions = {name: parse_position(parameters[name]) for name in _POSITIONS if name in parameters}
+    if len(positions) > 1:
+        raise InvalidParameter("before", parameters["before"], "must not be combined with after")
     return Filter(
         model=parameters.get("model"),
         version=parameters.get("version"),
@@ -201,7 +211,7 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         task=parameters.get("task"),
         since_ms=since,
         hides_evaluation=parameters.get("evaluation") == "hidden",
-        after=parse_position(parameters["after"]) if "after" in parameters else None,
+        **positions,
     )
 
 

@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import Row, rewards_query, texts_of
-from headrace_console.read_model.queues import SCORES, Queue, of_queue, valid_verdicts
+from headrace_console.read_model.queries import Row, read_rows, rewards_query, texts_of
+from headrace_console.read_model.queues import Queue, nearest_score, of_queue, valid_verdicts
 from headrace_console.read_model.verdicts import SAME, pair_of
 
 ITEMS_MAX = 500
@@ -44,7 +44,7 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
     query = select(items, sessions.c.session_key, func.coalesce(turns.c.choices, 1).label("choices"))
     query = query.join(sessions, sessions.c.id == items.c.session).outerjoin(turns, turns.c.id == items.c.turn)
     query = query.where(of_queue(queue), items.c.drawn_at_random, is_rated)
-    rows = (await tx.execute(query.order_by(items.c.position.desc()).limit(ITEMS_MAX))).mappings()
+    rows = await read_rows(tx, query.order_by(items.c.position.desc()).limit(ITEMS_MAX))
     answered = {
         bytes(row["name"]): AnsweredItem(
             unpack_id(row["name"]), row["session"], row["session_key"], row["turn"], row["choices"]
@@ -52,10 +52,10 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
         for row in rows
     }
     ordered = select(verdicts).where(verdicts.c.item.in_(answered)).order_by(verdicts.c.number).limit(_ROWS_MAX)
-    for row in (await tx.execute(ordered)).mappings():
-        answered[bytes(row["item"])].verdicts.append(dict(row))
+    for row in await read_rows(tx, ordered):
+        answered[bytes(row["item"])].verdicts.append(row)
     rated = valid_verdicts()
-    for row in (await tx.execute(select(rated).where(rated.c.item.in_(answered)).limit(_ROWS_MAX))).mappings():
+    for row in await read_rows(tx, select(rated).where(rated.c.item.in_(answered)).limit(_ROWS_MAX)):
         is_score = queue.rules.question == "score"
         answered[bytes(row["item"])].by_rater[row["rater"]] = float(row["answer"]) if is_score else row["answer"]
     await _add_judges(tx, queue, list(answered.values()))
@@ -70,7 +70,7 @@ async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[Answere
     query = rewards_query(sessions.c.id.label("session")).where(
         sessions.c.id.in_({item.session for item in items}), tables.rewards.c.value.is_not(None)
     )
-    rows = [dict(row) for row in (await tx.execute(query.limit(_ROWS_MAX))).mappings()]
+    rows = await read_rows(tx, query.limit(_ROWS_MAX))
     texts = await texts_of(tx, {row["source"] for row in rows})
     rewards: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
@@ -92,7 +92,7 @@ def _answer_of(queue: Queue, item: AnsweredItem, rewards: Sequence[Row]) -> Hash
     values = list(about_turn.values()) if queue.rules.about == "answer" and about_turn else about_run
     if not values:
         return None
-    return min(map(float, SCORES), key=lambda score: abs(score - values[-1]))
+    return nearest_score(values[-1])
 
 
 def _better(item: AnsweredItem, values: Mapping[int, float]) -> Hashable | None:

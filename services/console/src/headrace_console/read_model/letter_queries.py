@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.queries import Row, numbers_of, texts_of
+from headrace_console.read_model.queries import Row, first_row, numbers_of, read_rows, texts_of
 
 GROUPED_MAX = 50_000
 """Letters that the list of groups counts at most."""
@@ -58,8 +58,7 @@ async def letters_of(
     )
     if after is not None:
         query = query.where(tuple_(table.c.at_ms, table.c.id) > tuple_(*after))
-    rows = await tx.execute(query.order_by(table.c.at_ms, table.c.id).limit(limit))
-    return [dict(row) for row in rows.mappings()]
+    return await read_rows(tx, query.order_by(table.c.at_ms, table.c.id).limit(limit))
 
 
 def _is_in(state: str) -> ColumnElement[bool]:
@@ -70,9 +69,7 @@ def _is_in(state: str) -> ColumnElement[bool]:
 async def letter_of(tx: AsyncConnection, letter_id: str) -> Row | None:
     """Return the letter with this id, or None."""
     table = tables.letters
-    query = select(table).where(table.c.name == pack_id(letter_id), table.c.log_offset >= 0)
-    row = (await tx.execute(query)).mappings().first()
-    return None if row is None else dict(row)
+    return await first_row(tx, select(table).where(table.c.name == pack_id(letter_id), table.c.log_offset >= 0))
 
 
 async def refusal_reasons(tx: AsyncConnection, event_ids: Collection[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, func, select, tuple_
+from sqlalchemy import ColumnElement, Select, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -40,35 +40,15 @@ class Counts:
     dropped: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Sessions to list. A filter that is None selects all sessions.
-
-    `version` is a name that may be short, `status`, `outcome` and `arm` are names, `after` is a position in the list.
-    """
-
-    model: str | None = None
-    version: str | None = None
-    arm: str | None = None
-    thumb: int | None = None
-    reward_max: float | None = None
-    outcome: str | None = None
-    status: str | None = None
-    task: str | None = None
-    since_ms: int | None = None
-    hides_evaluation: bool = False
-    after: tuple[int, int] | None = None
+async def read_rows(tx: AsyncConnection, query: Select[Any]) -> list[Row]:
+    """Return the rows of a query."""
+    return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionPage:
-    """Sessions of one page, the newest first."""
-
-    rows: Sequence[Row]
-    after: tuple[int, int] | None
-    """Start of the next page, or None at the end."""
-    searched_until_ms: int | None
-    """Beginning of the last session that was read, if the search stopped before the page was full."""
+async def first_row(tx: AsyncConnection, query: Select[Any]) -> Row | None:
+    """Return the first row of a query, or None."""
+    rows = await read_rows(tx, query.limit(1))
+    return rows[0] if rows else None
 
 
 async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int]:
@@ -160,69 +140,10 @@ async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
     return Counts(captured, by_kind["trained"].get("", 0), by_kind["waiting"], by_kind["dropped"])
 
 
-async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> SessionPage:
-    """Return one page of a tenant's sessions.
-
-    One filter with an index, the time and the place in the list bound what is read. The other filters are checked on at
-    most `SEARCHED_MAX` sessions.
-    """
-    table = tables.sessions
-    conditions = _conditions(selection)
-    if selection.model is not None:
-        conditions["model"] = table.c.model.in_((await numbers_of(tx, [selection.model])).values())
-    if selection.version is not None:
-        conditions["version"] = table.c.version.in_(await numbers_of_versions(tx, selection.version))
-    indexed = next((name for name in ("task_id", "version", "thumb", "status") if name in conditions), None)
-    query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
-    if indexed is not None:
-        query = query.where(conditions.pop(indexed))
-    if selection.after is not None:
-        query = query.where(tuple_(table.c.began_ms, table.c.id) < tuple_(*selection.after))
-    newest = query.order_by(table.c.began_ms.desc(), table.c.id.desc())
-    if not conditions:
-        return _page((await tx.execute(newest.limit(PAGE_ROWS + 1))).mappings().all())
-    read = newest.with_only_columns(table.c.id, table.c.began_ms).limit(SEARCHED_MAX).subquery()
-    matching = select(table).join(read, read.c.id == table.c.id).where(*conditions.values())
-    matching = matching.order_by(read.c.began_ms.desc(), read.c.id.desc()).limit(PAGE_ROWS + 1)
-    page = _page((await tx.execute(matching)).mappings().all())
-    if page.after is not None:
-        return page
-    last = select(read.c.began_ms, read.c.id, select(func.count()).select_from(read).scalar_subquery().label("size"))
-    end = (await tx.execute(last.order_by(read.c.began_ms, read.c.id).limit(1))).first()
-    if end is None or end.size < SEARCHED_MAX:
-        return page
-    return SessionPage(page.rows, (end.began_ms, end.id), end.began_ms)
-
-
-def _page(rows: Sequence[RowMapping]) -> SessionPage:
-    page = rows[:PAGE_ROWS]
-    last = (page[-1]["began_ms"], page[-1]["id"]) if len(rows) > PAGE_ROWS else None
-    return SessionPage([dict(row) for row in page], last, None)
-
-
-def _conditions(selection: Filter) -> dict[str, ColumnElement[bool]]:
-    """Return the conditions of a filter by column, except those for model and version."""
-    table, conditions = tables.sessions, {}
-    if selection.task is not None:
-        conditions["task_id"] = table.c.task_id == selection.task
-    if selection.thumb is not None:
-        conditions["thumb"] = table.c.thumb == selection.thumb
-    if selection.status is not None:
-        conditions["status"] = table.c.status == tables.STATUSES.index(selection.status)
-    if selection.reward_max is not None:
-        conditions["reward"] = table.c.reward <= selection.reward_max
-    for name, flag in (("arm", selection.arm), ("outcome", selection.outcome)):
-        if flag is not None:
-            conditions[name] = table.c.flags.bitwise_and(tables.FLAGS[flag]) != 0
-    if selection.hides_evaluation:
-        conditions["evaluation"] = table.c.flags.bitwise_and(tables.FLAGS["eval"]) == 0
-    return conditions
-
-
 async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
     """Return the session with this key, or None if `scope` has none. A key belongs to one tenant."""
     table = tables.sessions
-    for row in (await tx.execute(select(table).where(table.c.session_key == key))).mappings():
+    for row in await read_rows(tx, select(table).where(table.c.session_key == key)):
         tenant = (await texts_of(tx, [row["tenant"]]))[row["tenant"]]
         if scope.permits(tenant):
             return {**row, "tenant_name": tenant}
@@ -236,20 +157,31 @@ def turns_query() -> Select[Any]:
     return query.join(sessions, sessions.c.id == turns.c.session)
 
 
-def turn_row(mapping: RowMapping) -> Row:
-    """Return a row of `turns_query` with the whole packed id as its name."""
-    return {**mapping, "name": join_turn(mapping["session_key"], mapping["name"])}
+def captured_turns(session: int) -> Select[Any]:
+    """Return the query of the captured turns of a session, the newest first."""
+    table = tables.turns
+    query = turns_query().where(table.c.session == session, table.c.log_offset >= 0)
+    return query.order_by(table.c.at_ms.desc(), table.c.id.desc())
+
+
+async def read_turns(tx: AsyncConnection, query: Select[Any]) -> list[Row]:
+    """Return the rows of a query of turns with the whole packed ids as their names."""
+    rows = await read_rows(tx, query)
+    return [{**row, "name": join_turn(row["session_key"], row["name"])} for row in rows]
 
 
 async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row, Row] | None:
     """Return the session and the turn with this response id, or None if `scope` has none."""
     key, stored = split_turn(pack_id(turn_id))
-    is_in_place = tables.IS_FOREIGN if key is None else tables.sessions.c.session_key == key
-    for turn in (await tx.execute(turns_query().where(tables.turns.c.name == stored, is_in_place))).mappings().all():
+    if key is None:
+        query = turns_query().where(tables.IS_FOREIGN, tables.turns.c.name == stored)
+    else:
+        query = turns_query().where(tables.sessions.c.session_key == key, tables.is_named(tables.turns, [stored]))
+    for turn in await read_turns(tx, query):
         tenant = (await texts_of(tx, [turn["tenant"]]))[turn["tenant"]]
         session = await session_of(tx, scope, turn["session_key"]) if scope.permits(tenant) else None
         if session is not None:
-            return session, turn_row(turn)
+            return session, turn
     return None
 
 
@@ -264,7 +196,7 @@ async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Ro
         earlier = select(table.c.id, table.c.session_key).where(table.c.tenant == tenant, table.c.began_ms <= until_ms)
         begun = earlier.order_by(table.c.began_ms.desc()).limit(SEARCHED_MAX).subquery()
         query = select(begun.c.session_key).join(tables.turns, tables.turns.c.session == begun.c.id)
-        key = await tx.scalar(query.where(tables.turns.c.name == bytes.fromhex(tail)).limit(1))
+        key = await tx.scalar(query.where(tables.is_named(tables.turns, [bytes.fromhex(tail)])).limit(1))
         if key is not None:
             return await turn_of(tx, scope, f"{RESPONSE_PREFIX}{key}-{tail}")
     return None
@@ -272,10 +204,8 @@ async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Ro
 
 async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row | None:
     """Return the captured turn of a session with this number, or None."""
-    table = tables.turns
-    query = turns_query().where(table.c.id == turn, table.c.session == session, table.c.log_offset >= 0)
-    row = (await tx.execute(query)).mappings().first()
-    return None if row is None else turn_row(row)
+    turns = await read_turns(tx, captured_turns(session).where(tables.turns.c.id == turn))
+    return turns[0] if turns else None
 
 
 def position_of(row: Row) -> tuple[int, int]:
@@ -287,8 +217,7 @@ async def has_turns_after(tx: AsyncConnection, turn: Row, number: int) -> bool:
     """Return whether `number` captured turns of its session or more follow a turn."""
     table = tables.turns
     later = tuple_(table.c.at_ms, table.c.id) > tuple_(turn["at_ms"], turn["id"])
-    query = select(table.c.id).where(table.c.session == turn["session"], table.c.log_offset >= 0, later)
-    return len((await tx.execute(query.limit(number))).all()) >= number
+    return len(await read_rows(tx, captured_turns(turn["session"]).where(later).limit(number))) >= number
 
 
 def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
@@ -314,12 +243,10 @@ async def session_records(
     tx: AsyncConnection, session: int, before: tuple[int, int] | None = None, turns_max: int = SESSION_TURNS_MAX
 ) -> SessionRecords:
     """Return the rows of a session. `before`: time and number of the turn before which the turns end."""
-    table = tables.turns
-    query = turns_query().where(table.c.session == session, table.c.log_offset >= 0)
+    table, newest = tables.turns, captured_turns(session)
     if before is not None:
-        query = query.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
-    newest = query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(turns_max + 1)
-    turns = [turn_row(row) for row in (await tx.execute(newest)).mappings()]
+        newest = newest.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
+    turns = await read_turns(tx, newest.limit(turns_max + 1))
     of_session = tables.experiences.c.session == session
     experiences = await _newest_rows(tx, select(tables.experiences).where(of_session), tables.experiences.c.id)
     rewarded = rewards_query().where(tables.sessions.c.id == session)
@@ -342,40 +269,14 @@ async def feedback_of(tx: AsyncConnection, session: int) -> list[Row]:
 
 
 async def _newest_rows(tx: AsyncConnection, query: Select[Any], order: ColumnElement[Any]) -> list[Row]:
-    rows = await tx.execute(query.order_by(order.desc()).limit(_SESSION_ROWS_MAX))
-    return [dict(row) for row in rows.mappings()]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRewards:
-    """Rewards of one source: their number by outcome, and by tenth of the value."""
-
-    outcomes: Mapping[str, int]
-    buckets: Mapping[int, int]
-
-
-async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
-    """Return the rewards of a tenant's sources since an hour, by source."""
-    table = tables.hours
-    total = func.sum(table.c.rewards)
-    query = select(table.c.source, table.c.outcome, table.c.bucket, total)
-    query = query.where(table.c.tenant == tenant, table.c.hour >= since_hour)
-    rows = (await tx.execute(query.group_by(table.c.source, table.c.outcome, table.c.bucket))).all()
-    texts = await texts_of(tx, {number for row in rows for number in (row.source, row.outcome)})
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    buckets: dict[str, Counter[int]] = defaultdict(Counter)
-    for source, outcome, bucket, number in rows:
-        outcomes[texts[source]][texts[outcome]] += int(number)
-        if bucket != tables.NO_VALUE:
-            buckets[texts[source]][bucket] += int(number)
-    return {source: SourceRewards(outcomes[source], buckets[source]) for source in sorted(outcomes)}
+    return await read_rows(tx, query.order_by(order.desc()).limit(_SESSION_ROWS_MAX))
 
 
 async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Row]:
     """Return the last training steps of a model in the lineage that reported last, the oldest first."""
     table, number = tables.steps, (await numbers_of(tx, [model])).get(model, 0)
     query = select(table).where(table.c.model == number).order_by(table.c.at_us.desc()).limit(limit)
-    rows = (await tx.execute(query)).mappings().all()
+    rows = await read_rows(tx, query)
     texts = await texts_of(tx, {value for row in rows for value in (row["lineage"], row["version"])})
     latest = rows[0]["lineage"] if rows else 0
     return [

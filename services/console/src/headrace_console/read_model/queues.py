@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.queries import Filter, Row, texts_of
+from headrace_console.read_model.queries import Row, captured_turns, first_row, read_rows, texts_of
+from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.read_model.verdicts import belongs_to_the_random_part, item_id
 from headrace_console.users import Scope, User
 from headrace_runtime.storage.tables import insert_new
@@ -31,6 +32,11 @@ _DRAWN_AT_ONCE = 20
 _PAGES_MAX = 3
 Question = Literal["score", "label", "pair", "edit"]
 SCORES = ("0", "0.25", "0.5", "0.75", "1")
+
+
+def nearest_score(value: float) -> float:
+    """Return the score that a rater would give for a value."""
+    return min(map(float, SCORES), key=lambda score: abs(score - value))
 
 
 class QueueRules(Model):
@@ -105,17 +111,17 @@ async def queues_of(tx: AsyncConnection, user: User) -> list[Queue]:
     """Return the queues that a user may see, the newest first."""
     table, tenants = review_tables.queues, await _tenant_names(tx, user.scope)
     query = select(table).where(table.c.tenant.in_(tenants)).order_by(table.c.id.desc()).limit(QUEUES_MAX)
-    queues = [_queue(dict(row), tenants) for row in (await tx.execute(query)).mappings()]
+    queues = [_queue(row, tenants) for row in await read_rows(tx, query)]
     return [queue for queue in queues if queue.is_visible_to(user)]
 
 
 async def queue_of(tx: AsyncConnection, user: User, number: int, *, locked: bool = False) -> Queue | None:
     """Return a queue, or None if it does not exist for the user."""
     query = select(review_tables.queues).where(review_tables.queues.c.id == number)
-    row = (await tx.execute(query.with_for_update() if locked else query)).mappings().first()
+    row = await first_row(tx, query.with_for_update() if locked else query)
     if row is None:
         return None
-    queue = _queue(dict(row), await texts_of(tx, [row["tenant"]]))
+    queue = _queue(row, await texts_of(tx, [row["tenant"]]))
     return queue if queue.is_visible_to(user) else None
 
 
@@ -194,7 +200,7 @@ async def _matching(tx: AsyncConnection, queue: Queue, selection: Filter, number
     for after in (None, await _oldest_drawn(tx, queue)):
         position = after
         for _ in range(_PAGES_MAX):
-            page = await queries.session_page(tx, queue.tenant, replace(selection, after=position))
+            page = await session_page(tx, queue.tenant, replace(selection, after=position))
             keys = {item_id(queue.tenant_name, queue.name, row["session_key"]): row["id"] for row in page.rows}
             candidates = {item: session for item, session in keys.items() if not belongs_to_the_random_part(item)}
             chosen |= await _new_items_with_turns(tx, queue, candidates, number - len(chosen))
@@ -237,18 +243,16 @@ async def _new_items_with_turns(
 ) -> dict[str, tuple[int, int]]:
     """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""
     present = await _present(tx, [pack_id(item) for item in candidates])
-    table, chosen = tables.turns, dict[str, tuple[int, int]]()
-    of_pairs = queue.rules.question == "pair"
+    chosen: dict[str, tuple[int, int]] = {}
+    has_answers = tables.turns.c.choices > 1 if queue.rules.question == "pair" else true()
     for item, session in candidates.items():
         if len(chosen) >= number:
             break
         if pack_id(item) in present:
             continue
-        has_answers = table.c.choices > 1 if of_pairs else true()
-        query = select(table.c.id).where(table.c.session == session, table.c.log_offset >= 0, has_answers)
-        turn = await tx.scalar(query.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(1))
+        turn = await first_row(tx, captured_turns(session).where(has_answers))
         if turn is not None:
-            chosen[item] = session, turn
+            chosen[item] = session, turn["id"]
     return chosen
 
 

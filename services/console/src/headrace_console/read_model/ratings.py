@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.portions import upsert_all
-from headrace_console.read_model.queries import Row, turn_row, turns_query
+from headrace_console.read_model.queries import Row, first_row, read_rows, read_turns, turns_query
 from headrace_console.read_model.queues import Queue, of_queue, valid_verdicts
 from headrace_console.read_model.verdicts import Verdict, comes_again
 
@@ -57,28 +57,19 @@ def _of_rater(table: Table, name: bytes, rater: str) -> ColumnElement[bool]:
 async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) -> Item | None:
     """Return an item that the rater has reserved or rated, or None for all others."""
     items, verdicts, reservations = review_tables.items, review_tables.verdicts, review_tables.reservations
-    query = select(items).where(items.c.name == name, of_queue(queue))
-    row = (await tx.execute(query)).mappings().first()
+    row = await first_row(tx, select(items).where(items.c.name == name, of_queue(queue)))
     if row is None:
         return None
-    verdict_rows = (
-        await tx.execute(select(verdicts).where(_of_rater(verdicts, name, rater)).order_by(verdicts.c.number))
-    ).mappings()
-    reservation = (
-        (await tx.execute(select(reservations).where(_of_rater(reservations, name, rater)))).mappings().first()
-    )
-    session = (
-        (await tx.execute(select(tables.sessions).where(tables.sessions.c.id == row["session"]))).mappings().first()
-    )
-    earlier = tuple(dict(verdict) for verdict in verdict_rows)
+    earlier = await read_rows(tx, select(verdicts).where(_of_rater(verdicts, name, rater)).order_by(verdicts.c.number))
+    reservation = await first_row(tx, select(reservations).where(_of_rater(reservations, name, rater)))
+    session = await first_row(tx, select(tables.sessions).where(tables.sessions.c.id == row["session"]))
     if session is None or not (earlier or reservation):
         return None
-    turn = await _turn_of(tx, dict(row))
     return Item(
         bytes(row["name"]),
-        dict(session),
-        turn,
-        earlier,
+        session,
+        await _turn_of(tx, row),
+        tuple(earlier),
         reservation is not None,
         reservation is not None and reservation["repeated"],
     )
@@ -89,8 +80,8 @@ async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
     table = tables.turns
     is_own = table.c.id == item["turn"] if item["turn"] else table.c.session == item["session"]
     query = turns_query().where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
-    row = (await tx.execute(query.limit(1))).mappings().first()
-    return None if row is None else turn_row(row)
+    turns = await read_turns(tx, query.limit(1))
+    return turns[0] if turns else None
 
 
 async def reserve(
@@ -216,8 +207,7 @@ async def last_rated(tx: AsyncConnection, queue: Queue, rater: str) -> Row | Non
     items, rated = review_tables.items, valid_verdicts()
     query = select(rated).join(items, items.c.name == rated.c.item)
     query = query.where(of_queue(queue), rated.c.rater == rater)
-    row = (await tx.execute(query.order_by(rated.c.at_ms.desc(), rated.c.number.desc()).limit(1))).mappings().first()
-    return None if row is None else dict(row)
+    return await first_row(tx, query.order_by(rated.c.at_ms.desc(), rated.c.number.desc()))
 
 
 async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> None:

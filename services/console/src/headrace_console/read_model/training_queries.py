@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import unpack_numbers
-from headrace_console.read_model.queries import PAGE_ROWS, Row, numbers_of, tenants, texts_of
+from headrace_console.read_model.queries import PAGE_ROWS, Row, numbers_of, read_rows, tenants, texts_of
 from headrace_console.users import Scope
 from headrace_runtime.storage.tables import is_one_of
 
@@ -68,7 +68,7 @@ async def version_training(
     ]  # fmt: skip
     query = select(*columns).select_from(joined).where(*selection)
     query = query.order_by(order.nulls_last(), trained.c.experience, trained.c.revision).limit(PAGE_ROWS)
-    rows = [dict(row) for row in (await tx.execute(query)).mappings()]
+    rows = await read_rows(tx, query)
     lineage = (await texts_of(tx, [save.lineage]))[save.lineage]
     counts = (await tx.execute(select(*_counts(trained.c.advantage)).select_from(joined).where(*selection))).mappings()
     totals = {name.replace("_", " "): int(total or 0) for name, total in counts.one().items()}
@@ -141,5 +141,5 @@ _TURN_EXPERIENCES_MAX = 64
 async def experiences_of_turn(tx: AsyncConnection, turn: Row) -> list[Row]:
     """Return at most 64 experiences that contain a turn, the newest first."""
     table, numbers = tables.experiences, unpack_numbers(turn["experiences"])
-    query = select(table).where(table.c.id.in_(numbers[-_TURN_EXPERIENCES_MAX:])).order_by(table.c.id.desc())
-    return [dict(row) for row in (await tx.execute(query)).mappings()]
+    query = select(table).where(table.c.id.in_(numbers[-_TURN_EXPERIENCES_MAX:]))
+    return await read_rows(tx, query.order_by(table.c.id.desc()))

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.queries import numbers_of, texts_of, turn_row, turns_query
+from headrace_console.read_model.queries import numbers_of, read_turns, texts_of, turns_query
 from headrace_console.read_model.status import split_status
 
 SESSIONS_MAX = 5_000
@@ -96,8 +96,8 @@ async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str
         .group_by(table.c.session)
         .subquery()
     )
-    newest = (await tx.execute(turns_query().join(last, last.c.turn == table.c.id))).mappings()
-    names = {turn["session"]: unpack_id(turn["name"]) for turn in map(turn_row, newest)}
+    newest = await read_turns(tx, turns_query().join(last, last.c.turn == table.c.id))
+    names = {turn["session"]: unpack_id(turn["name"]) for turn in newest}
     return [
         SharedTask(row.task_id, names[row.first], names[row.second])
         for row in rows

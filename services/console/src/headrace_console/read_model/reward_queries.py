@@ -1,0 +1,85 @@
+"""Rewards of each source in a period, and the scores that sources gave to the same runs and turns."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import case, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_console.read_model import tables
+from headrace_console.read_model.queries import texts_of
+from headrace_console.read_model.queues import nearest_score
+
+SESSIONS_MAX = 1_000
+"""Newest sessions whose scores are compared."""
+_SCORES_MAX = 20_000
+Target = tuple[int, int, int]
+"""Trajectory, turn (0: the whole run) and choice (-1: all answers) that a reward is about."""
+Scores = Mapping[str, Mapping[Target, Mapping[str, float]]]
+"""Score by model, target and source."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRewards:
+    """Rewards of one source: their number by outcome and by tenth of the value, and the mean value."""
+
+    outcomes: Mapping[str, int]
+    buckets: Mapping[int, int]
+    mean: float | None
+    """Mean of those values that are counted exactly, or None if there are none."""
+    averaged: int
+    """Number of these values. The others were counted by an old release."""
+
+
+async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
+    """Return the rewards of a tenant's sources since an hour, by source."""
+    table = tables.hours
+    kind = table.c.source, table.c.outcome, table.c.bucket
+    averaged = func.sum(case((table.c.total.is_not(None), table.c.rewards), else_=0))
+    query = select(*kind, func.sum(table.c.rewards), func.sum(table.c.total), averaged)
+    query = query.where(table.c.tenant == tenant, table.c.hour >= since_hour)
+    rows = (await tx.execute(query.group_by(*kind))).all()
+    texts = await texts_of(tx, {number for row in rows for number in (row.source, row.outcome)})
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    buckets: dict[str, Counter[int]] = defaultdict(Counter)
+    totals: dict[str, float] = defaultdict(float)
+    numbers: Counter[str] = Counter()
+    for source, outcome, bucket, number, total, exact in rows:
+        name = texts[source]
+        outcomes[name][texts[outcome]] += int(number)
+        if bucket != tables.NO_VALUE:
+            buckets[name][bucket] += int(number)
+            totals[name] += total or 0.0
+            numbers[name] += int(exact)
+    return {
+        name: SourceRewards(
+            outcomes[name], buckets[name], totals[name] / numbers[name] if numbers[name] else None, numbers[name]
+        )
+        for name in sorted(outcomes)
+    }
+
+
+async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:
+    """Return the scores of the newest sessions that began in a period, the newest first.
+
+    A score is a value from 0 to 1, as the nearest one that raters can give. At most 20,000 scores are read.
+    """
+    sessions, trajectories, rewards = tables.sessions, tables.trajectories, tables.rewards
+    newest = select(sessions.c.id, sessions.c.model, sessions.c.began_ms)
+    newest = newest.where(sessions.c.tenant == tenant, sessions.c.began_ms > max(0, since_ms - 1))
+    recent = newest.order_by(sessions.c.began_ms.desc()).limit(SESSIONS_MAX).subquery()
+    target = rewards.c.trajectory, rewards.c.turn, rewards.c.choice
+    query = select(recent.c.model, rewards.c.source, rewards.c.value, *target)
+    query = query.join(trajectories, trajectories.c.session == recent.c.id)
+    query = query.join(rewards, rewards.c.trajectory == trajectories.c.id).where(rewards.c.value.between(0, 1))
+    query = query.order_by(recent.c.began_ms.desc(), rewards.c.trajectory.desc()).limit(_SCORES_MAX)
+    rows = (await tx.execute(query)).all()
+    texts = await texts_of(tx, {number for row in rows for number in (row.model, row.source)})
+    scores: dict[str, dict[Target, dict[str, float]]] = {}
+    for model, source, value, *about in rows:
+        by_target = scores.setdefault(texts[model], {})
+        by_target.setdefault((about[0], about[1], about[2]), {})[texts[source]] = nearest_score(value)
+    return scores
