@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.feedback import feedback_body
+from headrace_console.pages.session import feedback_outcomes
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources import gateway
 from headrace_console.sources.gateway import GatewayClient

@@ -29,7 +29,6 @@ class ScoredVersion:
     error: float
     """Standard error of the score."""
     plays: int
-    measured_at: datetime
 
     @property
     def lower(self) -> float:
@@ -125,9 +124,7 @@ def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
         numbers = audits[-1].statistics
         plays = numbers.get("tasks", 0.0)
         error = max(numbers.get("score_standard_error", 0.5), 1 / (plays + 2))
-        scored.append(
-            ScoredVersion(version.id, version.step, version.state, numbers["score"], error, int(plays), audits[-1].time)
-        )
+        scored.append(ScoredVersion(version.id, version.step, version.state, numbers["score"], error, int(plays)))
     return sorted(scored, key=lambda version: (version.step, version.version))
 
 

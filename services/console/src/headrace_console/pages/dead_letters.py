@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from starlette.responses import Response
 
 from headrace_console.dead_letter_actions import PlannedLetter
-from headrace_console.pages.page import NotFound, Page, Visit
+from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import tables
 from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
@@ -169,8 +169,7 @@ def _group(values: Mapping[str, str]) -> LetterGroup:
 def _state(parameters: Mapping[str, str]) -> str:
     state = parameters.get("state") or "open"
     if state not in tables.LETTER_STATES:
-        problem = f"state: must be one of {', '.join(tables.LETTER_STATES)}"
-        raise Refused(400, "invalid_parameter", problem, "state")
+        raise InvalidParameter("state", state, f"must be one of {', '.join(tables.LETTER_STATES)}")
     return state
 
 
@@ -193,7 +192,6 @@ def _position(row: Row) -> str:
 def _letter(row: Row) -> dict[str, object]:
     return {
         "id": unpack_id(row["name"]),
-        "subject": unpack_id(row["subject"]),
         "at": from_epoch_ms(row["at_ms"]),
         "error": row["error"],
         "state": tables.LETTER_STATES[row["state"]],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from starlette.responses import Response
 
 from headrace_console.advantages import Steps, describe, first_version, pushes_by_turn, step_name
 from headrace_console.drop_reasons import describe_reason
-from headrace_console.feedback_outcomes import feedback_outcomes
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
@@ -39,7 +39,7 @@ async def session(visit: Visit) -> Response:
         histories = [history_of(row["history"]) for row in in_order]
         entries = [entry for history in histories for entry in history]
         steps = await steps_of(tx, {(entry.lineage, entry.save) for entry in entries})
-        numbers = {session["model"], session["version"], *(number for save in steps.values() for number in save)}
+        numbers = {session["version"], *(number for save in steps.values() for number in save)}
         numbers |= {entry.reason for entry in entries}
         texts = {**rows.texts, **await queries.texts_of(tx, numbers)}
     turns = await visit.parts.records.read_rows("turns", rows.turns)
@@ -53,7 +53,6 @@ async def session(visit: Visit) -> Response:
     return visit.render(
         "session.html",
         session=session,
-        model=texts.get(session["model"], ""),
         version=texts.get(session["version"], ""),
         statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
         runs=runs.count,
@@ -252,6 +251,54 @@ def _feedback(
         "turns": len(event.msg_ids),
         "outcome": outcomes.get(position_of(row), ""),
     }
+
+
+def feedback_outcomes(
+    feedback: Sequence[Feedback],
+    *,
+    counted: Collection[str],
+    untrained: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> list[str]:
+    """Return the outcome of each feedback.
+
+    Args:
+        feedback: the feedback of one session, in the order of the log.
+        counted: sources with a reward of the session.
+        untrained: response id of each turn that no algorithm trains, with the reason.
+        refused: event id of each dead-lettered feedback, with the reason.
+    """
+    last = {_target_of(event): number for number, event in enumerate(feedback) if event.event_id not in refused}
+    outcomes = []
+    for number, event in enumerate(feedback):
+        valid = last.get(_target_of(event), number)
+        if event.event_id in refused:
+            outcomes.append(f"dead-lettered: {refused[event.event_id]}")
+        elif valid != number:
+            outcomes.append("withdrawn" if feedback[valid].withdrawn else "superseded")
+        elif event.withdrawn:
+            outcomes.append("in effect")
+        elif not event.has_content:
+            outcomes.append("attached to the session")
+        else:
+            outcomes.append(_effect_of(event, counted, untrained))
+    return outcomes
+
+
+def _target_of(event: Feedback) -> tuple[Any, ...]:
+    """Return the key of which the last feedback is valid."""
+    pair = event.preference.pair if event.preference is not None else ()
+    return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
+
+
+def _effect_of(event: Feedback, counted: Collection[str], untrained: Mapping[str, str]) -> str:
+    reasons = {untrained.get(turn_id) for turn_id in event.msg_ids}
+    if reasons and None not in reasons:
+        return "trains nothing: " + ", ".join(sorted(str(reason).replace("_", " ") for reason in reasons))
+    if event.about != "value":
+        return "passed to the trainer, whose algorithm decides"
+    sources = {event.metric_source, *(f"{event.source}:{metric}" for metric in event.parts)}
+    return "counted in the reward" if sources & set(counted) else "not matched yet"
 
 
 PAGES = (Page("/s/{key}", session),)
