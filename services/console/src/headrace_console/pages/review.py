@@ -21,6 +21,7 @@ from headrace_console.pages.feedback import editable_answer, edited_answer
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.session import message_text
 from headrace_console.pages.sessions import parse_filter
+from headrace_console.pages.turns import NUMBER
 from headrace_console.read_model import queues, ratings, tables
 from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row, captured_turns, position_of, read_rows
@@ -78,7 +79,6 @@ def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object])
     return Transcript(messages[-_MESSAGES_MAX:], answers, editable_answer(last.choices[0].message), is_cut)
 
 
-_NUMBER = re.compile(r"[0-9]{1,15}")
 _ITEM = re.compile(r"[0-9a-f]{32}")
 _SCORE_NAMES = dict(zip(SCORES, ("bad", "rather bad", "between", "rather good", "good"), strict=True))
 
@@ -186,7 +186,7 @@ def _verdict(visit: Visit, queue: Queue, item: Item, form: dict[str, str]) -> tu
 
     A form that was sent before has the verdict that it had then.
     """
-    number = int(form["number"]) if _NUMBER.fullmatch(form.get("number", "")) else 0
+    number = int(form["number"]) if NUMBER.fullmatch(form.get("number", "")) else 0
     earlier = {verdict["number"]: verdict for verdict in item.verdicts}
     previous = earlier[number - 1]["answer"] if number - 1 in earlier else None
     if number in earlier:
@@ -233,7 +233,7 @@ def _now_ms(visit: Visit) -> int:
 async def queue_of_path(tx: AsyncConnection, visit: Visit, *, locked: bool = False) -> Queue:
     """Return the queue of the path. Raises `NotFound` if it does not exist for the user."""
     text = visit.path("queue")
-    queue = await queues.queue_of(tx, visit.user, int(text), locked=locked) if _NUMBER.fullmatch(text) else None
+    queue = await queues.queue_of(tx, visit.user, int(text), locked=locked) if NUMBER.fullmatch(text) else None
     if queue is None:
         raise NotFound
     return queue

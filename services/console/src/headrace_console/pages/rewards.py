@@ -56,6 +56,7 @@ async def rewards(visit: Visit) -> Response:
         items_max=ITEMS_MAX,
         sessions_max=SESSIONS_MAX,
         outcomes=OUTCOMES,
+        columns=("source", "#weight", "#mean", *(f"#{outcome.replace('_', ' ')}" for outcome in OUTCOMES)),
         weights={name: visit.parts.rules.rewards.weight(name) for name in sources},
         failing=[name for name, source in sources.items() if any(source.outcomes.get(kind) for kind in _FAILURES)],
         tenants=list(tenants),
