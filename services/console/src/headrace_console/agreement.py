@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
-from headrace_console.read_model.answers import ITEMS_MAX
 from headrace_statistics.agreement import alpha, bootstrap_interval, kappa, nominal, raw_agreement, squared
 
 COMMON_MIN = 30
 """Items that two raters must have in common, because a coefficient of fewer says nothing."""
 COLUMNS_MAX = 8
 """Raters and judges that are compared, those with the most answers first."""
+COMPARED_MAX = 200
+"""Items of two sources that are compared, so that their interval takes a few hundredths of a second."""
 Answers = Mapping[str, Mapping[str, Hashable]]
 """Answer by column, which is a rater or a judge, by item."""
 
@@ -78,12 +79,12 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
     return Agreement(
         {column: totals[column] for column in columns},
         _coefficient(rated_twice, lambda table: alpha(table, difference), seed),
-        [_pair(answers.values(), pair, difference, seed) for pair in combinations(columns, 2)],
+        [_pair(_common(answers.values(), pair), pair, difference, seed) for pair in combinations(columns, 2)],
     )
 
 
 def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> PairAgreement | None:
-    """Return the two columns with the lowest kappa on the first `ITEMS_MAX` items that both have scored.
+    """Return the two columns with the lowest kappa on the first `COMPARED_MAX` items that both have scored.
 
     Args:
         items: the scores of each item by column.
@@ -94,29 +95,24 @@ def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> Pa
     """
     totals = Counter(column for scores in items for column in scores)
     columns = sorted(column for column, _ in totals.most_common(COLUMNS_MAX))
-    lowest: tuple[float, tuple[str, str]] | None = None
+    lowest: tuple[float, tuple[str, str], list[tuple[Any, Any]]] | None = None
     for pair in combinations(columns, 2):
-        common = _common(items, pair)
+        common = _common(items, pair)[:COMPARED_MAX]
         value = kappa(Counter(common), squared) if len(common) >= COMMON_MIN else None
         if value is not None and (lowest is None or value < lowest[0]):
-            lowest = value, pair
-    return None if lowest is None else _pair(items, lowest[1], squared, seed)
+            lowest = value, pair, common
+    return None if lowest is None else _pair(lowest[2], lowest[1], squared, seed)
 
 
-def _common(items: Iterable[Mapping[str, Hashable]], pair: tuple[str, str]) -> list[tuple[Hashable, Hashable]]:
-    """Return the answers of two columns to the first `ITEMS_MAX` items that both have answered."""
+def _common(items: Iterable[Mapping[str, Hashable]], pair: tuple[str, str]) -> list[tuple[Any, Any]]:
+    """Return the answers of two columns to the items that both have answered."""
     first, second = pair
-    answered = ((answers[first], answers[second]) for answers in items if first in answers and second in answers)
-    return list(islice(answered, ITEMS_MAX))
+    return [(answers[first], answers[second]) for answers in items if first in answers and second in answers]
 
 
 def _pair(
-    items: Iterable[Mapping[str, Hashable]],
-    pair: tuple[str, str],
-    difference: Callable[[Any, Any], float],
-    seed: int,
+    common: Sequence[tuple[Any, Any]], pair: tuple[str, str], difference: Callable[[Any, Any], float], seed: int
 ) -> PairAgreement:
-    common = _common(items, pair)
     coefficient = _coefficient(common, lambda table: kappa(table, difference), seed)
     raw = None if coefficient.has_too_few_items else raw_agreement(Counter(common))
     return PairAgreement(*pair, coefficient, raw)

@@ -9,12 +9,11 @@ from typing import get_args
 
 from starlette.responses import Response
 
-from headrace_console.agreement import COMMON_MIN, PairAgreement, least_agreeing_pair
+from headrace_console.agreement import COMMON_MIN, COMPARED_MAX, PairAgreement, least_agreeing_pair
 from headrace_console.pages.agreement import coefficient_text
 from headrace_console.pages.page import InvalidParameter, Page, Visit
 from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model import tables
-from headrace_console.read_model.answers import ITEMS_MAX
 from headrace_console.read_model.reward_queries import (
     SESSIONS_MAX,
     Scores,
@@ -53,7 +52,7 @@ async def rewards(visit: Visit) -> Response:
         sources={name: (source, histogram(source.buckets)) for name, source in sources.items()},
         disagreement=disagreement,
         common_min=COMMON_MIN,
-        items_max=ITEMS_MAX,
+        compared_max=COMPARED_MAX,
         sessions_max=SESSIONS_MAX,
         outcomes=OUTCOMES,
         columns=("source", "#weight", "#mean", *(f"#{outcome.replace('_', ' ')}" for outcome in OUTCOMES)),

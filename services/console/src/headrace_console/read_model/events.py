@@ -192,8 +192,8 @@ class EventEffects:
     def _note_edit(self, session: SessionRow, event: Feedback) -> None:
         """Set the mark of the session, which it has while one of its edits is valid."""
         edit = derived_id("edit", event.source, event.rater, *event.answer)[:_EDIT_DIGITS]
-        others = [other for other in session.edits if other != edit]
-        session.edits = others if event.withdrawn else [*others, edit][-EDITS_MAX:]
+        other_edits = [other for other in session.edits if other != edit]
+        session.edits = other_edits if event.withdrawn else [*other_edits, edit][-EDITS_MAX:]
         session.flags = (session.flags & ~tables.FLAGS["edited"]) | (tables.FLAGS["edited"] if session.edits else 0)
 
     def _add_report(self, event: TrainingMetrics) -> None:

@@ -13,9 +13,9 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.queries import texts_of
 from headrace_console.read_model.queues import nearest_score
 
-SESSIONS_MAX = 1_000
+SESSIONS_MAX = 500
 """Newest sessions whose scores are compared."""
-_SCORES_MAX = 20_000
+_SCORES_MAX = 5_000
 Target = tuple[int, int, int]
 """Trajectory, turn (0: the whole run) and choice (-1: all answers) that a reward is about."""
 Scores = Mapping[str, Mapping[Target, Mapping[str, float]]]
@@ -65,7 +65,7 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
 async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:
     """Return the scores of the newest sessions that began in a period, the newest first.
 
-    A score is a value from 0 to 1, as the nearest one that raters can give. At most 20,000 scores are read.
+    A score is a value from 0 to 1, as the nearest one that raters can give. At most 5,000 scores are read.
     """
     sessions, trajectories, rewards = tables.sessions, tables.trajectories, tables.rewards
     newest = select(sessions.c.id, sessions.c.model, sessions.c.began_ms)

@@ -73,30 +73,30 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
     query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
     if indexed is not None:
         query = query.where(conditions.pop(indexed))
-    place, is_backward = (table.c.began_ms, table.c.id), selection.before is not None
+    columns, is_backward = (table.c.began_ms, table.c.id), selection.before is not None
     if selection.before is not None:
-        query = query.where(tuple_(*place) > tuple_(*selection.before))
+        query = query.where(tuple_(*columns) > tuple_(*selection.before))
     elif selection.after is not None:
-        query = query.where(tuple_(*place) < tuple_(*selection.after))
-    nearest = query.order_by(*_ordered(place, is_ascending=is_backward))
+        query = query.where(tuple_(*columns) < tuple_(*selection.after))
+    nearest = query.order_by(*_ordered(columns, is_ascending=is_backward))
     if not conditions:
         return _page(await read_rows(tx, nearest.limit(PAGE_ROWS + 1)), selection)
-    read = nearest.with_only_columns(*place).limit(SEARCHED_MAX).subquery()
-    read_place = read.c.began_ms, read.c.id
+    read = nearest.with_only_columns(*columns).limit(SEARCHED_MAX).subquery()
+    read_columns = read.c.began_ms, read.c.id
     matching = select(table).join(read, read.c.id == table.c.id).where(*conditions.values())
-    matching = matching.order_by(*_ordered(read_place, is_ascending=is_backward)).limit(PAGE_ROWS + 1)
+    matching = matching.order_by(*_ordered(read_columns, is_ascending=is_backward)).limit(PAGE_ROWS + 1)
     rows = await read_rows(tx, matching)
     if len(rows) > PAGE_ROWS:
         return _page(rows, selection)
-    last = select(*read_place, select(func.count()).select_from(read).scalar_subquery().label("size"))
-    end = (await tx.execute(last.order_by(*_ordered(read_place, is_ascending=not is_backward)).limit(1))).first()
+    last = select(*read_columns, select(func.count()).select_from(read).scalar_subquery().label("size"))
+    end = (await tx.execute(last.order_by(*_ordered(read_columns, is_ascending=not is_backward)).limit(1))).first()
     if end is None or end.size < SEARCHED_MAX:
         return _page(rows, selection)
     return _page(rows, selection, (end.began_ms, end.id))
 
 
-def _ordered(place: Sequence[ColumnElement[int]], *, is_ascending: bool) -> list[ColumnElement[int]]:
-    return [column.asc() if is_ascending else column.desc() for column in place]
+def _ordered(columns: Sequence[ColumnElement[int]], *, is_ascending: bool) -> list[ColumnElement[int]]:
+    return [column.asc() if is_ascending else column.desc() for column in columns]
 
 
 def _page(rows: Sequence[Row], selection: Filter, searched: Position | None = None) -> SessionPage:
