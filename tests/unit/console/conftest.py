@@ -1,4 +1,4 @@
-"""A read model on each database."""
+"""A read model on each database, and a console."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace_console.read_model import tables
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
 from tests.support.remembered import make_tables
+from tests.unit.console.support import Stand
 
 
 @pytest.fixture
@@ -24,3 +25,10 @@ async def database(database_url: str, data_dir: Path) -> AsyncIterator[Database]
         for table in reversed(tables.metadata.sorted_tables):
             await tx.execute(table.delete())
     await opened.close()
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    """Return a console without events."""
+    async with Stand(tmp_path) as opened:
+        yield opened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,12 +22,6 @@ from headrace_schemas.http.stack_access import make_login_token
 from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, TestClock, form_token
 
 PACKAGE = Path(headrace_console.__file__).parent
-
-
-@pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    async with Stand(tmp_path) as opened:
-        yield opened
 
 
 def routes(stand: Stand) -> list[tuple[str, str]]:

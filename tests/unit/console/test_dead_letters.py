@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import apply
 
 GROUP = "service=collector&topic=turns&reason=invalid_event"
-
-
-@pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    async with Stand(tmp_path) as opened:
-        yield opened
 
 
 def dead_letters(number: int) -> list[DeadLetter]:

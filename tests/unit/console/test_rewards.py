@@ -1,0 +1,61 @@
+"""Tests of the page of rewards."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from headrace_console.read_model.side_rows import bucket_of
+from headrace_schemas import Reward
+from tests.support.account_events import START
+from tests.unit.console.support import Stand
+from tests.unit.console.test_sessions import KEY, apply, session_events
+
+
+async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) -> None:
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    await apply(stand, [*session_events(), *session_events()[3:6]])
+    client = await stand.signed_in()
+    page = (await client.get("/rewards")).text
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>((?:<td class="number">[0-9,.]*</td>)+)</tr>', page))
+    numbers = {source: re.findall(r">([0-9,.]*)</td>", cells) for source, cells in rows.items()}
+    first = ["1", "0.400"]
+    assert numbers["concise"] == [*first, "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
+    assert numbers["judge:help"] == ["1", "", "0", "1", "0", "0", "0", "0"]
+    assert "Not computed: no two sources have scored 30 turns or runs" in page
+    assert "No source failed in the last 7 days." in page
+    assert "</meter> 100 %" in page
+    assert "0.4 to 0.5" in page
+    assert (await client.get("/rewards?days=0")).status_code == 400
+
+
+async def test_rewards_page_names_the_two_sources_that_disagree_most(stand: Stand) -> None:
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    scores: dict[str, list[float]] = {
+        "concise": [at % 2 for at in range(40)],
+        "correct": [0.9 * (at % 2) if at % 8 else 0.5 for at in range(40)],
+        "judge:help": [at % 3 / 2 for at in range(40)],
+        "rare": [1 - at % 2 for at in range(29)],
+        "judge:wide": [7 - at for at in range(40)],
+    }
+    rewards = [
+        Reward(time=START, trajectory_id=f"R{run}", session_key=KEY, source=source, value=value)
+        for source, values in scores.items()
+        for run, value in enumerate(values)
+    ]
+    await apply(stand, [*session_events()[:1], *rewards])
+    page = " ".join((await (await stand.signed_in()).get("/rewards")).text.split())
+    sentence = re.search(r"<p>(concise and judge:help about m: .*?)</p>", page)
+    assert sentence is not None, page
+    assert "32 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
+    assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"),
+    [(None, -100), (-5.0, -11), (-1.0, -10), (-0.05, -1), (0.0, 0), (0.99, 9), (1.0, 10), (7.0, 10)],
+)
+def test_bucket_is_the_tenth_of_a_value(value: float | None, bucket: int) -> None:
+    assert bucket_of(value) == bucket
