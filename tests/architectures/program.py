@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 from transformers.utils import logging
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.storage.model_folder import find_folder_problems
 from headrace_trainer.settings import TrainerSettings
 from tests.architectures.catalog import CATALOG, Architecture
 from tests.system.program import Line, Program, Run, equals, no_problems
@@ -56,6 +58,16 @@ def try_architecture(architecture: Architecture) -> Trial:
         base = architecture.build(Path(folder))
         outcomes = {packing: _outcome(base, packing) for packing in PACKINGS}
     return Trial(name=architecture.name, model_type=architecture.model_type, outcomes=outcomes)
+
+
+def _problems_as_saved(architecture: Architecture) -> list[str]:
+    """Problems that the check finds in folders as transformers saves them, with a head of their own and without."""
+    problems = []
+    for tied in (False, True):
+        with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
+            case = replace(architecture, settings={**architecture.settings, "tie_word_embeddings": tied})
+            problems += find_folder_problems(case.build(Path(folder)))
+    return problems
 
 
 def _outcome(base: Path, packing: Literal["blocks", "padded"]) -> Outcome:
@@ -132,6 +144,7 @@ def play(run: Run) -> None:
             print(table([trial]).splitlines()[-1], flush=True)
             silent = [kind for kind, outcome in trial.outcomes.items() if not outcome.spoken]
             run.add(no_problems(f"{trial.name}: neither equal to eager attention nor refused", silent))
+            run.add(no_problems(f"{trial.name}: problems of a folder as saved", _problems_as_saved(architecture)))
     if run.options.write:
         write(trials)
     same = verdicts(written()) == verdicts(table(trials))

@@ -232,11 +232,12 @@ def test_feedback_is_counted_by_the_algorithm_of_its_model(algorithm: str) -> No
         time=START, model="m", version=VERSION, lineage="main", step=0, manifest=blob,
         learns=LearnedSignals.model_validate({"algorithm": algorithm, **learns}),
     )  # fmt: skip
+    evaluation = turn("played by the gate", purpose="eval", **greedy)
     account = turn_account_of(
-        [*turns, run.model_copy(update={"branches": without}), *events, *judged, announced, report()]
+        [*turns, evaluation, run.model_copy(update={"branches": without}), *events, *judged, announced, report()]
     )
     assert account.untaught == expected
-    assert account.tokens == {"free": 1, "left_out": 2}
+    assert account.tokens == {"free": 1, "left_out": 2}, "without the evaluation"
     assert account.consistent
 
 

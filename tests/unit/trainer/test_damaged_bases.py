@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,16 @@ async def test_a_tied_head_may_be_stored_or_not(damage: Damage, tmp_path: Path) 
     base = tiny_model.build(tmp_path / "base")
     damage(base)
     assert list(find_folder_problems(base)) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_transformers_renames_on_loading_is_found(tied: bool, tmp_path: Path) -> None:
+    neox = next(case for case in CATALOG if case.model_type == "gpt_neox")
+    base = replace(neox, settings={**neox.settings, "tie_word_embeddings": tied}).build(tmp_path)
+    assert list(find_folder_problems(base)) == []
+    settings_of("config.json", tie_word_embeddings=not tied)(base)
+    (problem,) = find_folder_problems(base)
+    assert ("embed_out.weight differs" in problem) == (not tied), problem
 
 
 @pytest.mark.parametrize("compared", [1 << 40, 0])

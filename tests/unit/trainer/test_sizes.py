@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings.sections import Common
 from headrace_trainer import sizes as sizes_module
+from headrace_trainer.check import check
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
 from headrace_trainer.sizes import Shape, Sizes, describe, pack_tokens, suggestions
 from headrace_trainer.torch_learner.model import cpu
@@ -131,8 +134,36 @@ def test_the_sentences_name_the_rate_and_whether_it_was_chosen(base: Path) -> No
     )
     assert "by the size of the model" in chosen
     assert chosen.startswith(f"{shape_of(base, settings_of(base)).parameters:,} parameters, all trained")
-    assert given.endswith("learning rate 3e-05")
+    assert "learning rate 3e-05; without this setting 0.0001" in given
     assert "adapters trained" in next(describe(base, settings_of(base, lora={"rank": 4})))
+
+
+def test_a_rate_of_all_weights_that_adapters_inherit_is_pointed_out(base: Path) -> None:
+    written = suggestions(base, settings_of(base))["trainer.optimizer.learning_rate"]
+    rates = {"optimizer": {"learning_rate": written}}
+    assert next(describe(base, settings_of(base, **rates))).endswith(f"learning rate {written}")
+    adapted = next(describe(base, settings_of(base, lora={"rank": 16}, **rates)))
+    assert adapted.endswith(
+        f"learning rate {written}; without this setting 0.001, as for adapters of a model of this size"
+    )
+
+
+def test_a_large_base_is_multiplied_in_bfloat16_where_the_processor_can(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes_module, "_LARGE", 1)
+    suggested = suggestions(base, settings_of(base))
+    assert (suggested["trainer.compute.dtype"], "trainer.lora.rank" in suggested) == ("auto", False)
+
+
+async def test_adapters_for_modules_that_the_base_has_not_are_refused_with_its_names(base: Path) -> None:
+    partly, none = ({"rank": 4, "targets": targets} for targets in (["q_proj", "query_key_value"], ["c_attn"]))
+    assert any(
+        "no query_key_value; the other targets" in line for line in describe(base, settings_of(base, lora=partly))
+    )
+    with pytest.raises(SettingError, match=r"'c_attn'.* down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
+        await check(Common(), settings_of(base, lora=none))
+    assert await check(Common(), settings_of(base, lora=partly, compute={"device": "cpu"})) == []
 
 
 def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Path) -> None:

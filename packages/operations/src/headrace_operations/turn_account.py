@@ -78,7 +78,7 @@ class TurnAccount:
     untaught: Mapping[str, int] = field(default_factory=dict)
     """Number of feedbacks that train nothing under the present algorithm, by the reasons."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of sampled tokens by their kind (`headrace_schemas.rules.training.TokenKind`)."""
+    """Number of sampled tokens by kind (`headrace_schemas.rules.training.TokenKind`), without evaluations."""
 
     @property
     def consistent(self) -> bool:

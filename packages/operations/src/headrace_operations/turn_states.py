@@ -59,9 +59,9 @@ class SaveReport:
 
 
 def count_tokens(turns: Iterable[TurnState]) -> dict[str, int]:
-    """Return the number of tokens of captured turns by how they were sampled."""
+    """Return the number of tokens of captured turns by how they were sampled. Evaluations are not counted."""
     counts: Counter[str] = Counter()
-    for kind, tokens in (turn.tokens for turn in turns if turn.captured):
+    for kind, tokens in (turn.tokens for turn in turns if turn.captured and not turn.eval):
         counts[kind] += tokens
     return {kind: count for kind, count in sorted(counts.items()) if count}
 

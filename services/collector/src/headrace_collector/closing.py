@@ -265,9 +265,10 @@ def _count_metrics(trajectory: Trajectory) -> None:
     metrics.TRAJECTORIES.labels(trajectory.end_reason).inc()
     metrics.BRANCHES.observe(len(trajectory.branches))
     metrics.TURNS.observe(len(trajectory.turn_ids))
-    if trajectory.purpose == "train":
-        for item in trajectory.left_out:
-            metrics.LEFT_OUT.labels(item.reason).inc()
+    if trajectory.purpose == "eval":
+        return
+    for item in trajectory.left_out:
+        metrics.LEFT_OUT.labels(item.reason).inc()
     for branch in trajectory.branches:
         for span in branch.spans:
             metrics.TOKENS.labels(span.token_kind).inc(len(span.logprobs))

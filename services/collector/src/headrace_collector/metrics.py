@@ -9,7 +9,7 @@ WAITING_ENDS = Gauge("headrace_collector_waiting_ends", "Ends that wait for turn
 WAITING_FEEDBACK = Gauge("headrace_collector_waiting_feedback", "Feedback whose turns have not been seen")
 TRAJECTORIES = Counter("headrace_collector_trajectories_total", "Runs that were closed", ["end_reason"])
 LEFT_OUT = Counter("headrace_collector_left_out_total", "Turns in no branch, without evaluations", ["reason"])
-TOKENS = Counter("headrace_collector_tokens_total", "Tokens of models in branches, by how they were sampled", ["kind"])
+TOKENS = Counter("headrace_collector_tokens_total", "Tokens of answers to agents by how they were sampled", ["kind"])
 BRANCHES = Histogram(
     "headrace_collector_branches", "Branches of a trajectory", buckets=(0, 1, 2, 3, 5, 10, 20, 50, 100, 1000)
 )

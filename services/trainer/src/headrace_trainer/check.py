@@ -22,7 +22,7 @@ from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.admission import open_reply_reader
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.sizes import describe, suggestions
+from headrace_trainer.sizes import describe, matrix_names, suggestions
 
 log = get_logger(__name__)
 _CONFIG = "config.json"
@@ -57,8 +57,9 @@ _TOOL_CALL = [
 
 
 async def check(common: Common, settings: TrainerSettings) -> list[str]:
-    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ, or where
-    replies are trained and the chat template does not show where messages begin.
+    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ, where
+    no module can get the adapters, or where replies are trained and the chat template does not show where messages
+    begin.
 
     Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked, and of a
     GGUF file that it will convert, that the file exists.
@@ -68,6 +69,8 @@ async def check(common: Common, settings: TrainerSettings) -> list[str]:
         return []
     settings = settings.model_copy(update={"base": str(folder)})
     problems = await asyncio.to_thread(lambda: list(_problems(folder)))
+    if not problems:
+        await asyncio.to_thread(_check_targets, folder, settings)
     if not problems and settings.advantage.signals.replies:
         await asyncio.to_thread(open_reply_reader, settings)
     backend = BACKENDS.get(settings.backend)
@@ -133,6 +136,14 @@ def _problems(folder: Path) -> Iterator[str]:
     elif (why := _tokenizer_trouble(folder / TOKENIZER_FILE)) is not None:
         yield f"{TOKENIZER_FILE} cannot be used: {why}"
     yield from _template_problems(folder)
+
+
+def _check_targets(folder: Path, settings: TrainerSettings) -> None:
+    """Raise `SettingError` if adapters are wanted and the base has none of the modules that should get them."""
+    lora, names = settings.lora, matrix_names(folder)
+    if lora.rank and names and names.isdisjoint(lora.targets):
+        remedy = f"the base has no module of these names; set names out of {', '.join(sorted(names))}"
+        raise SettingError("trainer.lora.targets", ", ".join(lora.targets), remedy)
 
 
 def _tokenizer_trouble(path: Path) -> str | None:

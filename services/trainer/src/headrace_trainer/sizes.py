@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from headrace_runtime.storage.model_folder import stored_tensors
 from headrace_trainer.experiences.templates import read_json
-from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings, TrainerSettings
 
 _PROCESS_BYTES = 750_000_000
 """Memory of a process with torch and no model."""
@@ -34,6 +34,8 @@ _CPU_PASS_BYTES = 2 << 30
 _TRAINER_BYTES_MAX = 8_000_000_000
 """Memory of the trainer on a machine of 16 GB, which a replica and the other services share."""
 _LORA_RANK = 16
+_LARGE = 50_000_000
+"""Parameters from which a step on a CPU takes seconds, so that its products are computed in bfloat16 where it can."""
 _VERSIONS = 3
 """Versions that a replica holds at most times: champion, previous and candidate."""
 _TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -86,6 +88,13 @@ class Shape:
             feed_forward=feed_forward,
             context=int(text.get("max_position_embeddings") or _CONTEXT_TOKENS_MAX),
         )
+
+
+def matrix_names(folder: Path) -> set[str]:
+    """Return the names of the modules with a matrix in the layers of a base, such as `q_proj`, for LoRA targets."""
+    tensors = [item for path in folder.glob("*.safetensors") for item in stored_tensors(path).items()]
+    paths = [name.split(".")[:-1] for name, tensor in tensors if len(tensor.shape) == 2 and name.endswith(".weight")]
+    return {path[-1] for path in paths if any(part.isdecimal() for part in path[:-1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +184,10 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     if shape is None or not shape.parameters:
         return
     sizes, lora = Sizes.of(shape, settings), bool(settings.lora.rank)
-    rate = settings.optimizer.of_size(shape.parameters, adapters=lora).rate
     kind = f"{sizes.trained:,} of adapters trained" if lora else "all trained"
-    chosen = "" if settings.optimizer.learning_rate is not None else ", by the size of the model"
-    yield f"{shape.parameters:,} parameters, {kind}; learning rate {rate:g}{chosen}"
+    yield f"{shape.parameters:,} parameters, {kind}; learning rate {_rate_text(shape, settings.optimizer, lora=lora)}"
+    if lora and (without := set(settings.lora.targets) - matrix_names(folder)):
+        yield f"trainer.lora.targets: the base has no {', '.join(sorted(without))}; the other targets get adapters"
     tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
     yield (
         f"memory: about {sizes.trainer_bytes / GB:.1f} GB for the trainer, at {tokens:,} tokens a pass on a CPU; about "
@@ -193,6 +202,16 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     yield f"time: about {per_second:,.0f} trained tokens a second for each 100 GFLOP/s of matrix products"
 
 
+def _rate_text(shape: Shape, optimizer: OptimizerSettings, *, lora: bool) -> str:
+    by_size = optimizer.model_copy(update={"learning_rate": None}).of_size(shape.parameters, adapters=lora).rate
+    if optimizer.learning_rate is None:
+        return f"{by_size:g}, by the size of the model"
+    if optimizer.learning_rate == by_size:
+        return f"{by_size:g}"
+    kind = "adapters of a model" if lora else "a model"
+    return f"{optimizer.learning_rate:g}; without this setting {by_size:g}, as for {kind} of this size"
+
+
 def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]:
     """Return values of settings that fit a base on a machine without a GPU that has 16 GB; none for an unknown shape.
 
@@ -203,9 +222,11 @@ def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]
         return {}
     values: dict[str, JsonValue] = {}
     lora, compute = settings.lora, settings.compute
+    if shape.parameters >= _LARGE:
+        values["trainer.compute.dtype"] = "auto"
     if Sizes.of(shape, settings).trainer_bytes > _TRAINER_BYTES_MAX:
         lora = lora.model_copy(update={"rank": _LORA_RANK})
-        values = {"trainer.lora.rank": _LORA_RANK, "trainer.compute.dtype": "auto"}
+        values |= {"trainer.lora.rank": _LORA_RANK, "trainer.compute.dtype": "auto"}
     rate = settings.optimizer.of_size(shape.parameters, adapters=bool(lora.rank)).rate
     tokens = pack_tokens(shape, compute, lora, on_cpu=True)
     return {"trainer.optimizer.learning_rate": rate, "trainer.compute.pack_tokens": tokens, **values}

@@ -23,7 +23,8 @@ _HEADER_BYTES_MAX = 100_000_000
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN_LENGTH = 60
-_HEAD = "lm_head.weight"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of an output head in files: that of most models and that of GPT-NeoX, which transformers renames on loading."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TEXTS = (
     "config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json",
@@ -150,12 +151,12 @@ def _head_problems(
     In that case transformers would initialise the head at random, or ignore its weights.
     """
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    head = next((name for name in tensors if name == _HEAD or name.endswith(f".{_HEAD}")), None)
+    head = next((name for name in tensors if f".{name}".endswith(tuple(f".{head}" for head in _HEADS))), None)
     table = _embedding(tensors)
     if tied is False and head is None and table is not None and _has_causal_head(config):
         yield (
-            f"config.json: tie_word_embeddings = false, and the weights have no {_HEAD}; copy all files of the model, "
-            "or set it to true if the head is the embedding"
+            f"config.json: tie_word_embeddings = false, and the weights have no {_HEADS[0]}; copy all files of the "
+            "model, or set it to true if the head is the embedding"
         )
     if tied is True and head is not None and table is not None and not tensors[head].equals(tensors[table]):
         yield (

@@ -22,4 +22,6 @@ def add_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None
+        modules = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")}
+        remedy = f"{str(error).splitlines()[0]} The model's modules with weights: {', '.join(sorted(modules))}"
+        raise SettingError("trainer.lora.targets", ", ".join(lora.targets), remedy) from None
