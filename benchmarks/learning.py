@@ -71,7 +71,7 @@ ARMS = (
     Arm(kinds.FLIPPED, runs_gate=True),
     Arm(kinds.RANDOM),
     Arm(kinds.STILL),
-    *(Arm(kinds.alone(source), traced=source == SOURCES[-1]) for source in SOURCES),
+    *(Arm(kinds.only_source(source), traced=source == SOURCES[-1]) for source in SOURCES),
     *(Arm(kinds.TRUE, lag=lag) for lag in LAGS),
     Arm(kinds.TRUE, answers="free"),
     Arm(kinds.TRUE, answers="held"),

@@ -72,7 +72,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     try:
         state = await asyncio.to_thread(supervisor.wait_up, 240)
         everything = [data_dir, *data_dir.rglob("*")]
-        requests = [[api.key, version] for api in APIS if api.key not in BEFORE_LOGIN for version in api.served]
+        requests = [
+            [api.key, version] for api in APIS if api.key not in BEFORE_LOGIN for version in api.supported_versions
+        ]
         job: dict[str, Any] = {
             "kafka_port": int(state.bus.rpartition(":")[2]),
             "requests": requests,
