@@ -25,9 +25,7 @@ from typing import Any
 from benchmarks import _rates
 from headrace_cli.progress import ProgressDisplay
 from headrace_runtime.storage.blobs import BlobStore
-from tests.support import kafka_node
-from tests.support.broker_process import BrokerProcess
-from tests.support.kafka_node import KafkaNode
+from tests.support.buses import BrokerProcess, KafkaNode, missing_kafka
 
 P95_MS_MAX = 500.0
 RATE_SHARE_MIN = 0.9
@@ -152,7 +150,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
     }
-    if "kafka" in buses and (reason := kafka_node.missing()):
+    if "kafka" in buses and (reason := missing_kafka()):
         print(f"NOT RUN on kafka: {reason}")
         report["kafka_not_run"] = reason
         buses.remove("kafka")

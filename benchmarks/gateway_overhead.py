@@ -34,7 +34,7 @@ from benchmarks._run_processes import Summary
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import Replica
 from tests.support import presence
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy

@@ -41,7 +41,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Trajectory, Turn
 from headrace_schemas.events.envelope import is_blob_reference
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, read_topic, wait_healthy

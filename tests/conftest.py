@@ -17,8 +17,8 @@ import pytest
 import typer.main
 import typer.testing
 
-from tests.support import heartbeat, kafka_node, postgres_node, presence, reaper
-from tests.support.broker_process import BrokerProcess
+from tests.support import heartbeat, postgres_node, presence, reaper
+from tests.support.buses import BrokerProcess, KafkaNode
 from tests.support.seeds import FIXED
 
 reaper.start()
@@ -55,7 +55,7 @@ def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def kafka_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of a real Apache Kafka."""
     presence.need("kafka")
-    node = kafka_node.KafkaNode(tmp_path_factory.mktemp("kafka"), brief=True)
+    node = KafkaNode(tmp_path_factory.mktemp("kafka"), brief=True)
     node.start()
     yield node.address
     node.stop()

@@ -29,7 +29,8 @@ from tests.chaos.client import Client, ClientLedger, Load
 from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN, VALUES, Facts, Findings, Reader, compare
 from tests.chaos.nemeses import BUS, NEMESES, DiskFull, Nemesis, Strike, plan, small_disk
 from tests.chaos.stack import LINEAGE, MODEL, Stack
-from tests.support import kafka_node, tiny_model
+from tests.support import tiny_model
+from tests.support.buses import missing_kafka
 from tests.system.program import Line, Program, Run, at_most
 
 WARM_UP_S = 3.0
@@ -304,7 +305,7 @@ def play(run: Run) -> None:
     options = run.options
     buses = list(BUS) if options.bus == "both" else [options.bus]
     for bus in buses:
-        if bus == "kafka" and (reason := kafka_node.missing()):
+        if bus == "kafka" and (reason := missing_kafka()):
             if options.bus != "both":
                 raise HeadraceError(f"the Kafka bus cannot run here: {reason}")
             run.skip("kafka", reason)

@@ -12,8 +12,7 @@ import pytest
 
 from tests.contract.bus.clients import administering, eventually
 from tests.support import presence
-from tests.support.broker_process import BrokerProcess
-from tests.support.kafka_node import KafkaNode
+from tests.support.buses import BrokerProcess, KafkaNode
 
 
 async def wipe(bus: str) -> None:

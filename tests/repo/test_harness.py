@@ -16,7 +16,7 @@ from tests.mutants.library import Planted, planted
 from tests.mutants.program import Waiting
 from tests.mutants.trial import ROOT, CoveringTests, Mutant, split, try_mutant
 from tests.support import postgres_node, presence, processes
-from tests.support.kafka_node import KafkaNode
+from tests.support.buses import KafkaNode
 from tests.support.processes import alive, naming, wait_until
 
 INNER = """

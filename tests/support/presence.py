@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import downloads, java_agent, kafka_node, postgres_node
+from tests.support import downloads, java_agent, postgres_node
+from tests.support.buses import missing_kafka
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
@@ -35,7 +36,7 @@ def _program(name: str) -> Callable[[], str | None]:
 
 
 CHECKS: dict[str, Callable[[], str | None]] = {
-    "kafka": kafka_node.missing,
+    "kafka": missing_kafka,
     "postgres": postgres_node.missing,
     "kcat": _program("kcat"),
     "node": _program("node"),

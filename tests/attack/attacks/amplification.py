@@ -17,7 +17,7 @@ import httpx2
 from aiokafka import ConsumerRecord
 
 from headrace_runtime.settings.sections import BusSettings
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, read_topic
 from tests.support.hostile_feedback import SESSIONS, body
 from tests.system.program import Line, at_most

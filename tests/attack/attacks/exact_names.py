@@ -19,7 +19,7 @@ from headrace_operations.toml_text import toml
 from headrace_schemas import Feedback, SessionEnd, Turn
 from headrace_schemas.values import ids
 from tests.support import hostile_json
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
 from tests.contract.bus.clients import administering
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.system.program import Line, none_of
 
 TITLE = "a flipped byte in the broker's files costs one record at most"

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from headrace_runtime.http.guard import signed
 from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Replica
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 
 from headrace_runtime.http.protocol import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy

@@ -19,7 +19,7 @@ import httpx2
 
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Turn
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica, Generation, text_of
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy

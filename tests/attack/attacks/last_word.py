@@ -11,7 +11,7 @@ import httpx2
 
 from headrace_schemas import Reward, Trajectory, Turn
 from tests.support import wrong_clock
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, user

@@ -18,7 +18,7 @@ from headrace_runtime.kafka import topics
 from headrace_runtime.settings.sections import BusSettings
 from tests.contract.bus.clients import administering, consuming, eventually, everything, producing
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 
 
 async def _codes(admin: AIOKafkaAdminClient, *topics: NewTopic, validate_only: bool = False) -> list[int]:

@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
 from tests.contract.bus.clients import administering, consuming, eventually, producing
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.seeds import draw_seed
 
 PARTITIONS = 3

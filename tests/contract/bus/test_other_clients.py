@@ -23,7 +23,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.contract.bus.clients import consuming, eventually, producing
 from tests.contract.bus.conftest import CreateTopic
-from tests.support import kafka_node
+from tests.support.buses import KAFKA_JARS, missing_kafka
 
 
 async def _kcat(*arguments: str, stdin: bytes = b"") -> str:
@@ -76,12 +76,12 @@ PROGRAM = Path(__file__).with_name("JavaClient.java")
 
 
 async def test_topics_producers_transactions_groups(bus: str, unique: str) -> None:
-    reason = kafka_node.missing()
+    reason = missing_kafka()
     if reason:
         pytest.skip(f"Kafka's jars: {reason}")
     process = await asyncio.create_subprocess_exec(
         "java", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=error",
-        "-cp", f"{kafka_node.JARS}/*", str(PROGRAM), bus, unique,
+        "-cp", f"{KAFKA_JARS}/*", str(PROGRAM), bus, unique,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:

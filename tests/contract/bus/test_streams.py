@@ -19,8 +19,7 @@ from aiokafka.errors import KafkaError, ProducerFenced
 
 from tests.contract.bus.clients import administering, consuming, create, eventually, everything, producing, take
 from tests.contract.bus.conftest import CreateTopic
-from tests.support import kafka_node
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import KAFKA_JARS, BrokerProcess, KafkaNode, missing_kafka
 from tests.support.seeds import draw_seed
 
 PROGRAM = Path(__file__).with_name("WordCount.java")
@@ -30,13 +29,13 @@ ENDS_WITHIN_S = 150.0
 
 
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
-def killable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BrokerProcess | kafka_node.KafkaNode]:
+def killable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BrokerProcess | KafkaNode]:
     """Yield a bus for this test alone, because the test kills it."""
-    reason = kafka_node.missing()
+    reason = missing_kafka()
     if reason:
         pytest.skip(f"Kafka's jars: {reason}")
     folder = tmp_path / "bus"
-    bus = BrokerProcess(folder) if request.param == "embedded" else kafka_node.KafkaNode(folder, brief=True)
+    bus = BrokerProcess(folder) if request.param == "embedded" else KafkaNode(folder, brief=True)
     bus.start()
     yield bus
     bus.stop()
@@ -55,7 +54,7 @@ class Streams:
             self._process = await asyncio.create_subprocess_exec(
                 "java", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1",
                 "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
-                "-cp", f"{kafka_node.JARS}/*", str(PROGRAM), *self._arguments,
+                "-cp", f"{KAFKA_JARS}/*", str(PROGRAM), *self._arguments,
                 stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -71,7 +70,7 @@ class Streams:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_node.KafkaNode, tmp_path: Path) -> None:
+async def test_counts_are_exact_through_kills(killable: BrokerProcess | KafkaNode, tmp_path: Path) -> None:
     seed = draw_seed()
     rng = random.Random(seed)
     await _create(killable.address)

@@ -31,8 +31,7 @@ from tests.simulation.bus import Bus, Group, Member
 from tests.simulation.clients import Consumer
 from tests.simulation.faust_app import App, Event
 from tests.support import presence
-from tests.support.broker_process import BrokerProcess
-from tests.support.kafka_node import KafkaNode
+from tests.support.buses import BrokerProcess, KafkaNode
 from tests.support.seeds import draw_seed
 
 _APPEND, _COMMIT, _FETCH, _ENDS = Bus.append, Group.commit, Consumer._fetch, Consumer.end_offsets

@@ -15,7 +15,7 @@ from headrace_operations.lineage.versions import trace_version
 from headrace_runtime.kafka.topics import ensure
 from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Experience
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.training_history import TOPICS, assert_traces_agree, made_up, recorded
 
 SESSIONS = 1000

@@ -25,7 +25,7 @@ from headrace_operations.mirror.side import MirrorConflict
 from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.integration.conftest import on_each_bus, wipe
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.seeds import draw_seed
 
 NOW_MS = int(time.time() * 1000)

@@ -31,7 +31,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ModelEvent, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_hub import FakeHub
 from tests.support.processes import free_port, wait_until
 from tests.support.service_process import HEADRACE, HeadraceUp, run_of

@@ -25,7 +25,7 @@ from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
 from tests.integration.conftest import wipe
 from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.postgres_node import PostgresNode
 from tests.support.processes import alive, wait_until
 from tests.support.service_process import ServiceProcess

@@ -48,7 +48,7 @@ from tests.integration.conftest import on_each_bus
 from tests.integration.streams.rig import StreamsRig, rig_on
 from tests.support import downloads, presence
 from tests.support.account_events import READY, report, turn, verdict
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import read_topic
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, feedback, user

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace_schemas import Turn
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy

@@ -19,7 +19,7 @@ import pytest
 from headrace_runtime.kafka import topics
 from headrace_schemas import Turn
 from tests.integration.gateway.conftest import Circle, circle
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.downloads import ROOT
 from tests.support.fake_replica import LENGTH, FakeReplica
 from tests.support.gateway_process import wait_healthy

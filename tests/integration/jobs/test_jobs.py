@@ -43,7 +43,7 @@ from tests.jobs.program import (
     written,
 )
 from tests.support import tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.seeds import draw_seed
 
 ROWS, EPOCHS = 700, 2

@@ -22,7 +22,7 @@ from headrace_schemas.values.base import utcnow
 from tests.attack.stacks import beside
 from tests.integration.gateway.conftest import circle
 from tests.integration.registry.rig import RegistryRig
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import GatewayProcess, wait_healthy

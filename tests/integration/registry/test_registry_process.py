@@ -20,7 +20,7 @@ from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint
 from tests.integration.registry.rig import RegistryRig
 from tests.support import postgres_node, tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.processes import is_open
 
 MODEL = "opponent"

@@ -21,7 +21,7 @@ from headrace_schemas import Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import RegistryRig
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.service_process import ServiceProcess

@@ -24,7 +24,7 @@ from headrace_schemas import Event
 from tests.contract.bus.clients import administering
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support import tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 
 LIVE = ("headrace-collector", "headrace-scorer", "headrace-judge")
 WAIT_S = 120.0

@@ -26,7 +26,7 @@ from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, Training
 from headrace_schemas.events.checkpoint import TrainingOutcome
 from tests.integration.streams.rig import StreamsRig, account, episode, play, rig_on
 from tests.support import tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import wait_healthy
 from tests.support.service_process import ServiceProcess
 

@@ -29,7 +29,7 @@ from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Tur
 from headrace_schemas.values.base import utcnow
 from tests.contract.engine.ground import Stored, recomputed
 from tests.support import presence, tiny_model
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
 from tests.support.service_process import ReplicaProcess
 

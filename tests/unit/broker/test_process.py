@@ -28,7 +28,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support.account_events import experience
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.processes import free_port
 from tests.support.seeds import draw_seed
 

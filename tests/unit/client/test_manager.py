@@ -30,7 +30,7 @@ from headrace_schemas.http.registry_api import ModelState, VersionList, VersionS
 from headrace_schemas.http.rollout_api import RolloutList, RolloutState
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.account_events import experience
-from tests.support.broker_process import BrokerProcess
+from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
 

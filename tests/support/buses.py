@@ -1,21 +1,23 @@
-"""A private Apache Kafka node (KRaft, one process) from jars of Maven."""
+"""Both buses as processes: the embedded broker, and a private Apache Kafka node (KRaft) from jars of Maven."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import downloads
 from tests.support.processes import free_port, must_run, wait_open
 
-JARS = downloads.ROOT / ".cache" / "kafka-4.3.0"
+KAFKA_JARS = downloads.ROOT / ".cache" / "kafka-4.3.0"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
 
 
-def missing() -> str | None:
+def missing_kafka() -> str | None:
     """Return why Kafka cannot be started here, or None. The first call downloads 115 MB of jars."""
-    return downloads.missing_jars(Path(__file__).parent / "kafka" / "pom.xml", JARS, "Kafka")
+    return downloads.missing_jars(Path(__file__).parent / "kafka" / "pom.xml", KAFKA_JARS, "Kafka")
 
 
 _QUICK = ("-XX:TieredStopAtLevel=1",)
@@ -122,7 +124,7 @@ group.initial.rebalance.delay.ms=0
         must_run([*command, "-c", str(self._settings)])
 
     def _java(self, *options: str) -> list[str]:
-        return ["java", *options, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]
+        return ["java", *options, "-XX:+UseSerialGC", "-cp", f"{KAFKA_JARS}/*"]
 
 
 def _login(password: str, listeners: Sequence[str]) -> str:
@@ -131,3 +133,45 @@ def _login(password: str, listeners: Sequence[str]) -> str:
     jaas = f'{module} username="headrace" password="{password}" user_headrace="{password}";'
     lines = ["sasl.enabled.mechanisms=PLAIN", "sasl.mechanism.inter.broker.protocol=PLAIN"]
     return "\n".join([*lines, *(f"listener.name.{name.lower()}.plain.sasl.jaas.config={jaas}" for name in listeners)])
+
+
+class BrokerProcess:
+    """Broker process that can be killed (SIGKILL) and started again on the same folder and port."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.port = free_port()
+        self._folder = folder
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings = {"DATA_DIR": self._folder, "BROKER__KAFKA_PORT": self.port, "BROKER__PORT": 0, **self._settings}
+        environ = {f"HEADRACE_{name}": str(value) for name, value in settings.items()}
+        log = (self._folder / "broker.log").open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_broker"], stdout=log, stderr=log, env={**os.environ, **environ}
+        )
+        wait_open(self.port, 60)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
