@@ -15,7 +15,7 @@ from typing import Literal
 from benchmarks._algorithms_users import shuffle_edits, shuffle_preference_sides
 from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import TRUE, Change
-from headrace_statistics import student_t
+from headrace_statistics import intervals
 from headrace_statistics.clustered_means import Score, difference, mean
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 
@@ -193,7 +193,7 @@ class Interval:
         if len(by_seed) < 2:
             raise ValueError(f"{len(by_seed)} seeds: an interval needs 2 or more")
         value = statistics.fmean(by_seed)
-        half = student_t.mean_margin(by_seed, 0.975)
+        half = intervals.mean_margin(by_seed, 0.975)
         return cls(value, value - half, value + half, tuple(by_seed))
 
     def report(self) -> dict[str, object]:

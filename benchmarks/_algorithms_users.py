@@ -28,8 +28,7 @@ from headrace.rewards.natural_signals import signals
 from headrace_schemas import Branch, Experience, Feedback, Trajectory
 from headrace_schemas.events.experience import Edit, PreferenceSide, TurnReward
 from headrace_schemas.values.base import utcnow
-from headrace_scorer.answer_remarks import source_reward
-from headrace_scorer.feedback_entries import entries_of
+from headrace_scorer.feedback_entries import entries_of, source_reward
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.store import branch_answers

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks._learning_lines import Line
 from benchmarks._run_processes import auroc
-from headrace_statistics import student_t
+from headrace_statistics import intervals
 from headrace_statistics.clustered_means import Score
 
 ROUND = 64
@@ -202,7 +202,7 @@ class Figure:
 
     @property
     def reach(self) -> float:
-        return student_t.mean_margin(self.values, 0.975)
+        return intervals.mean_margin(self.values, 0.975)
 
     def report(self) -> dict[str, object]:
         low, high = (round(bound, 4) for bound in (self.mean - self.reach, self.mean + self.reach))

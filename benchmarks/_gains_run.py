@@ -44,13 +44,12 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
-from headrace_schemas.programs.replay import FeedbackLine
+from headrace_schemas.programs import FeedbackLine
 from headrace_schemas.values.base import utcnow
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.learned.models import Features
-from headrace_scorer.learned.refitting import LearnedReplay
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.refitting import LearnedReplay, LearnedSource
 from headrace_scorer.learned.thumbs import FittedThumbs
 from headrace_scorer.replay import Rescoring
 from headrace_scorer.reward_policy import SourceReward

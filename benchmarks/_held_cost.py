@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks._shapes import PROMPT, SHAPES
 from benchmarks._steps import batch_of
-from headrace_runtime.grammars import guides, vocabulary
+from headrace_runtime.grammars import vocabulary
 from headrace_schemas import Branch, Span, TokenGrammar
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch
@@ -66,7 +66,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
 
 
-def grammar_of(folder: Path, size: int) -> tuple[TokenGrammar, guides.GrammarGuide]:
+def grammar_of(folder: Path, size: int) -> tuple[TokenGrammar, vocabulary.GrammarGuide]:
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(folder).backend_tokenizer
@@ -76,11 +76,11 @@ def grammar_of(folder: Path, size: int) -> tuple[TokenGrammar, guides.GrammarGui
         library_version=vocabulary.library_version(), tokenizer_sha256=library.digest, vocabulary=size, end_id=END,
         stop_ids=(END,),
     )  # fmt: skip
-    matcher = guides.match_grammar(library.words, grammar.text)
-    return grammar, guides.GrammarGuide(matcher, library.words.vocab_size, END, frozenset({END}))
+    matcher = vocabulary.match_grammar(library.words, grammar.text)
+    return grammar, vocabulary.GrammarGuide(matcher, library.words.vocab_size, END, frozenset({END}))
 
 
-def sample_answer(initial_guide: guides.GrammarGuide, draw: np.random.Generator) -> list[int]:
+def sample_answer(initial_guide: vocabulary.GrammarGuide, draw: np.random.Generator) -> list[int]:
     """Return an answer that the grammar allows, with each token drawn uniformly from those that are allowed."""
     guide = initial_guide.fresh()
     tokens: list[int] = []
@@ -91,7 +91,9 @@ def sample_answer(initial_guide: guides.GrammarGuide, draw: np.random.Generator)
     return tokens
 
 
-def held_branch(length: int, grammar: TokenGrammar, guide: guides.GrammarGuide, draw: np.random.Generator) -> Branch:
+def held_branch(
+    length: int, grammar: TokenGrammar, guide: vocabulary.GrammarGuide, draw: np.random.Generator
+) -> Branch:
     """Return a sequence of `length` tokens: a prompt, then answers that the grammar restricts."""
     token_ids: list[int] = draw.integers(1, 257, size=max(1, int(length * PROMPT))).tolist()
     spans: list[Span] = []

@@ -40,9 +40,9 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Feedback, Trajectory, Turn
-from headrace_schemas.programs.models import Tasks
+from headrace_schemas.programs import Tasks
 from headrace_schemas.values.base import utcnow
-from headrace_scorer.answer_remarks import Corrections
+from headrace_scorer.feedback_entries import Corrections
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scores import experience
 from headrace_trainer.lineage.lineage import Lineage

@@ -29,8 +29,7 @@ from headrace_operations.supervisor import Supervisor
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint
-from headrace_schemas.http.registry_api import VersionState
-from headrace_schemas.http.rollout_api import RolloutState
+from headrace_schemas.http.registry_api import RolloutState, VersionState
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from tests.support import postgres_node, reaper
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _rates
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support.buses import BrokerProcess, KafkaNode, missing_kafka
 

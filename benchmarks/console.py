@@ -29,7 +29,7 @@ from typing import Any
 from sqlalchemy import insert, text
 
 from benchmarks._run_processes import Summary, chosen_databases
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_console.app import Console
 from headrace_console.read_model import follower, retention, tables
 from headrace_console.read_model.batch import trajectory_name
@@ -40,9 +40,8 @@ from headrace_runtime.clock import SystemClock, epoch_ms
 from headrace_runtime.kafka.wire import Record, encode
 from headrace_runtime.process.event_loop import LoopWatch
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_schemas import Event, Experience, Message, Reward, Usage
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support import account_events as events
@@ -95,7 +94,7 @@ async def records_of(sessions: range, blobs: BlobStore, offsets: dict[str, int])
 async def intake(common: Common, sessions: int) -> dict[str, object]:
     """Let the follower apply the events of `sessions` sessions, and delete all of them."""
     database, blobs, clock = Database.open("console", common), BlobStore.open(common), SystemClock()
-    await migrations.upgrade(database, "headrace_console")
+    await migrate(database, "headrace_console")
     reader = follower.TopicFollower(
         common.bus, database, blobs, clock, lambda _topics: None, titles=True, retention_days=30
     )
@@ -248,7 +247,7 @@ async def pages(common: Common, sessions: int) -> dict[str, dict[str, float]]:
     user = UserSettings(name="viewer", sha256=hashlib.sha256(b"viewer").hexdigest(), role="viewer")
     stand.console = Console(common, ConsoleSettings(users=(user,)), stand.clock)
     database = stand.console.database
-    await migrations.upgrade(database, "headrace_console")
+    await migrate(database, "headrace_console")
     keys = await fill(database, sessions)
     async with database.transaction() as tx:
         await tx.exec_driver_sql("ANALYZE")

@@ -33,7 +33,7 @@ from benchmarks._gate_trials import (
     fresh,
     play,
 )
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_registry.settings import GateSettings
 
 SCORES = (0.5, 0.8)

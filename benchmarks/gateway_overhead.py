@@ -31,7 +31,7 @@ import aiohttp
 
 from benchmarks import _gateway_tuning
 from benchmarks._run_processes import Summary
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_schemas import Replica
 from tests.support import presence
 from tests.support.buses import BrokerProcess

@@ -29,7 +29,7 @@ import aiohttp
 import torch
 import transformers
 
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine

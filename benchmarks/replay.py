@@ -27,7 +27,7 @@ from pathlib import Path
 
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_operations.replay import copying, runner
 from headrace_operations.replay.partition_merge import Journal, open_merge
 from headrace_operations.replay.request import Report, Request, make

@@ -30,7 +30,7 @@ from benchmarks import _rollout_adaptive
 from benchmarks._rollout_adaptive import ramp
 from benchmarks._rollout_trials import NEVER, Crossings, play
 from benchmarks._rollout_worlds import Floats, World, draw_canary
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
 
 ROLLED_BACK_MAX = PROMOTED_MAX = 0.05

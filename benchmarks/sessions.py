@@ -33,7 +33,7 @@ import aiohttp
 
 from benchmarks import _sessions_replica
 from benchmarks._gateway_tuning import cpu_s
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_runtime.kafka.consumer import record_of
 from headrace_runtime.kafka.wire import Record, decode
 from headrace_runtime.settings.sections import BusSettings

@@ -35,7 +35,7 @@ from benchmarks._shadow_canaries import (
     sample,
     shadows,
 )
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_registry.rollouts.estimate import EstimateRequirements, ShadowEstimate, ShadowPair, estimate
 from headrace_registry.rollouts.plan import RolloutPlan
 

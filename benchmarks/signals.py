@@ -44,7 +44,7 @@ from benchmarks._learning_lines import Line
 from benchmarks._run_processes import auroc, quietly
 from benchmarks._run_processes import play as play_apart
 from benchmarks._thumbs_world import KnownRun, People, runs, thumbed, without_width_limit
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_scorer import judge_monitor
 from headrace_scorer.learned import columns, crowd
 from headrace_scorer.learned.models import FitRequirements, Thumb, ThumbedRun

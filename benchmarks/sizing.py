@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._shapes import SIZES
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.sizes import Shape, Sizes
 

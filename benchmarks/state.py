@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._run_processes import Summary, chosen_databases
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
 from headrace_collector.handlers import Collector

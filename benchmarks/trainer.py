@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks import _disk_use
 from benchmarks._shapes import SHAPES
 from benchmarks._steps import PEERS, Workload, compare_with_trl
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 
 TOKENS, VOCABULARY = 32_768, 152_000
 PEAK_GB_MAX = 1.5

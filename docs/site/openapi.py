@@ -21,7 +21,7 @@ from docs.site.assemble import ROOT
 from headrace import __version__
 from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_schemas import Trajectory
-from headrace_schemas.http import catalog, registry_api, rollout_api
+from headrace_schemas.http import catalog, registry_api
 
 FOLDER = ROOT / "docs" / "reference"
 
@@ -151,13 +151,13 @@ REGISTRY: Operations = {
         parameters=("model", "before", "limit"),
     ),
     ("GET", "/v1/rollouts"): Operation(
-        "List the newest rollouts.", answer=rollout_api.RolloutList, parameters=("model", "limit")
+        "List the newest rollouts.", answer=registry_api.RolloutList, parameters=("model", "limit")
     ),
-    ("GET", "/v1/rollouts/{rollout}"): Operation("Return a rollout with its chart.", answer=rollout_api.RolloutState),
-    ("POST", "/v1/models/{name}/rollouts"): _change("Begin a rollout.", rollout_api.RolloutRequest, 202),
+    ("GET", "/v1/rollouts/{rollout}"): Operation("Return a rollout with its chart.", answer=registry_api.RolloutState),
+    ("POST", "/v1/models/{name}/rollouts"): _change("Begin a rollout.", registry_api.RolloutRequest, 202),
     **{
         ("POST", f"/v1/rollouts/{{rollout}}/{change}"): Operation(
-            f"{summary} a rollout.", rollout_api.RolloutChange, rollout_api.RolloutState
+            f"{summary} a rollout.", registry_api.RolloutChange, registry_api.RolloutState
         )
         for change, summary in (("stop", "Hold"), ("promote", "Promote the candidate of"), ("rollback", "Roll back"))
     },

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.site.assemble import ROOT
-from headrace_operations.toml_text import key, toml
+from headrace_operations.supervisor.overrides import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
 PAGES = ("README.md", "docs/controls.md", "docs/evidence.md", "docs/guides/sizing.md", "examples/smollm2/README.md")

@@ -12,7 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from headrace_schemas.programs.models import Play
+from headrace_schemas.programs import Play
 from trinity_bench.processes import BenchFailed, environment, scratch, start, stop
 from trinity_bench.settings import Job, Row, Settings, as_yaml, configuration, plays_timeout_s
 

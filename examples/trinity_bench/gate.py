@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from example_parts.examining import standard_input
-from headrace_schemas.programs.models import Play, Played, Tasks
+from headrace_schemas.programs import Play, Played, Tasks
 from trinity_bench.bench import Benches, benches
 from trinity_bench.processes import BenchFailed
 from trinity_bench.settings import Row, Settings, Unusable, read, rows

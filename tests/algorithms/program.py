@@ -21,7 +21,7 @@ import transformers
 
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.batches import batch, prepare
-from headrace_trainer.experiences import examples, pending_updates, waiting
+from headrace_trainer.experiences import examples, waiting
 from headrace_trainer.lineage import culprits
 from headrace_trainer.torch_learner import critic
 from headrace_trainer.torch_learner.model import forward
@@ -113,7 +113,7 @@ def _slopeless() -> contextlib.AbstractContextManager[Any]:
 
 
 def _forgets_edits() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(pending_updates, "_withdrawn_example", return_value=examples.BRANCH)
+    return mock.patch.object(examples, "_withdrawn_example", return_value=examples.BRANCH)
 
 
 def _alone() -> contextlib.AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings, CriticSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import CORRECTION_MIN, AdmissionLimits
-from headrace_trainer.experiences.pending_updates import CorrectionRules
+from headrace_trainer.experiences.examples import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
 from headrace_trainer.torch_learner.critic import Critic

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from headrace_schemas import Experience
 from headrace_trainer.algorithms.baselines import Decay
-from headrace_trainer.algorithms.needs import Signals
+from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.prepare import PreparedBatch, prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
+from headrace_trainer.experiences.examples import CorrectionRules
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.pending_updates import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.templates import EditWriter
 from headrace_trainer.experiences.waiting import form_parties

@@ -22,7 +22,7 @@ import httpx
 from aiokafka import AIOKafkaProducer
 
 from headrace.topics import Range, connected
-from headrace_operations.toml_text import toml
+from headrace_operations.supervisor.overrides import toml
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings

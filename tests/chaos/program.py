@@ -23,7 +23,7 @@ from pathlib import Path
 import aiohttp
 
 from headrace.errors import HeadraceError
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, Load
 from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN, VALUES, Facts, Findings, Reader, compare

@@ -21,8 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from headrace_collector.closing import build_trajectory
-from headrace_collector.digests import TurnContent
-from headrace_collector.facts import turn_facts
+from headrace_collector.facts import TurnContent, turn_facts
 from headrace_collector.runs import partition_runs, superseded_turns
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers

@@ -22,8 +22,7 @@ from typing import Any
 from headrace_console.read_model import follower, queries
 from headrace_console.users import Scope
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import migrations
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from tests.integration.console.test_follower import follow
 
 _BATCH = 10
@@ -36,7 +35,7 @@ _QUIET_S = 60.0
 
 async def _make_tables(common: Common) -> None:
     database = Database.open("console", common)
-    await migrations.upgrade(database, "headrace_console")
+    await migrate(database, "headrace_console")
     await database.close()
 
 

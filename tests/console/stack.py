@@ -13,7 +13,7 @@ import httpx2
 from aiokafka import AIOKafkaProducer
 
 from headrace import Client
-from headrace.bus_access import client_options
+from headrace.producing import client_options
 from headrace.registry import ModelRegistry
 from headrace.sessions import Purpose
 from headrace_operations.supervisor import Supervisor

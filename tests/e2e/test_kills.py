@@ -25,7 +25,7 @@ from headrace.errors import HeadraceError
 from headrace.registry import ModelRegistry
 from headrace.topics import connected
 from headrace_operations.supervisor import RunState, read
-from headrace_operations.toml_text import toml
+from headrace_operations.supervisor.overrides import toml
 from tests.e2e.circle import CACHE, EXAMPLES
 from tests.support.fake_llm import FakeLLM
 from tests.support.processes import naming

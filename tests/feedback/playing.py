@@ -19,7 +19,7 @@ from headrace_operations.turn_account import turn_account_of
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, Event, Experience, TrainingMetrics
-from headrace_schemas.programs.replay import ClosedLine, FeedbackLine
+from headrace_schemas.programs import ClosedLine, FeedbackLine
 from headrace_schemas.values.blobs import BlobRef
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.replay import Rescoring

@@ -19,14 +19,14 @@ from unittest import mock
 import structlog
 
 from headrace_gateway.requests.feedback_request import FeedbackRequest
-from headrace_operations import unused_feedback
+from headrace_operations import turn_states
 from headrace_schemas import Branch, Experience, Feedback, PreferenceSide
 from headrace_schemas.events.opinion import Opinion, values_of
-from headrace_scorer import answer_remarks, feedback_entries, feedback_matching, scores
+from headrace_scorer import feedback_entries, feedback_matching, scores
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_trainer.experiences import admission, state
-from headrace_trainer.experiences.pending_updates import CorrectionRules
+from headrace_trainer.experiences.examples import CorrectionRules
 from tests.feedback.playing import TRAINED, differing, replayed, talk
 from tests.feedback.world import Sampled, Saying
 from tests.system.program import Line, Program, Run, caught, no_problems
@@ -35,7 +35,7 @@ _SET_OF = feedback_matching.feedback_for
 _TASK = feedback_matching.with_task
 _TOGETHER = feedback_entries._combine_raters
 _EDITS = feedback_entries._edits
-_SIDE = answer_remarks._side
+_SIDE = feedback_entries._side
 _STATE = scores._state
 
 
@@ -153,12 +153,12 @@ def _patch(where: Any, name: str, instead: Any) -> Callable[[], AbstractContextM
 @contextlib.contextmanager
 def _answers_forgotten() -> Iterator[None]:
     """Take answers without logprobs for observations, as before they were in branches."""
-    sound = answer_remarks.answers_of
+    sound = feedback_entries.answers_of
 
     def faulty(branch: Branch) -> Any:
         return {} if branch.sampled is None else sound(branch.sampled)
 
-    with mock.patch.object(answer_remarks, "answers_of", faulty):
+    with mock.patch.object(feedback_entries, "answers_of", faulty):
         yield
 
 
@@ -187,9 +187,9 @@ FAULTS = (
     Fault("what was taken back counts", _withdrawal_unheard),
     Fault("all raters have one voice", _one_rater),
     Fault("edits that were taken back stay", _patch(feedback_entries, "_edits", _edits_stay)),
-    Fault("chosen and rejected are swapped", _patch(answer_remarks, "_side", _swapped)),
+    Fault("chosen and rejected are swapped", _patch(feedback_entries, "_side", _swapped)),
     Fault("a changed edit raises no revision", _patch(scores, "_state", _reward_alone)),
-    Fault("a choice's reward is every branch's", _patch(answer_remarks, "about", _all)),
+    Fault("a choice's reward is every branch's", _patch(feedback_entries, "about", _all)),
     Fault("turn rewards are forgotten", _patch(RewardPolicy, "turn_reward", lambda _self, _rewards, _turn: None)),
     Fault("a rating counts without its scale", _raw_ratings),
     Fault("a metric counts as its source", _metric_forgotten),
@@ -203,7 +203,7 @@ TRAINING_FAULTS = (
     ),
     Fault("another server's answer is of no known version", _patch(admission, "versions_of", _every_version)),
     Fault("a revised word is not trained", _last_word_unheard),
-    Fault("feedback without effect is not named", _patch(unused_feedback, "unused_reason", lambda *_: None)),
+    Fault("feedback without effect is not named", _patch(turn_states, "unused_reason", lambda *_: None)),
 )
 """Faults that only the comparison with the trained experiences can notice."""
 

@@ -140,7 +140,7 @@ async def test_an_algorithm_of_the_package_reads_replies_and_trains_the_answers(
 DEAF = """
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.estimators import estimator
-from headrace_trainer.algorithms.needs import REPLIES, Needs
+from headrace_trainer.algorithms.presets import REPLIES, Needs
 from headrace_trainer.algorithms.presets import Algorithm
 
 @estimator(Needs(hindsight=True), signals=REPLIES)

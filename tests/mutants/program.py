@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group, planted
 from tests.mutants.trial import Mutant, Target, Verdict, VerdictCache, served

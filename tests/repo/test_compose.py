@@ -28,7 +28,7 @@ from headrace_runtime.main import Service as Program
 from headrace_runtime.services import ServiceInfo, installed
 from headrace_runtime.settings.sections import Common, ServiceSettings, is_loopback, load
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner.settings import TrinitySettings
+from headrace_trainer.trinity_learner.configuration import TrinitySettings
 from tests.repo.compose_files import (
     EXAMPLE,
     MAIN,

@@ -24,13 +24,13 @@ import pytest
 from headrace_cli.demo import demo_run
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
-from headrace_operations.jobs.held_out import list_gate_tasks
+from headrace_operations.jobs.checking import list_gate_tasks
 from headrace_operations.settings_reference import Described, as_json_schema, as_toml, describe_settings
 from headrace_operations.supervisor.plan import installed
 from headrace_registry.gate.gate import Gate
 from headrace_registry.rollouts.settings import ShadowSettings
 from headrace_registry.settings import GateRaySettings, GateSettings
-from headrace_registry.shadow.tool_program import ToolProgram
+from headrace_registry.shadow.gateway_client import ToolProgram
 from headrace_runtime.process.programs import INHERITED, program_environment
 from headrace_runtime.settings.reference import describe
 from headrace_runtime.settings.sections import Common, complete
@@ -38,7 +38,7 @@ from headrace_schemas import FunctionCall
 from headrace_scorer.functions.outcomes import CallRequest
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
-from headrace_trainer.trinity_learner.runner import TrinityProcess
+from headrace_trainer.trinity_learner.learner import TrinityProcess
 from tests.repo.compose_files import ROOT
 from tests.support import tiny_model
 from tests.support.processes import wait_until
@@ -274,8 +274,7 @@ async def test_a_users_program_sees_no_secret(start: Start, tmp_path: Path, monk
 
 OURS = {
     "packages/cli/src/headrace_cli/commands/trinity.py",  # the trainer's converter
-    "packages/operations/src/headrace_operations/replay/program.py",  # services that read standard input
-    "packages/operations/src/headrace_operations/replay/training.py",  # the trainer
+    "packages/operations/src/headrace_operations/replay/program.py",  # services that read lines, and the trainer
     "packages/operations/src/headrace_operations/settings_reference.py",  # services that check their settings
     "packages/operations/src/headrace_operations/supervisor/process.py",  # services
     "packages/runtime/src/headrace_runtime/watchdog.py",  # the service in a container

@@ -17,7 +17,7 @@ from sqlalchemy import NullPool, event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
 
-from headrace_runtime.storage import migrations
+from headrace_runtime.storage import database
 from headrace_runtime.storage.database import Database, Driver
 from tests.simulation.loop import world
 from tests.simulation.process import CURRENT, Killed, Process
@@ -180,4 +180,4 @@ async def picture_of(service: str, package: str) -> bytes:
     return _pictures[service]
 
 
-real_upgrade = migrations.upgrade
+real_upgrade = database.migrate

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from tests.simulation.cluster import Cluster, Restless
 from tests.simulation.loop import Stuck, VirtualLoop, enter, leave
 from tests.simulation.process import alive, end_others, task_factory

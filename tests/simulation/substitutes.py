@@ -26,7 +26,7 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.settings.sections import BusSettings, Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Trajectory
-from headrace_schemas.programs.models import Tasks
+from headrace_schemas.programs import Tasks
 from headrace_schemas.values.blobs import BlobRef
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import CallRequest, Outcome, outcome_of
@@ -145,7 +145,7 @@ def _names() -> Mapping[str, Any]:
         "headrace_runtime.storage.blobs.BlobStore.create": _create,
         "headrace_runtime.storage.blobs.BlobStore.remove_area": _remove_area,
         "headrace_runtime.kafka.topics.ensure": _ensure,
-        "headrace_runtime.storage.migrations.upgrade": _nothing,
+        "headrace_runtime.storage.database.migrate": _nothing,
         "headrace_runtime.http.web.serve": _serve,
         "headrace_runtime.http.web.app": _nowhere,
         "headrace_runtime.stream.stream_service.SystemClock": VirtualClock,

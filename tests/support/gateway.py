@@ -29,8 +29,7 @@ from headrace_gateway.requests.request_context import RequestContext
 from headrace_gateway.requests.response_store import ResponseStore
 from headrace_gateway.routing.engine import Engines
 from headrace_gateway.routing.model_catalog import ModelCatalog
-from headrace_gateway.routing.replica_set import ReplicaSet
-from headrace_gateway.routing.replica_watch import ReplicaWatch
+from headrace_gateway.routing.replica_set import ReplicaSet, ReplicaWatch
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, RequestRules, UpstreamSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable

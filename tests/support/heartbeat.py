@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 
 
 def begin(config: pytest.Config) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.storage import migrations
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 
 _CHUNK = 100_000
 TURNS_PER_SESSION = 5
@@ -231,16 +230,16 @@ _pictures: dict[str, bytes] = {}
 
 
 async def make_tables(database: Database, package: str) -> None:
-    """Make the tables as `headrace_runtime.storage.migrations.upgrade` does.
+    """Make the tables as `headrace_runtime.storage.database.migrate` does.
 
     On PostgreSQL, and on an existing file, the migrations run each time.
     """
     file = Path(database.engine.url.database or "") if database.sqlite else None
     if file is None or file.exists():
-        await migrations.upgrade(database, package)
+        await migrate(database, package)
     elif package in _pictures:
         file.write_bytes(_pictures[package])
     else:
-        await migrations.upgrade(database, package)
+        await migrate(database, package)
         with contextlib.closing(sqlite3.connect(file)) as connection:
             _pictures[package] = connection.serialize()

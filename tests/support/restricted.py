@@ -24,7 +24,7 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Engine, Guide, Sampling, Start, Tokens
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
-from headrace_runtime.grammars.guides import allows
+from headrace_runtime.grammars.vocabulary import allows
 from headrace_schemas import Experience, Grammar, TokenGrammar, Tool, Turn, Usage
 from headrace_schemas import Sampling as RecordedSampling
 from headrace_schemas.values.blobs import Manifest

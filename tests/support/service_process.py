@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from headrace_operations.supervisor import NotRunning, RunState, read
+from headrace_operations.supervisor.overrides import toml
 from headrace_operations.supervisor.process import yield_processor
-from headrace_operations.toml_text import toml
 from headrace_runtime.services import installed
 from tests.support.processes import free_port, wait_open, wait_until
 

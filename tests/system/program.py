@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support import reaper
 
 if TYPE_CHECKING:
-    from headrace_cli.progress import ProgressDisplay
+    from headrace_cli.terminal import ProgressDisplay
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -136,7 +136,7 @@ class Run:
 
     def progress(self, total: float | None, unit: str, *, estimate: bool = True) -> ProgressDisplay:
         """Return the display of this run's progress, to be used in a `with` block."""
-        from headrace_cli.progress import ProgressDisplay
+        from headrace_cli.terminal import ProgressDisplay
 
         return ProgressDisplay(self.name, total, unit=unit, estimate=estimate)
 

@@ -22,7 +22,7 @@ from headrace_registry.settings import GateSettings
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, Turn
-from headrace_schemas.programs.models import Play
+from headrace_schemas.programs import Play
 from headrace_schemas.values.base import utcnow
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.settings import TrainerSettings

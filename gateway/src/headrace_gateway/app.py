@@ -14,7 +14,7 @@ from headrace_gateway import metrics
 from headrace_gateway.access.keys import KeyRing, read_keys
 from headrace_gateway.access.limits import RequestLimits, within_descriptors
 from headrace_gateway.apis.admission import Admission
-from headrace_gateway.apis.responses_api.captured_log import recall_turns
+from headrace_gateway.apis.responses_api.recalled import recall_turns
 from headrace_gateway.capture.captured_turns import CapturedTurns
 from headrace_gateway.capture.publisher import Publisher
 from headrace_gateway.capture.spool import Spool
@@ -23,8 +23,7 @@ from headrace_gateway.requests.feedback import LogEnds
 from headrace_gateway.requests.response_store import ResponseStore
 from headrace_gateway.routing.engine import Engines
 from headrace_gateway.routing.model_catalog import ModelCatalog
-from headrace_gateway.routing.replica_set import ReplicaSet
-from headrace_gateway.routing.replica_watch import ReplicaWatch
+from headrace_gateway.routing.replica_set import ReplicaSet, ReplicaWatch
 from headrace_gateway.routing.table_cache import TableCache
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.clock import SystemClock

@@ -1,22 +1,23 @@
-"""The HTTP application over its parts: every URL of the gateway."""
+"""The HTTP application over its parts: every URL of the gateway, and the endpoints of the models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC
 
+from pydantic import JsonValue
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_gateway.access.refusals import crashed, refused
+from headrace_gateway.access.refusals import crashed, is_anthropic, refused
 from headrace_gateway.apis.admission import Admission
 from headrace_gateway.apis.chat import Chat, TokenCounting, read_chat, reader
 from headrace_gateway.apis.messages_api.answers import read_messages
 from headrace_gateway.apis.messages_api.request import parse_count
-from headrace_gateway.apis.models_api import ModelsApi
 from headrace_gateway.apis.responses_api.answers import read_responses
 from headrace_gateway.apis.responses_api.conversations import Conversations, StoredResponses
 from headrace_gateway.apis.responses_api.request import parse_input_tokens
@@ -26,7 +27,7 @@ from headrace_gateway.capture.captured_turns import CapturedTurns
 from headrace_gateway.capture.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
 from headrace_gateway.metrics import REQUESTS
 from headrace_gateway.requests.chat_messages import MessageMemory
-from headrace_gateway.requests.http_request import Prefixes
+from headrace_gateway.requests.http_request import Prefixes, headers_of
 from headrace_gateway.requests.response_store import ResponseStore
 from headrace_gateway.routing.dispatch import Dispatchers
 from headrace_gateway.routing.engine import Engines
@@ -41,6 +42,55 @@ from headrace_runtime.http import web
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.settings.source_values import SourceValues
+from headrace_schemas import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsApi:
+    """The endpoints of the models, which read the routing table and need the scope `chat`."""
+
+    admission: Admission
+    catalog: ModelCatalog
+
+    async def list(self, request: Request) -> Response:
+        """Return all models that the caller may use."""
+        caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
+        rows = self.catalog.names(caller.may_use)
+        if is_anthropic(request):
+            names = [name for name, _ in rows]
+            listed = [self._anthropic_model(name, routing) for name, routing in rows]
+            ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+            return JSONResponse({"data": listed, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [self._model(name, routing) for name, routing in rows]})
+
+    async def get(self, request: Request) -> Response:
+        """Return one model, by any name that a call may use. Raises `ApiError` 404."""
+        caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
+        name = request.path_params["model"]
+        routing = self.catalog.routing_of(self.catalog.resolve(name, caller.may_use, by_agent=True))
+        form = self._anthropic_model if is_anthropic(request) else self._model
+        return JSONResponse(form(name, routing))
+
+    def _model(self, name: str, routing: Routing) -> dict[str, JsonValue]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(routing.time.timestamp()),
+            "owned_by": "headrace",
+            "version": self.catalog.version_of(self.catalog.resolve(name, by_agent=True)),
+        }
+
+    def _anthropic_model(self, name: str, routing: Routing) -> dict[str, JsonValue]:
+        created = routing.time.astimezone(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+        return {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": created,
+            "lifecycle": "active",
+            "version": self.catalog.version_of(self.catalog.resolve(name, by_agent=True)),
+        }
+
 
 _PARSE_THREADS = 2
 """Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_schemas.events.allowed_tokens import TokenGrammar
     from headrace_schemas.events.chat import (
         FunctionCall,
         FunctionDefinition,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from headrace_schemas.events.reward import Reward, RewardResult
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
     from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
-    from headrace_schemas.events.turn import Choice, SubAgent, Turn, UnitAssignment, Usage
+    from headrace_schemas.events.turn import Choice, SubAgent, TokenGrammar, Turn, UnitAssignment, Usage
     from headrace_schemas.values.base import Event
 else:
     __getattr__, __dir__ = lazily(
@@ -44,7 +43,6 @@ else:
         {
             "headrace_schemas.values.base": ("Event",),
             "headrace_schemas.events.envelope": ("EVENTS",),
-            "headrace_schemas.events.allowed_tokens": ("TokenGrammar",),
             "headrace_schemas.events.chat": (
                 "FunctionCall",
                 "FunctionDefinition",
@@ -80,7 +78,7 @@ else:
                 "TrafficSplit",
             ),
             "headrace_schemas.events.trajectory": ("Branch", "Dialogue", "LeftOut", "Span", "Trajectory"),
-            "headrace_schemas.events.turn": ("Choice", "SubAgent", "Turn", "UnitAssignment", "Usage"),
+            "headrace_schemas.events.turn": ("Choice", "SubAgent", "TokenGrammar", "Turn", "UnitAssignment", "Usage"),
         },
     )
 

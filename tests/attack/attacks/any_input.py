@@ -21,7 +21,7 @@ import httpx
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
-from headrace.bus_access import client_options
+from headrace.producing import client_options
 from headrace.topics import Range, connected
 from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.http.stack_access import read_token

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 
 from headrace.topics import connected
-from headrace_operations.dead_letters import Selection, actions
+from headrace_operations import dead_letters
+from headrace_operations.dead_letters import Selection
 from headrace_schemas import DeadLetter, Trajectory
 from tests.attack.stacks import SmallStack, small_stack
 from tests.support.service_process import ServiceProcess
@@ -84,5 +85,5 @@ async def _pauses(service: ServiceProcess) -> str:
 async def _retry(stack: SmallStack, _fixed: ServiceProcess) -> None:
     """Retry the refused records after the repair, as docs/dead-letters.md describes."""
     async with connected(stack.bus) as topics:
-        plan = await actions.plan(topics, "retry", Selection(reasons=("handler_error",)))
-    await actions.retry(stack.bus, plan, "attack")
+        plan = await dead_letters.plan(topics, "retry", Selection(reasons=("handler_error",)))
+    await dead_letters.retry(stack.bus, plan, "attack")

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from headrace_operations.toml_text import toml
+from headrace_operations.supervisor.overrides import toml
 from headrace_schemas import Feedback, SessionEnd, Turn
 from headrace_schemas.values import ids
 from tests.support import hostile_json

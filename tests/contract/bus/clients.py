@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.bus_access import client_options
+from headrace.producing import client_options
 
 READ_TIMEOUT_S = 20.0
 

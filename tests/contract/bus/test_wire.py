@@ -17,12 +17,18 @@ from headrace_broker.protocol.fetch import (
 )
 from headrace_broker.protocol.groups import (
     Assignment,
+    CommitPartition,
+    CommitTopic,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinGroupRequest,
     JoinGroupResponse,
     LeaveGroupRequest,
     LeaveGroupResponse,
+    OffsetCommitRequest,
+    OffsetCommitResponse,
+    OffsetFetchRequest,
+    OffsetFetchResponse,
     Protocol,
     SyncGroupRequest,
     SyncGroupResponse,
@@ -32,14 +38,6 @@ from headrace_broker.protocol.metadata import (
     FindCoordinatorResponse,
     MetadataRequest,
     MetadataResponse,
-)
-from headrace_broker.protocol.offsets import (
-    CommitPartition,
-    CommitTopic,
-    OffsetCommitRequest,
-    OffsetCommitResponse,
-    OffsetFetchRequest,
-    OffsetFetchResponse,
 )
 from headrace_broker.protocol.transactions import (
     AddedTopic,

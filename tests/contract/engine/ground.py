@@ -23,11 +23,11 @@ from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Engine, Sampling, Share, Start, Tokens
 from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
-from headrace_inference.importing import load_model
+from headrace_inference.importer import load_model
 from headrace_runtime.errors import Refused
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
+from headrace_schemas.events.turn import check_sets, iterate_sets
 from headrace_schemas.values.blobs import Manifest
 from tests.support import tiny_model
 

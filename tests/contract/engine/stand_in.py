@@ -23,11 +23,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from headrace_inference.importing import load_model
+from headrace_inference.importer import load_model
 from headrace_inference.vllm_engine.core import Request, RequestPiece, StartedCore
 from headrace_inference.vllm_engine.settings import VllmSettings
-from headrace_runtime.grammars.guides import allow_stops
-from headrace_runtime.grammars.vocabulary import library_vocabulary
+from headrace_runtime.grammars.vocabulary import allow_stops, library_vocabulary
 
 BLOCK = 16
 """Tokens of a prompt that are cached together."""

@@ -18,7 +18,7 @@ import pytest
 from aiokafka import TopicPartition
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.kafka.bus_client import check_login
+from headrace_runtime.kafka.topics import check_login
 from headrace_runtime.kafka.wire import RawHeaders, Record
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.stream.faust_host import FaustHost, _record

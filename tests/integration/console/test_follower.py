@@ -23,8 +23,7 @@ from headrace.topics import connected
 from headrace_console.read_model import follower, queries, tables
 from headrace_console.read_model.follower import TOPICS, RecordReader, TopicFollower
 from headrace_console.users import Scope
-from headrace_operations.dead_letters import Selection, read
-from headrace_operations.dead_letters.reading import Letter, read_cut
+from headrace_operations.dead_letters import Letter, Selection, read, read_cut
 from headrace_operations.from_topics import read_turn_account
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka import topics
@@ -33,9 +32,8 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record, encode
 from headrace_runtime.settings.sections import BusSettings, Common
-from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_schemas import Turn
 from tests.support.account_events import turn
 from tests.support.seeds import draw_seed
@@ -107,7 +105,7 @@ async def test_counts_of_a_followed_bus_equal_the_account(
     await producer.stop()
     account = await read_turn_account(own_bus)
     database = Database.open("console", common)
-    await migrations.upgrade(database, "headrace_console")
+    await migrate(database, "headrace_console")
     for batches in stops:
         await follow(common, database, stop_after=batches)
     await follow(common, database)
@@ -201,7 +199,7 @@ async def desk(own_bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
     bus = BusSettings(address=own_bus)
     await topics.ensure(bus)
     stand = Stand(tmp_path, bus=bus)
-    await migrations.upgrade(stand.console.database, "headrace_console")
+    await migrate(stand.console.database, "headrace_console")
     blobs = BlobStore((tmp_path / "blobs").as_uri())
     producer = EventProducer(bus, "headrace/test", blobs)
     await producer.start()

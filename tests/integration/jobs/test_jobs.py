@@ -29,7 +29,7 @@ from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, prepare
 from headrace_operations.replay import copying
 from headrace_runtime.registries import Registry
 from headrace_schemas import Experience
-from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
+from headrace_schemas.programs import WrittenBranch, WrittenSpan
 from headrace_schemas.values.base import utcnow
 from tests.jobs.program import (
     Workplace,

@@ -22,7 +22,7 @@ from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.job import JobJournal
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas.programs.models import WrittenBranch
+from headrace_schemas.programs import WrittenBranch
 from tests.support import tiny_model
 
 PROGRAM = "from headrace_cli.app import main; main()"

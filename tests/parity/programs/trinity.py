@@ -14,8 +14,7 @@ from headrace.blocking import blocking
 from headrace.practice import Step
 from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, Task, Workflow, run_workflow
 from headrace_integrations.trinity.wrappers import FormatArgs
-from headrace_operations.trinity_yaml.conversion import convert, flat
-from headrace_operations.trinity_yaml.keys import KEYS
+from headrace_operations.trinity_yaml import KEYS, convert, flat
 from tests.docs.fences import check
 from tests.parity.stage import CONVERTED, EXPLORER, TRAINER, Stage, program, raises
 

@@ -23,7 +23,7 @@ from headrace_runtime.main import Service as Program
 from headrace_runtime.settings.sections import Common, ServiceSettings, load
 from headrace_runtime.settings.table import CONFIG_VARIABLE
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner.settings import TrinitySettings
+from headrace_trainer.trinity_learner.configuration import TrinitySettings
 from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, services
 from tests.repo.helm.chart import DATABASE_URL, SECRETS, VARIANTS, Container, containers, objects, of_kind, values
 

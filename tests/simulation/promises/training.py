@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, Feedback, ModelEvent, Reward, TrainingMetrics, Trajectory
 from headrace_schemas.events.checkpoint import Read
-from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
+from headrace_schemas.programs import RecordedBatch, recorded_batches
 from headrace_trainer.replay import DryRun
 from tests.simulation.cluster import lessons, saved_lineage, saved_optimizer
 from tests.simulation.learner import pending_lessons

@@ -15,11 +15,11 @@ import pytest
 from headrace_broker import cleanup, reads
 from headrace_broker.app import running_broker
 from headrace_broker.batch import RecordBatch, parse, parse_produced, records
-from headrace_broker.broker import Broker
+from headrace_broker.broker import Broker, Credentials
+from headrace_broker.cleanup import Upkeep
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.log import AppendResult, Log
-from headrace_broker.login import Credentials
 from headrace_broker.protocol.groups import (
     Assignment,
     JoinGroupRequest,
@@ -36,7 +36,6 @@ from headrace_broker.store import Store
 from headrace_broker.topic_config import TopicConfig
 from headrace_broker.topics import CommittedOffsets, TopicStore
 from headrace_broker.transactions import Transactions
-from headrace_broker.upkeep import Upkeep
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.disk import DiskGuard
 from tests.support.wire_client import Entry, WireClient, batch, connected

@@ -18,16 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace_broker import reads
 from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, Phase
-from headrace_broker.group_state import restore, serialize
-from headrace_broker.idempotence import ProducerState
+from headrace_broker.group import Group, Phase, restore, serialize
+from headrace_broker.log import ProducerState
 from headrace_broker.protocol.groups import (
+    CommitPartition,
+    CommitTopic,
     JoinGroupResponse,
     Protocol,
     SyncGroupRequest,
     SyncGroupResponse,
 )
-from headrace_broker.protocol.offsets import CommitPartition, CommitTopic
 from headrace_broker.transactions import Owner
 from tests.support.wire_client import batch, patched
 from tests.unit.broker.conftest import BOTH, RANGE, Clients, Harness

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, GroupMember, Phase
-from headrace_broker.group_state import restore, serialize
+from headrace_broker.group import Group, GroupMember, Phase, restore, serialize
 from headrace_broker.protocol.groups import (
     JoinedMember,
     JoinGroupRequest,

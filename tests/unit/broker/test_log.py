@@ -14,7 +14,8 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_broker import compression, log
+from headrace_broker import batch as record_batches
+from headrace_broker import log
 from headrace_broker.batch import RecordBatch, build_transaction_marker, parse, parse_produced, records
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.store_format import OFFSET_MAX
@@ -52,8 +53,8 @@ def test_some_records_of_a_batch_keep_their_offsets(codec: int) -> None:
     )
     remaining = [record for record in records(stored) if record.offset % 3 == 0]
     body = b"".join(record.raw for record in remaining)
-    codec = compression.GZIP if codec else compression.NONE
-    smaller = stored.with_records(compression.compress_gzip(body) if codec else body, len(remaining), codec)
+    codec = record_batches.GZIP if codec else record_batches.NONE
+    smaller = stored.with_records(record_batches.compress_gzip(body) if codec else body, len(remaining), codec)
     assert [(offset, key) for offset, _, key, _ in _read_by_aiokafka(smaller)] == [
         (102, b"2"),
         (105, b"5"),
@@ -118,7 +119,7 @@ def test_a_body_of_nonsense_is_malformed_and_nothing_worse(codec: int, body: byt
 
 @pytest.mark.parametrize("codec", [1, 2, 3, 4])
 def test_a_small_body_cannot_become_a_large_one(codec: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "OPENED_BYTES_MAX", 100_000)
+    monkeypatch.setattr(record_batches, "OPENED_BYTES_MAX", 100_000)
     fits, bomb = (parse(batch([(b"k", bytes(size))], compression=codec)) for size in (90_000, 2_000_000))
     assert len(list(records(fits))) == 1
     with pytest.raises(Malformed):
@@ -130,7 +131,10 @@ def test_java_writes_snappy_in_blocks() -> None:
 
     data = bytes(range(256)) * 500
     for framed in (True, False):
-        assert bytes(compression.decompress(compression.SNAPPY, snappy_encode(data, xerial_compatible=framed))) == data
+        assert (
+            bytes(record_batches.decompress(record_batches.SNAPPY, snappy_encode(data, xerial_compatible=framed)))
+            == data
+        )
 
 
 def test_header_fields() -> None:

@@ -19,12 +19,12 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from pydantic import SecretStr
 
+from headrace_broker.broker import Credentials, Login
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
-from headrace_broker.login import Credentials, Login
 from headrace_runtime.errors import SettingError
 from headrace_runtime.kafka import topics
-from headrace_runtime.kafka.bus_client import check_login, client_options
 from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.topics import check_login, client_options
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support.account_events import experience

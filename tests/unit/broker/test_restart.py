@@ -13,6 +13,8 @@ from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.fetch import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.groups import (
     Assignment,
+    CommitPartition,
+    CommitTopic,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinGroupRequest,
@@ -21,17 +23,13 @@ from headrace_broker.protocol.groups import (
     LeaveGroupResponse,
     ListGroupsRequest,
     ListGroupsResponse,
-    Protocol,
-    SyncGroupRequest,
-    SyncGroupResponse,
-)
-from headrace_broker.protocol.offsets import (
-    CommitPartition,
-    CommitTopic,
     OffsetCommitRequest,
     OffsetCommitResponse,
     OffsetFetchRequest,
     OffsetFetchResponse,
+    Protocol,
+    SyncGroupRequest,
+    SyncGroupResponse,
 )
 from headrace_broker.protocol.topics import ConfigResource, DescribeConfigsRequest, DescribeConfigsResponse
 from headrace_broker.store import Store

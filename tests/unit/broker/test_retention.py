@@ -16,7 +16,7 @@ import pytest
 from headrace_broker import cleanup
 from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.protocol.offsets import (
+from headrace_broker.protocol.groups import (
     CommitPartition,
     CommitTopic,
     OffsetCommitRequest,

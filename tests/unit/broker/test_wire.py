@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from headrace_broker import wire
 from headrace_broker.dispatch import APIS, ApiSpec, api_versions_response, parse
 from headrace_broker.errors import Code, Malformed
+from headrace_broker.protocol.groups import OffsetFetchRequest, OffsetFetchTopic
 from headrace_broker.protocol.metadata import RequestHeader
-from headrace_broker.protocol.offsets import OffsetFetchRequest, OffsetFetchTopic
 from headrace_broker.wire import Form, WireReader, decode, encode
 from tests.support.seeds import draw_seed
 from tests.support.wire_client import batch, corrupted, patched

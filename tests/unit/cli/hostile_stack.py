@@ -22,8 +22,7 @@ from headrace.topics import Entry, Progress, Range
 from headrace_operations.supervisor.state import Lock, RunState, ServiceState
 from headrace_schemas import EVENTS
 from headrace_schemas.http.catalog import AuditList, GarbageReport, NoteList
-from headrace_schemas.http.registry_api import ModelList, ModelState, SourceList, VersionList
-from headrace_schemas.http.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.registry_api import ModelList, ModelState, RolloutList, RolloutState, SourceList, VersionList
 from headrace_schemas.values.text import printable
 
 Answer = tuple[int, Any]

@@ -31,7 +31,7 @@ from headrace_operations.supervisor.state import RunState, ServiceState
 from headrace_runtime import rollout_picture
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
-from headrace_schemas.http.rollout_api import ChartPoint, RolloutState, ShadowState
+from headrace_schemas.http.registry_api import ChartPoint, RolloutState, ShadowState
 from headrace_schemas.http.stack_access import make_token, take_login_token
 from tests.unit.cli.test_cli import NOW, headrace
 from tests.unit.client.test_manager import rollout

@@ -32,7 +32,7 @@ from headrace_operations.controls.kinds import (
 from headrace_operations.controls.report import CERTAINTY, SHARE_MAX, Report, Run
 from headrace_operations.controls.runner import from_file, select_trainable
 from headrace_schemas import Branch, Checkpoint, Experience, RewardPart, Span
-from headrace_schemas.programs.replay import ShortRun
+from headrace_schemas.programs import ShortRun
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import session_key
 from headrace_statistics.clustered_means import Mean, Score, certainty_above

@@ -24,8 +24,8 @@ from headrace_cli.demo import console_reporter, demo_run, recipe, runner
 from headrace_cli.demo.console_reporter import Watch
 from headrace_cli.demo.demo_run import DemoRun, Options, StackAddress
 from headrace_cli.demo.report import Report
-from headrace_cli.progress import ProgressDisplay
-from headrace_operations.catalog import transfer
+from headrace_cli.terminal import ProgressDisplay
+from headrace_operations import catalog
 from headrace_operations.supervisor.state import Lock, StartFailed
 from tests.support.processes import alive, wait_until
 
@@ -83,8 +83,8 @@ class Registry:
         self._loads = loads
         self._clock = 0.0
         patch.setattr(runner, "ModelRegistry", lambda _url, who: self)
-        patch.setattr(transfer, "store_folder", self._stored)
-        patch.setattr(transfer, "register", self._register)
+        patch.setattr(catalog, "store_folder", self._stored)
+        patch.setattr(catalog, "register", self._register)
         patch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self._clock, sleep=self._sleep))
 
     def __enter__(self) -> Registry:

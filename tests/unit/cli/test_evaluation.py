@@ -17,12 +17,12 @@ import httpx2
 import pytest
 
 from headrace.errors import HeadraceError, Unreachable, UsageError
-from headrace_operations.evaluation import asking, gate_program, measures, runner
-from headrace_operations.evaluation.asking import Playthrough
+from headrace_operations.evaluation import measures, runner
+from headrace_operations.evaluation import tasks as task_files
+from headrace_operations.evaluation.measures import TaskMetric, applicable_metrics, compute_metric, load_metrics
 from headrace_operations.evaluation.runner import EvaluationOptions, bootstrap, evaluate, measure
-from headrace_operations.evaluation.task_metrics import TaskMetric, applicable_metrics, compute_metric, load_metrics
-from headrace_operations.evaluation.tasks import EvaluationTask, read, splits
-from headrace_schemas.programs.models import Played, Tasks
+from headrace_operations.evaluation.tasks import EvaluationTask, Playthrough, read, splits
+from headrace_schemas.programs import Played, Tasks
 from headrace_statistics.intervals import wilson
 
 SEARCH = {"type": "function", "function": {"name": "search"}}
@@ -263,7 +263,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str
             )
 
         monkeypatch.setattr(runner, "connection", connection)
-        monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
+        monkeypatch.setattr(task_files, "_PAUSE_S", 0.0)
         return requests
 
     return install
@@ -366,7 +366,7 @@ def test_a_gate_program_answers_each_play(tmp_path: Path, gateway: Any) -> None:
     plays = [{"version": VERSION, "task": f"{n} + {n}", "seed": n} for n in range(1, 21)]
     output = io.StringIO()
     source = io.StringIO("".join(json.dumps(play) + "\n" for play in plays))
-    gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
+    runner.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
     first, *lines = output.getvalue().splitlines()
     task_names = Tasks.model_validate_json(first)
     assert {*task_names.gate, *task_names.audit} == {play["task"] for play in plays}
@@ -381,12 +381,12 @@ def test_a_gate_program_fails_without_a_score(tmp_path: Path, gateway: Any) -> N
     source = io.StringIO(json.dumps({"version": VERSION, "task": "3 + 3", "seed": 1}) + "\n")
     output = io.StringIO()
     with pytest.raises(HeadraceError, match="does not answer"):
-        gate_program.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
+        runner.serve(tasks, EvaluationOptions(metrics=("success",)), source, output)
     assert len(output.getvalue().splitlines()) == 1
     with pytest.raises(UsageError, match="a gate has exactly one score, but 0 metrics"):
-        gate_program.serve(tasks, EvaluationOptions(), io.StringIO(), io.StringIO())
+        runner.serve(tasks, EvaluationOptions(), io.StringIO(), io.StringIO())
     with pytest.raises(HeadraceError, match=r"steps = .* must be in 0\.\.1|does not answer"):
-        gate_program.serve(
+        runner.serve(
             tasks, EvaluationOptions(metrics=("steps",)),
             io.StringIO(json.dumps({"version": VERSION, "task": "3 + 3", "seed": 1}) + "\n"), io.StringIO(),
         )  # fmt: skip

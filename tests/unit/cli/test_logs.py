@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from headrace_cli.commands.logs import Tail
 from headrace_cli.commands.shared import expand_option_groups
-from headrace_cli.progress import ProgressDisplay
-from headrace_operations.supervisor.health import failed_checks
-from headrace_operations.supervisor.log_file import LogFile
+from headrace_cli.terminal import ProgressDisplay
+from headrace_operations.supervisor.process import LogFile
+from headrace_operations.supervisor.state import failed_checks
 from tests.support.processes import wait_until
 from tests.unit.cli.test_cli import headrace
 

@@ -15,12 +15,12 @@ import yaml
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_operations.catalog import comparing, transfer
+from headrace_operations import catalog
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.http.catalog import AuditEntry, AuditList, CollectedVersion, GarbageReport, KeptVersion
 from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
-from headrace_schemas.programs.models import MANIFEST_FILE, StoredLine
+from headrace_schemas.programs import MANIFEST_FILE, StoredLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from tests.docs.fences import check
 from tests.parity.stage import EXPLORER, TRAINER
@@ -95,7 +95,7 @@ def test_a_folder_is_registered(
         requests.append((folder, name, base))
         return StoredLine(version=manifest.version, manifest=ref)
 
-    monkeypatch.setattr(transfer, "store_folder", take)
+    monkeypatch.setattr(catalog, "store_folder", take)
     folder = str(tmp_path / "model")
     status, text = models(http, "register", folder, "--name", "m", "--version-label", "v1.0", "--why", "to play")
     assert (status, manifest.version in text) == (0, True)
@@ -187,18 +187,17 @@ def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
 def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
     (old, _), (new, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
     changes = {
-        change.what: (change.before, change.after)
-        for change in comparing.compare_settings(old, new, transfer.fetch_file)
+        change.what: (change.before, change.after) for change in catalog.compare_settings(old, new, catalog.fetch_file)
     }
     assert changes["config.json: a.b"] == ("1", "2")
     assert changes["config.json: c"] == (None, "[1]")
     assert "model.safetensors" in changes
     assert "tokenizer.json" not in changes
-    difference = comparing.compare_fingerprints(old.fingerprint, new.fingerprint)
+    difference = catalog.compare_fingerprints(old.fingerprint, new.fingerprint)
     assert difference is not None
     assert (difference.tokens, difference.mean, difference.most) == (2, 1.0, 2.0)
     elsewhere = Fingerprint(token_ids=(4, 5), logprobs=(-1.0,))
-    assert comparing.compare_fingerprints(old.fingerprint, elsewhere) is None
+    assert catalog.compare_fingerprints(old.fingerprint, elsewhere) is None
 
 
 def convert(folder: Path, *words: str, **changed: object) -> tuple[int, str]:

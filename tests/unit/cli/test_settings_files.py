@@ -37,9 +37,9 @@ from headrace_operations.evaluation import tasks
 from headrace_operations.jobs import recipe as job_recipe
 from headrace_operations.jobs.sources import RowFile
 from headrace_operations.settings_reference import as_toml
+from headrace_operations.supervisor.overrides import key, toml
 from headrace_operations.supervisor.plan import installed
-from headrace_operations.toml_text import key, toml
-from headrace_operations.trinity_yaml.conversion import read as read_trinity
+from headrace_operations.trinity_yaml import read as read_trinity
 from headrace_runtime.main import Service
 from headrace_runtime.settings.reference import SettingDoc, describe
 from headrace_runtime.settings.sections import Common, ServiceSettings, complete, load

@@ -22,7 +22,7 @@ from rich.progress import Progress, TextColumn
 from headrace_cli import terminal
 from headrace_cli.app import app
 from headrace_cli.commands.shared import table
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_operations import charts
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.values.text import printable
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[3]
 def test_only_the_terminal_module_writes_output() -> None:
     folders = ("packages/cli/src/headrace_cli/", "packages/operations/src/headrace_operations/")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    programs = {"evaluation/gate_program.py", "jobs/playing.py"}  # their standard output is read by a program
+    programs = {"evaluation/runner.py", "jobs/playing.py"}  # their standard output is read by a program
     writers = set()
     for path in listed.split():
         name = path.removeprefix(folders[0]).removeprefix(folders[1])
@@ -198,7 +198,7 @@ COMMANDS = commands()
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileStack]:
-    import headrace_operations.dead_letters.actions
+    import headrace_operations.dead_letters
     import headrace_operations.from_topics
     import headrace_operations.lineage.sessions
     import headrace_operations.lineage.versions  # noqa: F401 (their `connected` is replaced, too)

@@ -19,8 +19,8 @@ from headrace import topics
 from headrace.errors import UsageError
 from headrace.topics import Entry
 from headrace_cli.app import app
-from headrace_cli.commands.ranges import parse_time
 from headrace_cli.commands.replay import entry_as_json
+from headrace_cli.commands.shared import parse_time
 from headrace_operations.lineage.sessions import trace_session
 from headrace_operations.lineage.versions import trace_version
 from headrace_operations.turn_account import TurnAccountBuilder, turn_account_of

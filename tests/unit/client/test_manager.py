@@ -18,16 +18,15 @@ import httpx2
 import pytest
 
 from headrace import ApiError, ModelManager
-from headrace.decisions import Listener, describe_decision
 from headrace.errors import HeadraceError, UsageError
+from headrace.following import Listener, describe_decision
 from headrace.registry import ModelRegistry
 from headrace.rollouts import ABTestFramework, HotUpdater
 from headrace.topics import event_of, fetch
 from headrace_runtime.kafka import topics
 from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import ModelEvent
-from headrace_schemas.http.registry_api import ModelState, VersionList, VersionState
-from headrace_schemas.http.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.registry_api import ModelState, RolloutList, RolloutState, VersionList, VersionState
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.account_events import experience
 from tests.support.buses import BrokerProcess

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from headrace_collector.branches import build_branches
-from headrace_collector.digests import TurnContent
-from headrace_collector.facts import turn_facts
+from headrace_collector.facts import TurnContent, turn_facts
 from headrace_collector.runs import SessionRun, partition_runs, superseded_turns
 from headrace_gateway.access.keys import ALL_SCOPES, Caller
 from headrace_gateway.requests.identity import RequestMetadata, identify

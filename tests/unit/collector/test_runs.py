@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_collector.digests import Contents, TurnContent
-from headrace_collector.facts import TurnFacts, turn_facts
+from headrace_collector.facts import Contents, TurnContent, TurnFacts, turn_facts
 from headrace_collector.feedback_targets import OrderedFeedback, listings_in
 from headrace_collector.runs import partition_runs
 from headrace_schemas import Feedback, FunctionCall, Message, SubAgent, ToolCall, Trajectory, Turn

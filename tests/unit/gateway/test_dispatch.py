@@ -214,7 +214,7 @@ UPSTREAM = UpstreamSettings(hold_s=20, probe_timeout_s=0.1, stall_timeout_s=60)
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_gateway.routing.replica_watch.PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr("headrace_gateway.routing.replica_set.PROBE_AFTER_S", 0.2)
 
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])

@@ -21,7 +21,7 @@ from headrace_gateway.requests.chat_request import parse_chat
 from headrace_gateway.requests.engine_wire import EngineAnswer
 from headrace_gateway.requests.request_context import RequestContext
 from headrace_schemas import Grammar, Sampling, TokenGrammar, Tool
-from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
+from headrace_schemas.events.turn import STORED_SETS_MAX
 from headrace_schemas.http.answer_form import repeated_request
 from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway, lenient, strict

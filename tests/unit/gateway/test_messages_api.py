@@ -15,7 +15,7 @@ import pytest
 from anthropic.types import Message, ToolUseBlock
 
 from headrace_gateway.access.refusals import ApiError
-from headrace_gateway.apis.messages_api.events import MessageWriter
+from headrace_gateway.apis.messages_api.answers import MessageWriter
 from headrace_gateway.apis.messages_api.request import parse_messages
 from headrace_gateway.requests.engine_wire import EngineAnswer
 from tests.support.fake_replica import VERSION, Called, FakeReplica, text_of

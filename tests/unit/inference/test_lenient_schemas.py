@@ -35,8 +35,8 @@ from headrace_inference.grammar.fair_slots import FairSlots
 from headrace_inference.grammar.forms import form_of
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
-from headrace_runtime.grammars.guides import GrammarGuide
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
+from headrace_runtime.grammars.vocabulary import GrammarGuide
 from headrace_schemas.http.answer_form import UNHELD_KEYWORDS, ResponseFormat, unheld_keywords
 from tests.support.gateway import lenient, strict
 from tests.unit.gateway.test_hidden_fields import USER, parsed

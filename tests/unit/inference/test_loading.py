@@ -26,15 +26,14 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_inference.torch_engine.forward import _attention, forward
 from headrace_inference.torch_engine.loader import Loader
-from headrace_inference.torch_engine.program import Programs, direct, tensors_of
+from headrace_inference.torch_engine.program import Programs, _attention, direct, forward, tensors_of
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import LoadedVersion, Replica, TokenGrammar
-from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
 from headrace_schemas.events.routing import LoadState
+from headrace_schemas.events.turn import check_sets, iterate_sets
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import Fingerprint
 from tests.support import tiny_model

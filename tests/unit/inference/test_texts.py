@@ -28,7 +28,7 @@ from headrace_inference.written import ConversationWriter, Unwritable, open_writ
 from headrace_runtime.chat_messages import argument_value
 from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
-from headrace_schemas.programs.models import BaseLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
+from headrace_schemas.programs import BaseLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
 from tests.support.tiny_model import CHATML
 from tests.unit.inference.conftest import Models
 

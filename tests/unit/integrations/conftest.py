@@ -24,7 +24,7 @@ from headrace.errors import HeadraceError
 from headrace.stack import Addresses, Stack
 from headrace.topics import Entry, Range
 from headrace.tuner import JudgeOutput, WorkflowOutput
-from headrace_integrations.evaluation.evaluating import EvaluatedVersion, MetricMean
+from headrace_integrations.evaluation import EvaluatedVersion, MetricMean
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.training import Step, play_all
 from headrace_integrations.stack.connection import ENTERED

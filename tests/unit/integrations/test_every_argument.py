@@ -28,7 +28,7 @@ from headrace.tuner import (
     tune_prompt,
 )
 from headrace_integrations.tuner.tuning import _plan
-from headrace_operations.trinity_yaml.keys import KEYS
+from headrace_operations.trinity_yaml import KEYS
 from tests.unit.integrations.conftest import Rig, fake_dspy, judge, workflow
 
 # The original interfaces (agentscope 1.0.21, hello-agents 0.2.5, trinity-rft 0.6.0), each field with another value.

@@ -57,7 +57,7 @@ class TurnKey:
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
     memory_bus = Bus()
-    monkeypatch.setattr("headrace_integrations.practice.outcomes.connected", memory_bus.connected)
+    monkeypatch.setattr("headrace_integrations.practice.training.connected", memory_bus.connected)
     return memory_bus
 
 
@@ -262,7 +262,7 @@ async def test_invalid_evaluations_are_refused() -> None:
 
 def gated(play_lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     stack = RecordingGatewayStack()
-    monkeypatch.setattr("headrace_integrations.evaluation.gate_program.Stack", lambda *_: stack)
+    monkeypatch.setattr("headrace_integrations.evaluation.Stack", lambda *_: stack)
     gate, audit = {"g": {"question": "a", "answer": "a"}}, {"x": {"question": "broken", "answer": ""}}
     gate |= {"odd": {"question": "odd", "answer": ""}}
     out = io.StringIO()
@@ -289,7 +289,7 @@ def test_a_score_that_fails_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_score_that_fails_ends_the_program_while_its_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry keeps stdin open while it waits for answers, so a program that waits for its end would deadlock."""
     stack = RecordingGatewayStack()
-    monkeypatch.setattr("headrace_integrations.evaluation.gate_program.Stack", lambda *_: stack)
+    monkeypatch.setattr("headrace_integrations.evaluation.Stack", lambda *_: stack)
     reading, writing = os.pipe()
     with os.fdopen(reading) as lines, os.fdopen(writing, "w") as requests:
         print(json.dumps({"version": VERSION, "task": "odd", "seed": 1}), file=requests, flush=True)

@@ -20,7 +20,7 @@ from headrace.rl import (
 )
 from headrace.stack import Addresses, Stack, attach, current, stack_for
 from headrace_integrations.practice import collecting
-from headrace_integrations.practice.outcomes import SessionOutcome
+from headrace_integrations.practice.training import SessionOutcome
 from headrace_integrations.rl import training
 from headrace_integrations.rl.serving import share_of
 from headrace_integrations.scenarios.tool_use import first_answer

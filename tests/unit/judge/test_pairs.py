@@ -20,7 +20,7 @@ from headrace_judge.settings import JudgeSettings
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
 from headrace_schemas import DeadLetter, Reward, Trajectory
-from headrace_schemas.programs.replay import JudgedLine
+from headrace_schemas.programs import JudgedLine
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM
 from tests.support.judge_rig import Rig, judge, settings, trajectory

@@ -38,7 +38,7 @@ from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.events.envelope import Envelope
-from headrace_schemas.programs.models import Tasks
+from headrace_schemas.programs import Tasks
 from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.support import tiny_model
 from tests.support.remembered import make_tables

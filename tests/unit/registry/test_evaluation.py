@@ -21,8 +21,7 @@ from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs.models import Tasks
-from headrace_schemas.programs.replay import Measure, Measured
+from headrace_schemas.programs import Measure, Measured, Tasks
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)

@@ -26,7 +26,7 @@ from headrace_registry.gate_workers.on_ray import GateWorker, PlayDispatcher, Wo
 from headrace_registry.settings import GateRaySettings, GateSettings, RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs.models import Play, Tasks
+from headrace_schemas.programs import Play, Tasks
 from tests.support.processes import alive, wait_until
 
 V1, V2 = "m@0123456789ab", "m@ba9876543210"

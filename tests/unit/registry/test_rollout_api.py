@@ -16,7 +16,7 @@ from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.catalog import WHO_HEADER
-from headrace_schemas.http.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.registry_api import RolloutList, RolloutState
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary_settings, steps, under_way
 

@@ -21,7 +21,7 @@ from headrace_registry.storage.leader import LeaderLease, LostLeadership
 from headrace_registry.storage.tables import LEASE, METADATA, VERSIONS
 from headrace_runtime.clock import Clock
 from headrace_runtime.process import liveness
-from headrace_runtime.storage import migrations
+from headrace_runtime.storage import database
 from tests.unit.registry.conftest import NOBODY, OTHER, RegistryState
 from tests.unit.registry.rig import MODEL, START, Rig
 
@@ -136,7 +136,7 @@ async def test_migration_adds_the_history_of_champions(
         real = command.upgrade
         with monkeypatch.context() as patched:
             patched.setattr(command, "upgrade", lambda config, _: real(config, "0003"))
-            await migrations.upgrade(rig.database, "headrace_registry")
+            await database.migrate(rig.database, "headrace_registry")
         line = [f"{MODEL}@{step:012x}" for step in range(4)]
         async with rig.database.transaction() as tx:
             for step, name in enumerate(line):
@@ -156,7 +156,7 @@ async def test_migration_adds_the_history_of_champions(
                 text("INSERT INTO models (model, champion, previous, revision) VALUES ('m', :champion, :previous, 3)"),
                 roles,
             )
-        await migrations.upgrade(rig.database, "headrace_registry")
+        await database.migrate(rig.database, "headrace_registry")
         async with rig.database.transaction() as tx:
             reigns = (await tx.execute(text("SELECT version FROM champions ORDER BY id"))).scalars().all()
             assert list(reigns) == line

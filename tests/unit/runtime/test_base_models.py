@@ -38,14 +38,14 @@ import json, sys
 from pathlib import Path
 from headrace_runtime.storage import base_models
 from headrace_runtime.errors import HeadraceError
-from headrace_operations.catalog import transfer
+from headrace_operations import catalog
 for line in sys.stdin:
     action, name, folder = json.loads(line)
     try:
         if action == "pull":
             result = base_models.fetch(base_models.describe(base_models.Repository.parse(name)), Path(folder))
         elif action == "push":
-            result = transfer.push(Path(folder), name, message="a version", private=True)
+            result = catalog.push(Path(folder), name, message="a version", private=True)
         else:
             result = base_models.resolve(name, Path(folder))
         print(json.dumps({"folder": str(result)}), flush=True)

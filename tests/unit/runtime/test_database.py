@@ -39,8 +39,7 @@ from headrace_runtime.copy_state import NotEmpty, copy
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import database as module
-from headrace_runtime.storage import migrations
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.tables import StreamTables, upsert
 from tests.support.postgres_node import PostgresNode
 from tests.support.streams import Bench, Service, bench
@@ -340,7 +339,7 @@ async def fill(source: Database) -> list[Table]:
 @pytest.mark.parametrize("service", SERVICES)
 async def test_every_table(service: str, databases: tuple[Database, Database]) -> None:
     source, target = databases
-    await migrations.upgrade(source, f"headrace_{service}")
+    await migrate(source, f"headrace_{service}")
     tables = await fill(source)
     assert len(tables) > 4
     for _ in range(2):

@@ -28,20 +28,20 @@ from headrace_collector.handlers import SEQUENCES_MAX
 from headrace_gateway.requests.chat_request import ChatRequest
 from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_inference.announce import _VERSIONS_MAX
-from headrace_registry.catalog.aliases import ALIASES_MAX
+from headrace_registry.catalog import ALIASES_MAX
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.versions.routing import WITHDRAWN_MAX
 from headrace_runtime.kafka.dead_letters import _HEADERS_MAX
 from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
-from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
 from headrace_schemas.events.chat import LOGIT_BIAS_MAX
 from headrace_schemas.events.checkpoint import LISTED_MAX, STATISTICS_MAX, TURNS_MAX
+from headrace_schemas.events.turn import STOP_IDS_MAX
 from headrace_schemas.values import bounds
 from headrace_schemas.values.base import Model
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JsonObject, check_json, merge_contexts
 from headrace_schemas.values.errors import InvalidEvent
-from headrace_scorer.feedback_rewards import CORRECTIONS_MAX
+from headrace_scorer.ledger import CORRECTIONS_MAX
 from headrace_scorer.reward_policy import PARTS_MAX
 from headrace_trainer.batches.summary import VALUES_MAX
 from headrace_trainer.lineage.lineage import OUTCOMES_PER_SAVE

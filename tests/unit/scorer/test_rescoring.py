@@ -13,9 +13,8 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
-from headrace_scorer.learned.refitting import LearnedReplay
-from headrace_scorer.learned.source import LearnedSource
+from headrace_schemas.programs import ClosedLine, FeedbackLine, ScoredLine
+from headrace_scorer.learned.refitting import LearnedReplay, LearnedSource
 from headrace_scorer.replay import Rescoring, _work
 from headrace_scorer.settings import ScorerSettings
 from tests.support.turns import START, ask, closed, user

@@ -24,7 +24,7 @@ from headrace_scorer.handlers import Scorer
 from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned import columns, crowd, refitting
 from headrace_scorer.learned.models import FitRequirements, Thumb, ThumbedRun
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.refitting import LearnedSource
 from headrace_scorer.learned.thumbs import fit, read
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
@@ -383,7 +383,7 @@ async def test_a_tenant_learns_from_its_own_people_alone(database_url: str, data
 async def test_what_is_said_of_a_run_is_revised_when_it_changes_enough(
     database_url: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_scorer.learned.source.CHANGE_MIN", 1.0)
+    monkeypatch.setattr("headrace_scorer.learned.refitting.CHANGE_MIN", 1.0)
     async with learning(database_url, data_dir, quality) as rig:
         runs = [run(number) for number in range(24)]
         await rig.deliver(*runs)

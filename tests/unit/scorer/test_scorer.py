@@ -254,7 +254,7 @@ async def test_another_tenant_has_no_say(open_scorer: Open) -> None:
 
 async def test_too_many_sources_are_dead_lettered(open_scorer: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     trajectory = closed()
-    for module in ("handlers", "feedback_rewards"):
+    for module in ("handlers", "ledger"):
         monkeypatch.setattr(f"headrace_scorer.{module}.SOURCES_MAX", 2)
     async with open_scorer() as rig:
         await rig.deliver(trajectory)

@@ -20,8 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import migrations
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
@@ -229,14 +228,14 @@ async def test_the_ledger_of_before_has_its_rewards(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(command, "upgrade", lambda config, _: real(config, "0004"))
-            await migrations.upgrade(database, "headrace_scorer")
+            await migrate(database, "headrace_scorer")
         columns = "trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms"
         async with database.transaction() as tx:
             for turn, revision, value in (("", 0, 0.25), ("", 1, 0.5), ("a", 0, 1.0)):
                 parameters = {"turn": turn, "revision": revision, "value": value}
                 values = " VALUES ('t', 'default', :turn, 'feedback', :revision, 'scored', :value, 1, 1)"
                 await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), parameters)
-        await migrations.upgrade(database, "headrace_scorer")
+        await migrate(database, "headrace_scorer")
         async with database.transaction() as tx:
             entries = (await ledger.read(tx, {"t": "default"}))["t"]
             assert await tx.scalar(text("SELECT count(*) FROM ledger")) == 3

@@ -15,9 +15,9 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_statistics.contrast import Contrast
 from headrace_statistics.e_process import (
     PARTS,
+    Contrast,
     EProcess,
     MixtureEProcess,
     SampleRatio,

@@ -28,8 +28,7 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.batches.prepare import PreparedBatch
 from headrace_trainer.experiences import reports
 from headrace_trainer.experiences.admission import versions_of
-from headrace_trainer.experiences.examples import Example
-from headrace_trainer.experiences.pending_updates import CorrectionRules
+from headrace_trainer.experiences.examples import CorrectionRules, Example
 from headrace_trainer.experiences.reports import TrainedExperience, training_outcome
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import StepResult

@@ -30,7 +30,7 @@ from tests.unit.trainer.world import World, experience
 FOREIGN = """
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.losses import Loss
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.backends import Backend
 from tests.simulation.learner import BACKEND

@@ -17,8 +17,8 @@ import pytest
 
 from headrace_runtime.kafka.wire import Record
 from headrace_schemas import Branch, Span
-from headrace_schemas.programs.replay import BATCH_HEADER
-from headrace_trainer.algorithms.needs import Signals
+from headrace_schemas.programs import BATCH_HEADER
+from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.batches.batch import Batch, Row, pack
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, marks_of
 from headrace_trainer.experiences.state import LineageState

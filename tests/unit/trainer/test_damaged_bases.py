@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_inference.errors import VersionUnusable
-from headrace_inference.importing import Importer
+from headrace_inference.importer import Importer
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
@@ -30,7 +30,7 @@ from headrace_runtime.storage import base_models
 from headrace_runtime.storage.base_files import ORIGIN_FILE, find_converted
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.model_folder import find_folder_problems
-from headrace_schemas.programs.models import FolderLine
+from headrace_schemas.programs import FolderLine
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings
 from tests.architectures.catalog import CATALOG, Architecture

@@ -17,8 +17,7 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
 from headrace_trainer.algorithms.estimators import ESTIMATORS, AdvantageInputs
 from headrace_trainer.algorithms.losses import LossInputs
-from headrace_trainer.algorithms.needs import OFFERED, Needs
-from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.algorithms.presets import ALGORITHMS, OFFERED, Needs
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.backend import TORCH
@@ -35,7 +34,7 @@ from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.estimators import estimator
 from headrace_trainer.algorithms.losses import Loss
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.backends import Backend
 
 class Middle(Section):

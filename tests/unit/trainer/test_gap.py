@@ -16,9 +16,16 @@ import pytest
 
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_statistics import student_t
-from headrace_trainer.algorithms.catalog.hindsight import ERROR, HindsightSettings, refusal
-from headrace_trainer.algorithms.gap import BLOCK, PERMUTATIONS, GapEstimate, ReplyBlock
+from headrace_statistics import intervals
+from headrace_trainer.algorithms.catalog.hindsight import (
+    BLOCK,
+    ERROR,
+    PERMUTATIONS,
+    GapEstimate,
+    HindsightSettings,
+    ReplyBlock,
+    refusal,
+)
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import OptimizerSettings
 from tests.unit.trainer.conftest import Make
@@ -98,9 +105,9 @@ def test_what_is_not_a_number_is_not_believed() -> None:
 @pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
 def test_the_guard_s_interval_is_student_s(count: int, quantile: float) -> None:
     values = np.random.default_rng(count).normal(0.3, 2.0, count)
-    bound = student_t.lower_bound(list(values), 0.025)
+    bound = intervals.lower_bound(list(values), 0.025)
     assert bound == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
-    assert student_t.lower_bound([1.0], 0.025) == -math.inf
+    assert intervals.lower_bound([1.0], 0.025) == -math.inf
 
 
 def read_nothing(draw: np.random.Generator, count: int) -> ReplyBlock:
@@ -159,7 +166,7 @@ def test_it_decides_earlier_than_student_s_interval() -> None:
     """The batches have five runs."""
     blocks = [read_a_little(np.random.default_rng(seed), 5) for seed in range(STREAMS)]
     dealt = np.mean([refusal(GapEstimate().plus([block]), SETTINGS) is None for block in blocks])
-    mean = np.mean([student_t.lower_bound(block.gaps.tolist(), 0.025) > 0 for block in blocks])
+    mean = np.mean([intervals.lower_bound(block.gaps.tolist(), 0.025) > 0 for block in blocks])
     print(f"deals {dealt:.2f}, Student {mean:.2f}")
     assert dealt > 0.8 > mean
 

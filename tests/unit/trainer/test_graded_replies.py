@@ -21,7 +21,7 @@ from tests.unit.trainer.world import World
 LISTENER = """
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
-from headrace_trainer.algorithms.needs import REPLIES, Needs, Signals
+from headrace_trainer.algorithms.presets import REPLIES, Needs, Signals
 from headrace_trainer.algorithms.presets import Algorithm
 
 SEEN, RESULT = [], []

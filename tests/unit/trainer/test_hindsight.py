@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace_schemas import Experience
-from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings
-from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, ReplyBlock
 from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.batches.cutting import decay
 from headrace_trainer.batches.prepare import PreparedBatch, prepare

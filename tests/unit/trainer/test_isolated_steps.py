@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headrace_schemas import Experience, Read, TrainingOutcome
-from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER, DryRunLine, recorded_batches
+from headrace_schemas.programs import BATCH_HEADER, LEFT_OUT_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.summary import VALUES_MAX, summarize_steps

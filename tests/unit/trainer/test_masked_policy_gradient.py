@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_runtime.grammars import guides, vocabulary
+from headrace_runtime.grammars import vocabulary
 from headrace_schemas import Branch, Experience, Span, TokenGrammar
 from headrace_schemas.events.chat import LogitShift
 from headrace_trainer.algorithms.baselines import Baselines, Decay
@@ -170,8 +170,8 @@ def _of_grammar(base: Path, draw: random.Random, length: int) -> tuple[tuple[Ans
         library_version=vocabulary.library_version(), tokenizer_sha256=library.digest, vocabulary=VOCABULARY,
         end_id=END, stop_ids=(END,),
     )  # fmt: skip
-    matcher = guides.match_grammar(library.words, grammar.text)
-    initial_guide = guides.GrammarGuide(matcher, library.words.vocab_size, END, frozenset({END}))
+    matcher = vocabulary.match_grammar(library.words, grammar.text)
+    initial_guide = vocabulary.GrammarGuide(matcher, library.words.vocab_size, END, frozenset({END}))
     answers: list[Answer] = []
 
     def extend(tokens: tuple[int, ...], sets: tuple[tuple[int, ...], ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, Read, TrainingMetrics
 from headrace_schemas.events.envelope import Envelope
-from headrace_schemas.programs.replay import BATCH_HEADER, DryRunLine, recorded_batches
+from headrace_schemas.programs import BATCH_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.replay import DryRun
 from headrace_trainer.settings import TrainerSettings

@@ -19,9 +19,9 @@ from headrace_schemas import Experience
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Contribution, ContributionDetail, Entry
 from headrace_trainer.learner import VERSION, WEIGHTS
-from headrace_trainer.lineage import assembly, opening, saving
-from headrace_trainer.lineage.assembly import assemble, share_weights
+from headrace_trainer.lineage import opening, saving, versions
 from headrace_trainer.lineage.saving import sum_bytes
+from headrace_trainer.lineage.versions import assemble, share_weights
 from headrace_trainer.settings import MemorySettings
 from headrace_trainer.torch_learner import tensors
 from tests.unit.trainer.conftest import Make
@@ -68,8 +68,8 @@ def test_shared_weights_are_put_together_byte_for_byte(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"seed {seed}")
-    monkeypatch.setattr(assembly, "_PIECE_BYTES", 64)
-    monkeypatch.setattr(assembly, "_SHARE_MIN", 0.0)
+    monkeypatch.setattr(versions, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(versions, "_SHARE_MIN", 0.0)
     size = _generated(random.Random(seed), tmp_path)
     before = digest_of(tmp_path / WEIGHTS)
     shared = share_weights(tmp_path)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Row
-from headrace_trainer.experiences.token_sets import TokenSets, set_of_bits, set_of_ids
+from headrace_trainer.experiences.restrictions import TokenSets, set_of_bits, set_of_ids
 from headrace_trainer.torch_learner.model import head, head_compiled
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.head import Head

@@ -24,7 +24,7 @@ from headrace_runtime.settings.sections import Common, complete, load
 from headrace_runtime.storage import versions as files
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, Experience
-from headrace_schemas.programs.replay import ShortRun
+from headrace_schemas.programs import ShortRun
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.check import check
 from headrace_trainer.lineage.versions import weight_digests

@@ -21,7 +21,7 @@ from headrace_trainer import sizes as sizes_module
 from headrace_trainer.check import check
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
 from headrace_trainer.sizes import Shape, Sizes, describe, pack_tokens, suggestions
-from headrace_trainer.torch_learner.model import cpu
+from headrace_trainer.torch_learner.model import devices
 from tests.support import tiny_model
 
 SMOLLM2 = Shape(134_515_008, 4_884_480, 4, 30, 576, 576, 192, 1536, 8192)
@@ -173,9 +173,9 @@ def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Pat
 
 def _growth(work: Callable[[], None]) -> int:
     """Return the growth of this process's memory during `work` in bytes."""
-    from headrace_trainer.torch_learner.model import cpu
+    from headrace_trainer.torch_learner.model import devices
 
-    cpu.give_back()
+    devices.give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
     before = _resident_bytes("VmRSS")
     work()
@@ -216,9 +216,9 @@ def test_save_and_restore_hold_one_tensor_at_a_time(tmp_path: Path, monkeypatch:
 SETTINGS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 FAULTS = """
 import resource, sys, torch
-from headrace_trainer.torch_learner.model import cpu
+from headrace_trainer.torch_learner.model import devices
 if sys.argv[1] == "kept":
-    assert cpu.keep_memory()
+    assert devices.keep_memory()
 faults = []
 for _ in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -230,13 +230,13 @@ print(min(faults[1:]))
 
 HELD = """
 import torch
-from headrace_trainer.torch_learner.model import cpu, sequence_bound
+from headrace_trainer.torch_learner.model import devices, sequence_bound
 
 def held_mb():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) // 1024 for line in status if line.startswith("VmRSS"))
 
-assert cpu.keep_memory()
+assert devices.keep_memory()
 before = held_mb()
 several = [torch.ones(5_000_000) for _ in range(20)]
 last = torch.ones(1000)
@@ -255,7 +255,7 @@ def as_it_was() -> Iterator[None]:
 
 
 def test_products_are_exact_with_whatever_makes_them() -> None:
-    cpu.multiply_directly()
+    devices.multiply_directly()
     left, right = torch.randn(300, 70), torch.randn(70, 90)
     exact = left.double() @ right.double()
     assert float((left @ right - exact).abs().max()) < 1e-4
@@ -272,8 +272,8 @@ def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) 
 
     SETTINGS.fp32_precision = "none"
     monkeypatch.setattr(torch, product, rounded)
-    assert not cpu.exact()
-    assert not cpu.multiply_directly()
+    assert not devices.exact()
+    assert not devices.multiply_directly()
     assert SETTINGS.fp32_precision == "none"
 
 

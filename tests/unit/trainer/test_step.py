@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.algorithms.loss import TokenLoss, clipped
 from headrace_trainer.algorithms.losses import LOSSES, Loss, LossInputs
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.learner import Abandoned, NotFinite

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Batch, Row, pack
 from headrace_trainer.learner import LearnerLost, NotFinite, StepResult
-from headrace_trainer.ray_learner import rank_team, version_parts
+from headrace_trainer.ray_learner import rank_learner, version_parts
 from headrace_trainer.ray_learner.pieces import Piece, check
-from headrace_trainer.ray_learner.rank_team import _merge, deal_passes, pass_budget
+from headrace_trainer.ray_learner.rank_learner import _merge, deal_passes, pass_budget
 from headrace_trainer.ray_learner.version_parts import OwnPart, _entries
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner import version_files
@@ -67,10 +67,10 @@ class Member:
         self.equal = equal
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        return rank_team.pass_budget(lengths, pack_tokens, self.threads.count)
+        return rank_learner.pass_budget(lengths, pack_tokens, self.threads.count)
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = rank_team.deal_passes(packs, lengths, self.threads.count)
+        hands = rank_learner.deal_passes(packs, lengths, self.threads.count)
         own_packs = [packs[index] for index in hands[self.number]]
         return own_packs + [[]] * (max(map(len, hands)) - len(own_packs) if self.equal else 0)
 

@@ -23,7 +23,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import complete
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.experiences.token_sets import TokenSets
+from headrace_trainer.experiences.restrictions import TokenSets
 from headrace_trainer.learner import Learner, LearnerLost
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings

@@ -19,8 +19,7 @@ from safetensors.torch import load
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Experience
-from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, StepDecision
-from headrace_trainer.algorithms.gap import GapEstimate, ReplyBlock
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, ReplyBlock, StepDecision
 from headrace_trainer.batches.cutting import END_OF_TIME, Cutter
 from headrace_trainer.experiences.waiting import BatchRules, Selection, WaitingExperience, run_of, select
 from headrace_trainer.lineage.health import TrainingStopped

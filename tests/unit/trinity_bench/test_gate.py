@@ -17,7 +17,7 @@ import yaml
 
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateSettings
-from headrace_schemas.programs.models import Play
+from headrace_schemas.programs import Play
 from tests.docs.fences import fences
 from tests.support.processes import naming, wait_until
 from tests.unit.trinity_bench import stand_in

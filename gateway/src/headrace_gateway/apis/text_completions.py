@@ -17,9 +17,8 @@ from headrace_gateway.requests.chat_messages import says_something
 from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, StreamOptions, checked_chat
 from headrace_gateway.requests.chat_request import NEUTRAL as CHAT_NEUTRAL
 from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, TokenLogprob
-from headrace_gateway.requests.hints import HINTS
 from headrace_gateway.requests.http_request import check_values, parse, refusal_of, unknown_field
-from headrace_gateway.requests.request_context import RequestContext
+from headrace_gateway.requests.request_context import HINTS, RequestContext
 from headrace_schemas.events.routing import PROMPT
 from headrace_schemas.http.replica_api import RawPrompt
 from headrace_schemas.rules.turn_history import token_bytes

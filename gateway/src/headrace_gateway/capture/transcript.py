@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
 from headrace_schemas import UnitAssignment
-from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
+from headrace_schemas.events.turn import STORED_SETS_MAX
 from headrace_schemas.http.replica_api import Resume
 
 

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, JsonValue, ValidationInfo, WrapValidator, model_validator
 from pydantic_core import to_json
 
-from headrace_gateway.requests.hints import MESSAGE_HINTS
-from headrace_gateway.requests.request_context import context_of
+from headrace_gateway.requests.request_context import MESSAGE_HINTS, context_of
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.values.base import LongText, Model, Text

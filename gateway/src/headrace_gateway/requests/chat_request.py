@@ -14,9 +14,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_valida
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.requests.chat_messages import ChatMessage, EchoedToolCall, ReadMessage, says_something
 from headrace_gateway.requests.engine_wire import EngineMessage
-from headrace_gateway.requests.hints import ENABLE_THINKING, HINTS, is_honoured, thinking_switch
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
-from headrace_gateway.requests.request_context import RequestContext
+from headrace_gateway.requests.request_context import (
+    ENABLE_THINKING,
+    HINTS,
+    RequestContext,
+    is_honoured,
+    thinking_switch,
+)
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.events.chat import FunctionDefinition, LogitBias
 from headrace_schemas.http.answer_form import (

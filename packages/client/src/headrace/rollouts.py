@@ -14,8 +14,15 @@ from dataclasses import dataclass, field
 from headrace.errors import Unreachable, UsageError
 from headrace.registry import ModelRegistry
 from headrace_schemas.http.catalog import AliasesRequest, AliasMove
-from headrace_schemas.http.registry_api import ModelState, VersionState
-from headrace_schemas.http.rollout_api import RolloutChange, RolloutKind, RolloutList, RolloutRequest, RolloutState
+from headrace_schemas.http.registry_api import (
+    ModelState,
+    RolloutChange,
+    RolloutKind,
+    RolloutList,
+    RolloutRequest,
+    RolloutState,
+    VersionState,
+)
 
 METRICS = {"accuracy": "success", "latency": "latency", "user_satisfaction": "satisfaction"}
 """Metric names of `ABTestFramework`, mapped to the names of the registry."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from headrace.bus_access import client_options, unreachable
 from headrace.errors import HeadraceError, Unreachable, UsageError
+from headrace.producing import client_options, unreachable
 from headrace_schemas import Event
 from headrace_schemas.events.envelope import parse_record, sequence_of
 from headrace_schemas.values.blobs import BlobRef

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_operations.arguments import real_number, whole_number
-from headrace_operations.trinity_yaml.conversion import read
+from headrace_operations.trinity_yaml import read
 from headrace_schemas.values.text import printable
 
 PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "auto"}

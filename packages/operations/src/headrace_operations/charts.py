@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.rollout_picture import Point, margin, points
-from headrace_schemas.http.rollout_api import RolloutState
+from headrace_schemas.http.registry_api import RolloutState
 from headrace_schemas.values.text import printable_lines
 
 INK, LINE, FAINT, WRONG = "#1f2933", "#0b7285", "#868e96", "#c92a2a"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.registry import ModelRegistry
-from headrace_operations.catalog import transfer
+from headrace_operations import catalog
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.state import RunState, read
@@ -78,16 +78,16 @@ def export(registry: ModelRegistry, version: str, folder: Path, merge: bool, dat
     Raises:
         UsageError: the folder is not empty or the registry has no files of the version.
     """
-    transfer.check_empty(folder)
+    catalog.check_empty(folder)
     state = _version(registry, version)
     assert state.manifest is not None
     if merge and state.base is not None:
         base_manifest = _version(registry, state.base).manifest
         assert base_manifest is not None
         environ = Overrides(None, {"data_dir": data_dir} if data_dir else {}, os.environ).environ
-        asyncio.run(transfer.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
+        asyncio.run(catalog.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
     else:
-        transfer.export(transfer.fetch_manifest(state.manifest), folder)
+        catalog.export(catalog.fetch_manifest(state.manifest), folder)
 
 
 def _version(registry: ModelRegistry, version: str) -> VersionState:

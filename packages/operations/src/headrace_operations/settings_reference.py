@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import JsonValue, TypeAdapter
 
 from headrace.errors import HeadraceError
-from headrace_operations.toml_text import toml
+from headrace_operations.supervisor.overrides import toml
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.reference import SettingDoc, Tier
 from headrace_runtime.settings.table import variable_of

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from headrace_operations.turn_states import (
+    CapturedTurn,
     ExperienceState,
     SaveReport,
     TurnKey,
     TurnState,
+    UnusedFeedback,
     count_tokens,
     most_frequent,
 )
-from headrace_operations.unused_feedback import CapturedTurn, UnusedFeedback
 from headrace_schemas import (
     Checkpoint,
     DeadLetter,
@@ -38,14 +39,15 @@ from headrace_schemas import (
     Undone,
 )
 from headrace_schemas.events.checkpoint import LearnedSignals
-from headrace_schemas.rules.training import no_logprobs_reason, token_kind
-from headrace_schemas.rules.turn_status import (
+from headrace_schemas.rules.training import (
     TURN_ENDING_SOURCES,
     LineageOutcomes,
     RevisionOutcome,
     TrajectoryFacts,
     TurnFacts,
     TurnStatus,
+    no_logprobs_reason,
+    token_kind,
     turn_statuses,
 )
 

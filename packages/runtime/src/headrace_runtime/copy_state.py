@@ -24,8 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime import services
 from headrace_runtime.errors import HeadraceError
 from headrace_runtime.settings.sections import Common, ServiceSettings, load
-from headrace_runtime.storage import migrations
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 
 _ROWS_AT_ONCE = 500
 _VERSION_TABLE = "schema_version"
@@ -43,7 +42,7 @@ async def copy(service: str, package: str, source: Database, target: Database) -
         Unavailable: a database does not respond.
     """
     for database in (source, target):
-        await migrations.upgrade(database, package)
+        await migrate(database, package)
     async with source.transaction() as old, target.transaction() as new:
         tables = await new.run_sync(_reflect_tables, target.schema)
         copied = {}

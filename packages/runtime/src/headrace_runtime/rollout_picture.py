@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headrace_schemas.http.rollout_api import RolloutState
+from headrace_schemas.http.registry_api import RolloutState
 
 Point = tuple[float, float, float, float]
 """Number of units of the candidate, the difference, and the bounds of its interval."""

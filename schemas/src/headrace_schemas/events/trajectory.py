@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.events.allowed_tokens import StoredSets, TokenGrammar
 from headrace_schemas.events.chat import FinishReason, LogitShift, Message, Tool
-from headrace_schemas.events.turn import Purpose, SubAgent
+from headrace_schemas.events.turn import Purpose, StoredSets, SubAgent, TokenGrammar
 from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject

@@ -11,22 +11,20 @@ from importlib import import_module
 
 from headrace_broker import batch
 from headrace_broker.batch import parse_produced
-from headrace_broker.broker import Broker, MemoryBudget
-from headrace_broker.catalog import TopicCatalog
+from headrace_broker.broker import Broker, Credentials, MemoryBudget
+from headrace_broker.cleanup import Upkeep
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.errors import Damaged, Rejected
 from headrace_broker.inspection import LostRange
 from headrace_broker.log import Log
-from headrace_broker.login import Credentials
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.reads import Readers
 from headrace_broker.server import Server, listening_socket
 from headrace_broker.settings import KAFKA_HOST, BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.store import Store
-from headrace_broker.topics import CommittedOffsets, TopicStore
+from headrace_broker.topics import CommittedOffsets, TopicCatalog, TopicStore
 from headrace_broker.transactions import Transactions
-from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.errors import SettingError

@@ -1,25 +1,65 @@
-"""The parts of the broker that request handlers use, and the bounded memory that they share."""
+"""The parts of the broker that request handlers use: bounded memory, and the login of connections.
+
+Connections authenticate by the user name and the password of the bus (SASL PLAIN, RFC 4616).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections import deque
 from dataclasses import dataclass
 
-from headrace_broker.catalog import PartitionView, TopicCatalog
+from headrace_broker.cleanup import Upkeep
 from headrace_broker.coordinator import Coordinator
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
-from headrace_broker.login import Credentials, Login
 from headrace_broker.reads import Readers
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
-from headrace_broker.topics import CommittedOffsets, TopicStore
+from headrace_broker.topics import CommittedOffsets, PartitionView, TopicCatalog, TopicStore
 from headrace_broker.transactions import Transactions
-from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.storage.disk import DiskGuard
+
+MECHANISM = "PLAIN"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """User name and password that clients must send. Without a password all clients are accepted."""
+
+    username: str = ""
+    password: str = ""
+
+    def match(self, message: bytes) -> bool:
+        """Return whether a PLAIN message, `[identity] NUL username NUL password`, has these credentials."""
+        parts = message.split(b"\0")
+        if len(parts) != 3:
+            return False
+        username = hmac.compare_digest(parts[1], self.username.encode())
+        return hmac.compare_digest(parts[2], self.password.encode()) and username
+
+
+class Login:
+    """State of authentication of one connection."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self.done = not credentials.password
+        """Whether the connection may send all requests."""
+        self.refused = False
+        """Whether the authentication failed, so that the connection must be closed."""
+        self.agreed = False
+        """Whether the client has chosen the mechanism."""
+
+    def authenticate(self, message: bytes) -> bool:
+        """Check the client's PLAIN message, and return whether it is accepted. Without a password every message is."""
+        self.done = self.done or self._credentials.match(message)
+        self.refused = not self.done
+        return self.done
+
 
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
 """Largest request in bytes. A larger one closes its connection."""

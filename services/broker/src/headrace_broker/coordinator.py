@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, GroupMember, Phase
-from headrace_broker.group_state import restore, serialize
+from headrace_broker.group import Group, GroupMember, Phase, restore, serialize
 from headrace_broker.protocol.groups import (
+    CommitTopic,
     HeartbeatRequest,
     JoinGroupRequest,
     JoinGroupResponse,
     LeaveGroupRequest,
+    OffsetCommitRequest,
     SyncGroupRequest,
     SyncGroupResponse,
 )
-from headrace_broker.protocol.offsets import CommitTopic, OffsetCommitRequest
 from headrace_broker.protocol.transactions import TxnOffsetCommitRequest
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats

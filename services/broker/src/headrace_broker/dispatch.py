@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.handlers import fetch, groups, metadata, produce, topics, transactions
-from headrace_broker.handlers import fetch as list_offsets
-from headrace_broker.handlers import metadata as authentication
-from headrace_broker.handlers import transactions as transaction_admin
+from headrace_broker.handlers import fetch, groups, metadata, topics, transactions
 from headrace_broker.protocol import fetch as fetch_messages
-from headrace_broker.protocol import fetch as produce_messages
 from headrace_broker.protocol import groups as group_messages
-from headrace_broker.protocol import metadata as authentication_messages
 from headrace_broker.protocol import metadata as metadata_messages
-from headrace_broker.protocol import offsets as offset_messages
 from headrace_broker.protocol import topics as topic_messages
 from headrace_broker.protocol import transactions as transaction_messages
 from headrace_broker.protocol.metadata import (
@@ -37,7 +31,7 @@ from headrace_broker.wire import PLAIN, Form, WireReader, codec, decode, encode,
 
 SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE = 17, 18, 36
 BEFORE_LOGIN = frozenset((SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE))
-"""APIs that a connection may use before authentication."""
+"""APIs that a connection may use before metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +74,14 @@ def _refuse_join(request: group_messages.JoinGroupRequest, code: Code) -> group_
 
 
 APIS = (
-    ApiSpec("Produce", 0, 7, produce_messages.ProduceRequest, produce.produce, announced_from=3),
+    ApiSpec("Produce", 0, 7, fetch_messages.ProduceRequest, fetch.produce, announced_from=3),
     ApiSpec("Fetch", 1, 11, fetch_messages.FetchRequest, fetch.fetch, announced_from=4),
-    ApiSpec("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, list_offsets.list_offsets, announced_from=1),
+    ApiSpec("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, fetch.list_offsets, announced_from=1),
     ApiSpec("Metadata", 3, 4, metadata_messages.MetadataRequest, metadata.metadata),
-    ApiSpec("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, groups.offset_commit, announced_from=2),
+    ApiSpec("OffsetCommit", 8, 3, group_messages.OffsetCommitRequest, groups.offset_commit, announced_from=2),
     ApiSpec(
-        "OffsetFetch", 9, 7, offset_messages.OffsetFetchRequest, groups.offset_fetch,
-        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code), oldest=1, flexible_from=6,
+        "OffsetFetch", 9, 7, group_messages.OffsetFetchRequest, groups.offset_fetch,
+        lambda _, code: group_messages.OffsetFetchResponse(0, (), code), oldest=1, flexible_from=6,
     ),
     ApiSpec(
         "FindCoordinator", 10, 1, metadata_messages.FindCoordinatorRequest, metadata.find_coordinator,
@@ -109,7 +103,7 @@ APIS = (
     ApiSpec("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
     ApiSpec("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
     ApiSpec(
-        "SaslHandshake", SASL_HANDSHAKE, 1, authentication_messages.SaslHandshakeRequest, authentication.handshake,
+        "SaslHandshake", SASL_HANDSHAKE, 1, metadata_messages.SaslHandshakeRequest, metadata.handshake,
         announced_from=0,
     ),
     ApiSpec("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
@@ -117,8 +111,8 @@ APIS = (
     ApiSpec("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
     ApiSpec("DeleteRecords", 21, 1, topic_messages.DeleteRecordsRequest, topics.delete_records, oldest=0),
     ApiSpec(
-        "InitProducerId", 22, 4, produce_messages.InitProducerIdRequest, produce.init_producer_id,
-        lambda _, code: produce_messages.InitProducerIdResponse(0, code, -1, -1), oldest=0, flexible_from=2,
+        "InitProducerId", 22, 4, fetch_messages.InitProducerIdRequest, fetch.init_producer_id,
+        lambda _, code: fetch_messages.InitProducerIdResponse(0, code, -1, -1), oldest=0, flexible_from=2,
     ),
     ApiSpec("AddPartitionsToTxn", 24, 0, transaction_messages.AddPartitionsToTxnRequest, transactions.add_partitions),
     ApiSpec(
@@ -136,23 +130,23 @@ APIS = (
     ApiSpec("DescribeConfigs", 32, 1, topic_messages.DescribeConfigsRequest, topics.describe_configs),
     ApiSpec("DescribeLogDirs", 35, 1, topic_messages.DescribeLogDirsRequest, topics.describe_log_dirs),
     ApiSpec(
-        "SaslAuthenticate", SASL_AUTHENTICATE, 1, authentication_messages.SaslAuthenticateRequest,
-        authentication.authenticate, oldest=0,
+        "SaslAuthenticate", SASL_AUTHENTICATE, 1, metadata_messages.SaslAuthenticateRequest,
+        metadata.authenticate, oldest=0,
     ),
     ApiSpec("CreatePartitions", 37, 1, topic_messages.CreatePartitionsRequest, topics.create_partitions, oldest=0),
     ApiSpec("DeleteGroups", 42, 1, group_messages.DeleteGroupsRequest, groups.delete_groups),
     ApiSpec("IncrementalAlterConfigs", 44, 0, topic_messages.IncrementalAlterConfigsRequest, topics.alter_configs),
     ApiSpec(
         "DescribeProducers", 61, 0, transaction_messages.DescribeProducersRequest,
-        transaction_admin.describe_producers, flexible_from=0,
+        transactions.describe_producers, flexible_from=0,
     ),
     ApiSpec(
         "DescribeTransactions", 65, 0, transaction_messages.DescribeTransactionsRequest,
-        transaction_admin.describe_transactions, flexible_from=0,
+        transactions.describe_transactions, flexible_from=0,
     ),
     ApiSpec(
         "ListTransactions", 66, 1, transaction_messages.ListTransactionsRequest,
-        transaction_admin.list_transactions, oldest=0, flexible_from=0,
+        transactions.list_transactions, oldest=0, flexible_from=0,
     ),
     ApiSpec(
         "ConsumerGroupHeartbeat", 68, 1, group_messages.ConsumerGroupHeartbeatRequest,

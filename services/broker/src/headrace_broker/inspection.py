@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from headrace_broker.batch import HEADER_BYTES, checksum_fits, parse
 from headrace_broker.errors import Malformed
-from headrace_broker.group_state import SavedGroup
-from headrace_broker.idempotence import ProducerState
+from headrace_broker.group import SavedGroup
+from headrace_broker.log import ProducerState
 from headrace_broker.store_format import TABLE_NAMES, offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
 from headrace_broker.wire import WireReader, decode

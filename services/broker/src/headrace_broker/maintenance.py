@@ -15,11 +15,11 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from headrace_broker import cleanup
 from headrace_broker.broker import Broker
-from headrace_broker.catalog import PartitionView
 from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.reads import Readers
 from headrace_broker.topic_config import TopicConfig
+from headrace_broker.topics import PartitionView
 from headrace_runtime.process.logs import get_logger
 
 _PRODUCER_RETENTION_S = 7 * 86_400.0

@@ -15,8 +15,8 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from headrace_broker.batch import parse, records
 from headrace_broker.errors import Code, Damaged, Malformed, Rejected
-from headrace_broker.idempotence import ProducerState
 from headrace_broker.inspection import batch_problem, is_damage
+from headrace_broker.log import ProducerState
 from headrace_broker.protocol.fetch import AbortedTransaction
 from headrace_broker.protocol.transactions import ActiveProducer
 from headrace_broker.store import Store

@@ -12,10 +12,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_broker.broker import REQUEST_BYTES_MAX, Broker, MemoryBudget, RequestContext
+from headrace_broker.broker import REQUEST_BYTES_MAX, Broker, Login, MemoryBudget, RequestContext
 from headrace_broker.dispatch import BEFORE_LOGIN, DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
-from headrace_broker.login import Login
 from headrace_runtime.process.logs import get_logger
 
 CONNECTIONS_MAX = 512

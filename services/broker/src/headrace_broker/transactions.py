@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
-from headrace_broker.protocol.offsets import CommitTopic
+from headrace_broker.protocol.groups import CommitTopic
 from headrace_broker.topics import CommittedOffsets
 
 _EPOCH_MAX = 32_767

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sqlalchemy import RowMapping, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import digests, store
+from headrace_collector import facts, store
 from headrace_collector.facts import NOTHING_SHARED, SharedHistory
 from headrace_collector.schema import turns
 from headrace_schemas import Turn
@@ -38,8 +38,8 @@ async def resolve(tx: AsyncConnection, turn: Turn) -> tuple[Turn, SharedHistory]
     base = await _base(tx, turn, reference.turn_id)
     if base is None:
         raise unresolved(turn, "is not a turn of this session that was captured before")
-    messages = base["shared_messages"] + len(digests.split_digests(base["prefixes"]))
-    replies = digests.split_digests(base["replies"])
+    messages = base["shared_messages"] + len(facts.split_digests(base["prefixes"]))
+    replies = facts.split_digests(base["replies"])
     if reference.choice >= len(replies):
         raise unresolved(turn, f"has no choice {reference.choice}")
     if reference.messages > messages + 1 or reference.tokens > base["tokens"]:
@@ -69,7 +69,7 @@ async def detach_open_turns(tx: AsyncConnection, session_key: str) -> None:
                 "payload": turn.to_json(),
                 "extends": None,
                 "shared_messages": 0,
-                "prefixes": digests.join_digests(digests.prefix_digests(turn.messages)),
+                "prefixes": facts.join_digests(facts.prefix_digests(turn.messages)),
                 "added_tokens": turn.usage.prompt_tokens + turn.usage.completion_tokens,
             }
             await tx.execute(update(turns).where(turns.c.turn_id == event.turn_id).values(values))
@@ -89,8 +89,8 @@ async def _continue(tx: AsyncConnection, turn_id: str) -> bool:
 async def _digest(tx: AsyncConnection, turn: Turn, base: RowMapping, count: int) -> bytes:
     """Return the digest of the conversation of the first `count` messages of the turn that `turn` extends."""
     while True:
-        prefixes = digests.split_digests(base["prefixes"])[: max(0, count - base["shared_messages"])]
-        digest = digests.conversation_digest(prefixes)
+        prefixes = facts.split_digests(base["prefixes"])[: max(0, count - base["shared_messages"])]
+        digest = facts.conversation_digest(prefixes)
         if digest or base["extends"] is None:
             return digest
         earlier = await _base(tx, turn, base["extends"])

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 
-from headrace_collector.digests import Contents
-from headrace_collector.facts import TurnFacts
+from headrace_collector.facts import Contents, TurnFacts
 from headrace_schemas.events.trajectory import NO_TOOLS
 
 

@@ -12,9 +12,7 @@ from sqlalchemy import RowMapping, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import digests
-from headrace_collector.digests import Contents, TurnContent
-from headrace_collector.facts import TurnFacts
+from headrace_collector.facts import Contents, TurnContent, TurnFacts, join_digests, split_digests
 from headrace_collector.feedback_targets import OrderedFeedback
 from headrace_collector.prompts import Prompts
 from headrace_collector.runs import SessionRun
@@ -69,8 +67,8 @@ async def add_turn(
     """
     row = {_COLUMN_NAMES.get(name, name): getattr(facts, name) for name in _STORED_FACTS} | {
         "session_key": turn.session_key,
-        "prefixes": digests.join_digests(facts.prefixes),
-        "replies": digests.join_digests(facts.replies),
+        "prefixes": join_digests(facts.prefixes),
+        "replies": join_digests(facts.replies),
         "payload": turn.to_json(),
     }
     if not await upsert(tx, turns, {"turn_id": row.pop("turn_id")}, row, update=False):
@@ -143,7 +141,7 @@ async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int)
 
 
 def _facts(row: RowMapping, base: TurnFacts | None = None) -> TurnFacts:
-    packed = {name: digests.split_digests(row[name]) for name in ("prefixes", "replies")}
+    packed = {name: split_digests(row[name]) for name in ("prefixes", "replies")}
     return TurnFacts(**{**row, **packed}, base=base)
 
 

@@ -50,7 +50,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.services import installed
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import disk, migrations
+from headrace_runtime.storage import database, disk
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import TrainingMetrics
@@ -68,7 +68,7 @@ _WATCH_INTERVAL_S = 2.0
 async def run(common: Common, settings: ConsoleSettings) -> None:
     """Run the console until cancelled."""
     console = Console(common, settings, SystemClock())
-    await disk.retry_while_full(lambda: migrations.upgrade(console.database, "headrace_console"))
+    await disk.retry_while_full(lambda: database.migrate(console.database, "headrace_console"))
     # Pages of other origins get nothing from the console, whatever they may call elsewhere.
     security = common.security.model_copy(update={"origins": ()})
     async with web.serve(SecurityHeaders(console.app), settings, security, accepts_forms=True) as port:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace_console.token_texts import TokenTexts
 from headrace_schemas import Turn
-from headrace_schemas.events.allowed_tokens import iterate_sets
+from headrace_schemas.events.turn import iterate_sets
 
 WINDOW = 4_000
 """Tokens that one page colours."""

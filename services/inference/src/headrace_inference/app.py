@@ -13,8 +13,7 @@ from headrace_inference.announce import Announcer, RoutingFollower
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
-from headrace_inference.engine import AnswerScorer, Engine
-from headrace_inference.engines import ENGINES
+from headrace_inference.engine import ENGINES, AnswerScorer, Engine
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions

@@ -1,16 +1,23 @@
-"""Interface of an engine, which takes token ids and returns sampled tokens with their logprobs."""
+"""Interface of an engine, which takes token ids and returns sampled tokens with their logprobs, and the registry of
+engines.
+
+An entry point must be fast to import; only `make` imports the engine, and torch with it. The engine's attributes
+describe its abilities (`Engine.resumes`, `Engine.capacity`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_inference.errors import PromptEmpty, TokenOutOfVocabulary
+from headrace_runtime.registries import Registry
+from headrace_runtime.settings.sections import Section
 from headrace_schemas import Probe
 from headrace_schemas.http.replica_api import RESUME_FIELD as RESUME
 from headrace_schemas.http.replica_api import TokensToScore
@@ -123,7 +130,7 @@ class Tokens:
     """Prompt tokens whose KV was in the cache."""
     sets: list[int] | None = None
     """Tokens that `top_p`, `top_k` and `min_p` left at each position
-    (`headrace_schemas.events.allowed_tokens.StoredSets`). None if none of these applies, if the engine does not
+    (`headrace_schemas.events.turn.StoredSets`). None if none of these applies, if the engine does not
     report sets, or if they are too large."""
 
     def add(self, more: Tokens) -> None:
@@ -245,3 +252,17 @@ def check_tokens(prompt: Sequence[int], starts: Sequence[Start], vocabulary: int
         outside = next((token for token in ids if not 0 <= token < vocabulary), None)
         if outside is not None:
             raise TokenOutOfVocabulary(outside, vocabulary, name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine that a package announces: its class of settings, and the function that starts it."""
+
+    make: Callable[[Any], Engine]
+    """Function that starts the engine with its settings. It is called once, inside the running event loop. The caller
+    must stop the engine."""
+    settings: type[Section]
+    """Class of the engine's settings, which are the section `[inference.<name>]`."""
+
+
+ENGINES: Registry[EngineKind] = Registry("engines", EngineKind, "engine")

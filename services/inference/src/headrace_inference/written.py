@@ -32,7 +32,7 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import versions
 from headrace_schemas import Message, Tool
-from headrace_schemas.programs.models import (
+from headrace_schemas.programs import (
     BaseLine,
     OpenedLine,
     RefusedLine,

@@ -27,15 +27,14 @@ from headrace_runtime.kafka.wire import Outgoing, Record
 from headrace_runtime.main import Service
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common, DatabaseSettings
-from headrace_runtime.storage import migrations
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.stream.jobs import Jobs
 from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Processor
 from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Event, Reward, Trajectory
-from headrace_schemas.programs.replay import JudgedLine
+from headrace_schemas.programs import JudgedLine
 
 SERVICE = Service("judge", "Judges stored trajectories again.", JudgeSettings, "headrace_judge.replay:run")
 _BATCH_MAX = 50
@@ -87,7 +86,7 @@ async def run(common: Common, settings: JudgeSettings, lines: Lines | None = Non
         limits=service.limits,
     )
     try:
-        await migrations.upgrade(database, service.package)
+        await migrate(database, service.package)
         await _clear(database)
         await _run_with_workers(service.workers(processor), _judge(service, processor, lines))
     finally:

@@ -31,9 +31,9 @@ from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import disk, migrations
+from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.isolation import ItemIsolation
 from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
@@ -55,7 +55,7 @@ async def run(common: Common, settings: RegistrySettings) -> None:
     producer = EventProducer(common.bus, "headrace/registry", blobs)
     try:
         await topics.ensure(common.bus)
-        await disk.retry_while_full(lambda: migrations.upgrade(database, "headrace_registry"))
+        await disk.retry_while_full(lambda: migrate(database, "headrace_registry"))
         await producer.start()
         await _Registry(common, settings, blobs, database, producer).run()
     finally:

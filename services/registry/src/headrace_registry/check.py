@@ -17,7 +17,7 @@ from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateRaySettings, RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs.models import Tasks
+from headrace_schemas.programs import Tasks
 
 _TEXT = "This answer is a placeholder."
 _TOKENS = 5

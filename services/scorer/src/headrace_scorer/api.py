@@ -26,8 +26,7 @@ from headrace_scorer import judge_monitor, ledger
 from headrace_scorer.feedback_entries import ANY_CHOICE
 from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.learned import store
-from headrace_scorer.learned.models import REWARD_MODELS
-from headrace_scorer.learned.settings import PREFIX
+from headrace_scorer.learned.models import PREFIX, REWARD_MODELS
 from headrace_scorer.settings import DriftSettings
 
 _LISTED_MAX = 64

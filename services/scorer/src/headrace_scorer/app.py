@@ -21,7 +21,7 @@ from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.handlers import Scorer
 from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned import refitting
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.refitting import LearnedSource
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings

@@ -23,11 +23,11 @@ from headrace_schemas.events.envelope import OWN_SOURCE
 from headrace_schemas.events.opinion import values_of
 from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection
 from headrace_schemas.values.ids import owner_of
-from headrace_scorer import feedback_rewards, ledger, store
+from headrace_scorer import ledger, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
-from headrace_scorer.feedback_rewards import SOURCES_MAX
 from headrace_scorer.learned.store import store_thumbs
+from headrace_scorer.ledger import SOURCES_MAX
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
@@ -98,7 +98,7 @@ class Scorer:
         name = trajectory.trajectory_id
         entries = await ledger.read(tx, {name: trajectory.tenant})
         score = TrajectoryScore(trajectory, row, entries[name])
-        matched = (await feedback_rewards.feedback_for(tx, [trajectory]))[name]
+        matched = (await ledger.feedback_for(tx, [trajectory]))[name]
         events = await self._match(tx, now, score, matched.feedback_set)
         await self.scoring.add(tx, now, trajectory, matched.feedback_set, first=True)
         events += await self.scores.emit_if_ready(tx, now, [score], self.scoring.policy)
@@ -120,7 +120,7 @@ class Scorer:
             assert feedback.task_id is not None
             await store.mark_for_rematch(tx, feedback.tenant, feedback.task_id, partition)
             return []
-        return await self._feedback_changed(tx, now, await feedback_rewards.targets_of(tx, placed))
+        return await self._feedback_changed(tx, now, await ledger.targets_of(tx, placed))
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         """Match marked trajectories with their feedback again, a limited number in one transaction."""
@@ -163,7 +163,7 @@ class Scorer:
         if not scores:
             return []
         events: list[Event] = []
-        matched = await feedback_rewards.feedback_for(tx, [score.trajectory for score in scores.values()])
+        matched = await ledger.feedback_for(tx, [score.trajectory for score in scores.values()])
         for name, score in scores.items():
             before, feedback_set = score.row["inputs"], matched[name].feedback_set
             events += await self._match(tx, now, score, feedback_set)
@@ -187,4 +187,4 @@ class Scorer:
             answers = store.branch_answers(trajectory)
             values = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
             await store_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, values)
-        return [*feedback_rewards.revise(now, trajectory, feedback_set, score.entries, self.settings)]
+        return [*ledger.revise(now, trajectory, feedback_set, score.entries, self.settings)]

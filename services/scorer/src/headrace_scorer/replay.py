@@ -28,19 +28,25 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.isolation import is_fatal, reason_of
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
-from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_schemas.programs import ClosedLine, FeedbackLine, ScoredLine
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_scorer import feedback_matching, ledger, scores, store
-from headrace_scorer.answer_remarks import Corrections, source_reward
-from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
+from headrace_scorer.feedback_entries import (
+    ANY_CHOICE,
+    Corrections,
+    EntryKey,
+    FeedbackEntry,
+    entries_of,
+    source_reward,
+    thumbs_of,
+)
 from headrace_scorer.feedback_matching import FeedbackSet
-from headrace_scorer.feedback_rewards import CORRECTIONS_MAX, SOURCES_MAX
 from headrace_scorer.functions.outcomes import CallRequest, Outcome
 from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.learned.columns import features_of
-from headrace_scorer.learned.refitting import LearnedReplay, TemporaryLines
-from headrace_scorer.learned.settings import PREFIX
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.models import PREFIX
+from headrace_scorer.learned.refitting import LearnedReplay, LearnedSource, TemporaryLines
+from headrace_scorer.ledger import CORRECTIONS_MAX, SOURCES_MAX
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings

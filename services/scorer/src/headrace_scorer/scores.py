@@ -14,10 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Branch, Event, Experience, Trajectory
-from headrace_scorer import answer_remarks, ledger, metrics, store
-from headrace_scorer.answer_remarks import AnswerRemarks, Corrections
+from headrace_scorer import feedback_entries, ledger, metrics, store
+from headrace_scorer.feedback_entries import AnswerRemarks, Corrections
 from headrace_scorer.judge_monitor import JudgeMonitor
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.refitting import LearnedSource
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
@@ -197,9 +197,9 @@ def experience(
         parts: sessions of the run, among which the weight of the run is divided.
     """
     branch = trajectory.branches[index]
-    branch_rewards = answer_remarks.about(source_rewards, branch)
+    branch_rewards = feedback_entries.about(source_rewards, branch)
     reward = policy.branch_reward(branch_rewards, branch.turn_ids, rewarded=rewarded)
-    remarks: AnswerRemarks = answer_remarks.remarks(branch, branch_rewards, corrections, policy)
+    remarks: AnswerRemarks = feedback_entries.remarks(branch, branch_rewards, corrections, policy)
     with_branch = reward.reward is not None or remarks.need_the_branch or policy.unrewarded_branches
     return Experience(
         time=now,

@@ -31,10 +31,10 @@ from headrace_scorer import ledger, schema, store
 from headrace_scorer.fair_queue import FairQueue
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackSet
-from headrace_scorer.feedback_rewards import feedback_for
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import CallRequest, Outcome
 from headrace_scorer.functions.process import FunctionPool
+from headrace_scorer.ledger import feedback_for
 from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.settings import ScorerSettings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace_runtime.registries import Registry
 from headrace_runtime.settings.sections import Section
-from headrace_trainer.algorithms.needs import NOTHING, Needs
+from headrace_trainer.algorithms.presets import NOTHING, Needs
 
 if TYPE_CHECKING:
     from headrace_trainer.learner import Learner

@@ -27,7 +27,7 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Branch, Experience
-from headrace_schemas.programs.replay import DryRunBatch, DryRunLine, RecordedBatch
+from headrace_schemas.programs import DryRunBatch, DryRunLine, RecordedBatch
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.text import read_user_text
 from headrace_trainer.batches.batch import Batch

@@ -12,8 +12,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_schemas.values.base import ModelName
-from headrace_trainer.algorithms.needs import OFFERED, Needs
-from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.algorithms.presets import ALGORITHMS, OFFERED, Needs
 from headrace_trainer.algorithms.settings import (
     AdvantageSettings,
     Count,

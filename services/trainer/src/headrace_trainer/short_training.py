@@ -21,7 +21,7 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience
-from headrace_schemas.programs.replay import ShortRun
+from headrace_schemas.programs import ShortRun
 from headrace_trainer.experiences.admission import versions_of
 from headrace_trainer.lineage.culprits import StepFailed
 from headrace_trainer.lineage.opening import open_lineage

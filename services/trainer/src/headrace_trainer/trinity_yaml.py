@@ -13,13 +13,13 @@ from headrace_runtime.settings.sections import Common
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import (
     TrinityJob,
+    TrinitySettings,
     as_yaml,
     configuration,
     context_of,
     rate_of,
     size_of,
 )
-from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 SERVICE = Service(
     "trainer",

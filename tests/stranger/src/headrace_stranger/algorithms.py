@@ -11,8 +11,7 @@ from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import AdvantageInputs, Reply, estimator
 from headrace_trainer.algorithms.losses import Compute, Loss, LossInputs
-from headrace_trainer.algorithms.needs import REPLIES
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import REPLIES, Algorithm
 from headrace_trainer.algorithms.settings import AdvantageSettings
 
 if TYPE_CHECKING:

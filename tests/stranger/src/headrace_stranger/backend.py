@@ -10,7 +10,7 @@ from prometheus_client import Counter
 
 from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.blobs import Fingerprint
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, Copy, Learner, StepResult

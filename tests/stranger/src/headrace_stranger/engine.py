@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from headrace_inference.engine import NOBODY, Finish, Sampling, Share, Start, Tokens
-from headrace_inference.engines import EngineKind
+from headrace_inference.engine import NOBODY, EngineKind, Finish, Sampling, Share, Start, Tokens
 from headrace_inference.errors import UnknownVersion
 from headrace_runtime.settings.sections import Section
 from headrace_schemas import Probe

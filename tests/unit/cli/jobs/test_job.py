@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import UsageError
+from headrace_operations.jobs.checking import HeldOutTasks
 from headrace_operations.jobs.checks import DuplicateDetector, check
 from headrace_operations.jobs.formats import RowReader
 from headrace_operations.jobs.from_topics import replay_request, source_topic
-from headrace_operations.jobs.held_out import HeldOutTasks
 from headrace_operations.jobs.job import Job, JobJournal, RowOptions, lock_job, prepare
 from headrace_operations.jobs.recipe import flatten_settings, read
 from headrace_operations.jobs.sources import BadRow, DataRow

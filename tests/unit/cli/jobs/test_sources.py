@@ -22,7 +22,7 @@ from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.filling import experiences, row_order
 from headrace_operations.jobs.sources import BadRow, RowFile, find_files
 from headrace_schemas import Experience
-from headrace_schemas.programs.models import WrittenBranch, WrittenSpan
+from headrace_schemas.programs import WrittenBranch, WrittenSpan
 
 
 def rows(path: Path) -> list[tuple[int, Any]]:

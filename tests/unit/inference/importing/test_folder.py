@@ -18,13 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_inference.errors import UnknownVersion, VersionUnusable
-from headrace_inference.importer import merge_adapter
-from headrace_inference.importing import Importer
+from headrace_inference.importer import Importer, merge_adapter
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import ServedVersion
-from headrace_schemas.programs.models import MANIFEST_FILE, FolderLine, StoredLine
+from headrace_schemas.programs import MANIFEST_FILE, FolderLine, StoredLine
 from headrace_schemas.values.blobs import BlobRef, Manifest
 from tests.support import tiny_model
 from tests.unit.inference.conftest import Models, Stored

@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 
 from headrace_inference import metrics
-from headrace_inference.engine import Sampling, Start, Tokens
-from headrace_inference.engines import ENGINES
+from headrace_inference.engine import ENGINES, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.vllm_engine import library, settings
 from headrace_inference.vllm_engine.core import LLM, Core, StartedCore

@@ -31,8 +31,8 @@ from headrace_registry.rollouts.estimate import (
 )
 from headrace_registry.rollouts.findings import Expectations, expectations, prompt_kinds
 from headrace_schemas import FunctionDefinition, Message, Tool
-from headrace_statistics import student_t
-from headrace_statistics.contrast import Contrast, Regression
+from headrace_statistics.e_process import Contrast, Regression
+from headrace_statistics.intervals import quantile
 from tests.support.turns import ask
 
 ANY = EstimateRequirements.model_construct(pairs_min=1, spoke_min=1, effective_min=1.0, effective_share_min=0.01)
@@ -147,7 +147,7 @@ def test_estimate_agrees_with_a_second_implementation(seed: int) -> None:
     result = estimate(pairs, ANY)
     difference, error = again(pairs)
     assert result.difference == pytest.approx(difference, abs=1e-9)
-    half = student_t.quantile(0.975, result.overlap.effective - 1) * error
+    half = quantile(0.975, result.overlap.effective - 1) * error
     assert result.lower == pytest.approx(difference - half)
     assert result.upper == pytest.approx(difference + half)
 

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from headrace_registry.rollouts.settings import RerunBounds, ShadowSettings
+from headrace_registry.shadow import gateway_client
 from headrace_registry.shadow import rerun as recording
-from headrace_registry.shadow import tool_program
+from headrace_registry.shadow.gateway_client import ToolProgram
 from headrace_registry.shadow.rerun import (
     ModelAnswer,
     Recording,
@@ -26,7 +27,6 @@ from headrace_registry.shadow.rerun import (
     rerun,
     scorable_answers,
 )
-from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_schemas import FunctionCall, Message, Sampling, ToolCall, Turn
 from tests.support.turns import ask, user
 
@@ -199,9 +199,9 @@ async def test_tool_program_restarts_after_a_failed_call(
 ) -> None:
     (tmp_path / "tools.py").write_text(source)
     monkeypatch.setattr(
-        "headrace_registry.shadow.tool_program.TOOL_TIMEOUT_S", 0.5 if reason == "no result within" else 30
+        "headrace_registry.shadow.gateway_client.TOOL_TIMEOUT_S", 0.5 if reason == "no result within" else 30
     )
-    monkeypatch.setattr("headrace_registry.shadow.tool_program.TOOL_RESULT_BYTES_MAX", 1024)
+    monkeypatch.setattr("headrace_registry.shadow.gateway_client.TOOL_RESULT_BYTES_MAX", 1024)
     program = ToolProgram(_settings(tmp_path))
     try:
         for _ in range(2):
@@ -245,7 +245,7 @@ async def test_each_start_of_the_tool_program_logs_a_digest_of_its_code(tmp_path
     digests, program = [], ToolProgram(_settings(tmp_path))
     for result in ("a", "changed", "changed"):
         (tmp_path / "helper.py").write_text(f"RESULT = {result!r}\n")
-        with mock.patch.object(tool_program, "log") as log:
+        with mock.patch.object(gateway_client, "log") as log:
             assert await program.call(FunctionCall(name="today", arguments="{}")) == result
             await program.stop()
         log.info.assert_called_once()

@@ -13,10 +13,9 @@ from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.apis.messages_api.blocks import Json, MessageParam, SystemContent, chat_messages
 from headrace_gateway.requests.chat_messages import says_something
 from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
-from headrace_gateway.requests.hints import HINTS, is_honoured
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
-from headrace_gateway.requests.request_context import RequestContext
+from headrace_gateway.requests.request_context import HINTS, RequestContext, is_honoured
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX, JsonObject
 from headrace_schemas.values.text import closest

@@ -23,10 +23,9 @@ from headrace_gateway.apis.responses_api.items import (
 from headrace_gateway.apis.responses_api.tools import RequestTool, ToolSet
 from headrace_gateway.requests.chat_messages import says_something
 from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, parse_chat
-from headrace_gateway.requests.hints import HINTS, is_honoured
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
-from headrace_gateway.requests.request_context import RequestContext
+from headrace_gateway.requests.request_context import HINTS, RequestContext, is_honoured
 from headrace_gateway.requests.response_store import EarlierItems
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject

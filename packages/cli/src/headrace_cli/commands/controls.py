@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.ranges import parse_time
 from headrace_cli.commands.shared import (
     AsJson,
     Config,
@@ -15,6 +14,7 @@ from headrace_cli.commands.shared import (
     command,
     console,
     echo_json,
+    parse_time,
     progress,
     running_state,
     table,

@@ -1,4 +1,4 @@
-"""`headrace dead-letters`: list, show, retry and discard dead-lettered records."""
+"""`headrace dead-letters`: list, show, retry and discard dead-lettered records, and its output."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import heapq
 import json as jsonlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headrace_cli.commands import dead_letters_printed as printed
-from headrace_cli.commands.ranges import parse_time
-from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, echo_json, progress, topic_names
+from headrace_cli.commands.shared import (
+    AsJson,
+    BusOptions,
+    Commands,
+    command,
+    console,
+    echo_json,
+    parse_time,
+    progress,
+    table,
+    topic_names,
+)
 
 if TYPE_CHECKING:
-    from headrace_operations.dead_letters import Letter, Plan, Selection
-    from headrace_operations.dead_letters.reading import Cut, State
+    from collections.abc import Sequence
+
+    from headrace_operations.dead_letters import Cut, Letter, Plan, Selection, State
+    from headrace_schemas import DeadLetterDecision
 
 
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids or their first characters.", metavar="[ID]...")]
@@ -108,7 +119,7 @@ def list_letters(
     """List dead letters with service, reason and error, and count them by kind."""
     import asyncio
 
-    from headrace_operations.dead_letters.reading import as_json, count_letters
+    from headrace_operations.dead_letters import as_json, count_letters
 
     selection = letter_filter.selection(() if state == "all" else (state,))
     letters, at = asyncio.run(_read(bus_options.address, selection))
@@ -121,8 +132,8 @@ def list_letters(
         }
         echo_json(jsonlib.dumps(output, indent=1))
         return
-    printed.print_list(newest, count_letters(letters), state)
-    printed.print_unreadable(at)
+    print_list(newest, count_letters(letters), state)
+    print_unreadable(at)
 
 
 def show(
@@ -135,8 +146,7 @@ def show(
     """Show one dead letter: position, reason, error, headers, value and decisions."""
     import asyncio
 
-    from headrace_operations.dead_letters import Selection
-    from headrace_operations.dead_letters.reading import as_json, check_ids
+    from headrace_operations.dead_letters import Selection, as_json, check_ids
 
     selection = Selection(ids=(letter_id,))
     letters, _ = asyncio.run(_read(bus_options.address, selection, keep_values=True))
@@ -149,7 +159,7 @@ def show(
     elif json:
         echo_json(jsonlib.dumps(as_json(letter, with_value=True), indent=1))
     else:
-        printed.print_letter(letter)
+        print_letter(letter)
 
 
 def retry(
@@ -168,15 +178,15 @@ def retry(
     """
     import asyncio
 
-    from headrace_operations.dead_letters import actions
+    from headrace_operations import dead_letters
 
     selection = decision_filter.selection_to_decide(ids)
     address = bus_options.address
     plan = asyncio.run(_plan(address, "retry", selection, force=force))
     if not dry_run:
         with progress("putting back") as tick:
-            asyncio.run(actions.retry(address, plan, _user(), partial(tick, "putting back")))
-    printed.print_outcome(plan, "would be put back" if dry_run else "put back", json)
+            asyncio.run(dead_letters.retry(address, plan, _user(), partial(tick, "putting back")))
+    print_outcome(plan, "would be put back" if dry_run else "put back", json)
 
 
 def discard(
@@ -192,7 +202,7 @@ def discard(
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_operations.dead_letters import actions
+    from headrace_operations import dead_letters
 
     if not because.strip():
         raise UsageError("--because: is empty; give the reason for the decision")
@@ -201,28 +211,29 @@ def discard(
     plan = asyncio.run(_plan(address, "discard", selection))
     if not dry_run:
         with progress("discarding") as tick:
-            asyncio.run(actions.discard(address, plan, because, _user(), partial(tick, "discarding")))
-    printed.print_outcome(plan, "would be discarded" if dry_run else "discarded", json)
+            asyncio.run(dead_letters.discard(address, plan, because, _user(), partial(tick, "discarding")))
+    print_outcome(plan, "would be discarded" if dry_run else "discarded", json)
 
 
 async def _read(bus: str, selection: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Cut]:
     from headrace.topics import connected
-    from headrace_operations.dead_letters import reading
+    from headrace_operations import dead_letters
 
     async with connected(bus) as topics:
-        at = await reading.read_cut(topics)
+        at = await dead_letters.read_cut(topics)
         letters = [
-            letter if keep_values else letter.without_value() async for letter in reading.read(topics, selection, at)
+            letter if keep_values else letter.without_value()
+            async for letter in dead_letters.read(topics, selection, at)
         ]
     return letters, at
 
 
 async def _plan(bus: str, action: Literal["retry", "discard"], selection: Selection, *, force: bool = False) -> Plan:
     from headrace.topics import connected
-    from headrace_operations.dead_letters import actions
+    from headrace_operations import dead_letters
 
     async with connected(bus) as topics:
-        return await actions.plan(topics, action, selection, force=force)
+        return await dead_letters.plan(topics, action, selection, force=force)
 
 
 def _user() -> str:
@@ -258,3 +269,87 @@ def add_to(parent: typer.Typer) -> None:
         "headrace dead-letters discard --service judge --until 2026-01-01 --because 'old rubric'",
     )
     parent.add_typer(app, name="dead-letters")
+
+
+_ID_SHOWN = 8
+_ERROR_SHOWN = 80
+_HELD_BACK_SHOWN = 20
+
+
+def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -> None:
+    """Print a table of the newest letters and the counts of all."""
+    from rich.text import Text
+
+    from headrace_operations.dead_letters import escape_control_characters
+
+    out = console()
+    if not counts:
+        out.print("no dead letters" if state == "all" else f"no dead letters that are {state}")
+        return
+    rows = [
+        (letter.id[:_ID_SHOWN], letter.state, letter.letter.time.isoformat(" ", "seconds")[:19],
+         letter.letter.service, letter.position, letter.letter.reason,
+         Text(escape_control_characters(letter.letter.error.replace("\n", " "))[:_ERROR_SHOWN]))
+        for letter in newest
+    ]  # fmt: skip
+    if rows:
+        header = ["id", "state", "refused (UTC)", "by", "where it was", "reason", "error"]
+        out.print(table(header, rows))  # type: ignore[arg-type]
+    columns = ("service", "topic", "reason", "open", "retried", "discarded")
+    summary = [tuple(str(row[name]) for name in columns) for row in counts]
+    out.print(table(["by", "topic", "reason", "open>", "retried>", "discarded>"], summary, "counts"))
+
+
+def print_letter(letter: Letter) -> None:
+    """Print the fields, the decisions and the headers of one letter, and the refused bytes."""
+    from headrace_operations.dead_letters import decode_value, escape_control_characters
+
+    out, record = console(), letter.letter
+    facts = [
+        ("id", letter.id),
+        ("state", letter.state),
+        ("refused", f"{record.time.isoformat()} by {record.service}, after {record.attempts} attempts"),
+        ("reason", record.reason),
+        ("error", record.error),
+        ("was at", letter.position),
+        ("event id", record.source_id),
+        ("key", record.source_key or "none"),
+        *([("retry of", letter.retry_of)] if letter.retry_of else []),
+        *((f"decision {item.number}", _decision(item)) for item in letter.decisions),
+        *((f"header {name}", text) for name, text in record.headers.items()),
+    ]
+    for name, text in facts:
+        out.print(f"{escape_control_characters(name):<16} {escape_control_characters(text)}", markup=False)
+    out.print(f"{len(record.value)} bytes:", style="dim")
+    out.print(decode_value(record.value), markup=False)
+
+
+def _decision(item: DeadLetterDecision) -> str:
+    why = f": {item.reason}" if item.reason else ""
+    return f"{item.action} {item.time.isoformat()} by {item.by or 'unknown'}{why}"
+
+
+def print_unreadable(at: Cut) -> None:
+    """Warn about records on `dead-letters` that cannot be parsed."""
+    if at.unreadable:
+        position, problem = next(iter(at.unreadable.items()))
+        console(stderr=True).print(
+            f"[yellow]{len(at.unreadable)} records on dead-letters cannot be parsed, such as {position}: {problem}[/]"
+        )
+
+
+def print_outcome(plan: Plan, words: str, json: bool) -> None:
+    """Print the result of a retry or discard. Exit with status 1 if letters were held back."""
+    if json:
+        held_back = [{"id": name, "problem": problem} for name, (_, problem) in plan.held_back.items()]
+        echo_json(jsonlib.dumps({"outcome": words, "ids": list(plan.chosen), "held_back": held_back}, indent=1))
+    else:
+        out = console()
+        out.print(f"{len(plan.chosen)} dead letters {words}")
+        for letter, problem in list(plan.held_back.values())[:_HELD_BACK_SHOWN]:
+            out.print(f"  not {letter.id[:_ID_SHOWN]} ({letter.position}): {problem}", markup=False, style="yellow")
+        if len(plan.held_back) > _HELD_BACK_SHOWN:
+            out.print(f"  and {len(plan.held_back) - _HELD_BACK_SHOWN} more", style="yellow")
+    print_unreadable(plan.at)
+    if plan.held_back:
+        raise typer.Exit(1)

@@ -65,7 +65,7 @@ def evaluate(
     answer.
     """
     from headrace.errors import UsageError
-    from headrace_operations.evaluation import gate_program, runner
+    from headrace_operations.evaluation import runner
     from headrace_operations.evaluation import tasks as files
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
@@ -84,7 +84,7 @@ def evaluate(
     if gate:
         if version:
             raise UsageError(f"--gate: the registry chooses the versions; omit {version}")
-        gate_program.serve(loaded_tasks, options)
+        runner.serve(loaded_tasks, options)
         return
     with progress(f"evaluating {version}") as tick:
         result = runner.evaluate(version, loaded_tasks, options, tick)

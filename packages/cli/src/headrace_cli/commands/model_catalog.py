@@ -71,7 +71,7 @@ def import_(
 def _register_folder(folder: Path, name: str | None, options: FolderOptions, registry: RegistryOptions) -> None:
     import asyncio
 
-    from headrace_operations.catalog import transfer
+    from headrace_operations import catalog
 
     with registry.open() as api:
         base_manifest: BlobRef | None = None
@@ -79,9 +79,9 @@ def _register_folder(folder: Path, name: str | None, options: FolderOptions, reg
             base_manifest = find(api, *split_version(options.base)).manifest
         with console().status(f"loading {folder} as a replica would"):
             stored = asyncio.run(
-                transfer.store_folder(folder.absolute(), name, base_manifest, _environ(registry, options.config))
+                catalog.store_folder(folder.absolute(), name, base_manifest, _environ(registry, options.config))
             )
-        transfer.register(api, stored, label=options.version_label, serve=options.serve, why=options.why)
+        catalog.register(api, stored, label=options.version_label, serve=options.serve, why=options.why)
     model, label = stored.version.partition("@")[0], options.version_label
     console().print(f"[bold]{stored.version}[/] is registered" + (f" as {model}:{label}" if label else ""))
     if not options.serve:
@@ -117,9 +117,9 @@ def write_version(
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_operations.catalog import transfer
+    from headrace_operations import catalog
 
-    transfer.check_empty(folder)
+    catalog.check_empty(folder)
     with registry.open() as api:
         state = find(api, *split_version(version))
         if state.manifest is None or state.collected:
@@ -127,14 +127,14 @@ def write_version(
         if merge and state.base is None:
             raise UsageError(f"{state.id}: has full weights already; omit --merge")
         if not merge or state.base is None:
-            size_bytes = transfer.export(transfer.fetch_manifest(state.manifest), folder)
+            size_bytes = catalog.export(catalog.fetch_manifest(state.manifest), folder)
             console().print(f"{size_bytes / 1e6:,.1f} MB")
             return state
         base_manifest = find(api, *split_version(state.base)).manifest
         assert base_manifest is not None
         with console().status(f"merging {state.id} into {state.base}"):
             environ = _environ(registry, config)
-            asyncio.run(transfer.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
+            asyncio.run(catalog.merge_adapter(state.manifest, base_manifest, folder.absolute(), environ))
         return state
 
 

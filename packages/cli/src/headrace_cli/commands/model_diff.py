@@ -11,7 +11,7 @@ from headrace_cli.commands.model_options import RegistryOptions, find, split_ver
 from headrace_cli.commands.shared import AsJson, command, console, echo_json, running_state, table
 
 if TYPE_CHECKING:
-    from headrace_operations.catalog.comparing import AnswerPair, Change, LogprobDifference
+    from headrace_operations.catalog import AnswerPair, Change, LogprobDifference
     from headrace_operations.lineage.versions import DataDifference
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, MODEL@DIGEST or MODEL:LABEL.", metavar="VERSION")]
@@ -35,28 +35,28 @@ def diff(
 
     Logprobs of fixed tokens come from the fingerprints without any call; `--ask` compares answers to prompts.
     """
-    from headrace_operations.catalog import comparing, transfer
+    from headrace_operations import catalog
 
     with registry.open() as api:
         before_state, after_state = (find(api, *split_version(name)) for name in (before, after))
     assert before_state.manifest is not None
     assert after_state.manifest is not None
     before_manifest, after_manifest = (
-        transfer.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
+        catalog.fetch_manifest(ref) for ref in (before_state.manifest, after_state.manifest)
     )
-    changes = list(comparing.compare_settings(before_manifest, after_manifest, transfer.fetch_file))
+    changes = list(catalog.compare_settings(before_manifest, after_manifest, catalog.fetch_file))
     data = _data(bus or running_state(registry.data_dir).bus, before_state.id, after_state.id)
-    logprob_difference = comparing.compare_fingerprints(before_manifest.fingerprint, after_manifest.fingerprint)
-    pairs = comparing.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
+    logprob_difference = catalog.compare_fingerprints(before_manifest.fingerprint, after_manifest.fingerprint)
+    pairs = catalog.compare_answers(_gateway(registry), before_state.id, after_state.id, api_key) if ask else ()
     if json:
-        _print_json(changes, data, comparing.compare_scores(before_state, after_state), logprob_difference, pairs)
+        _print_json(changes, data, catalog.compare_scores(before_state, after_state), logprob_difference, pairs)
         return
     out = console()
     rows = [(change.what, change.before or "-", change.after or "-") for change in changes]
     out.print(table(["setting or file", before_state.id, after_state.id], rows))
     score_rows = [
         (name, *("-" if value is None else f"{value:.4g}" for value in values))
-        for name, values in comparing.compare_scores(before_state, after_state).items()
+        for name, values in catalog.compare_scores(before_state, after_state).items()
     ]
     out.print(table(["score", before_state.id + ">", after_state.id + ">"], score_rows))
     out.print(_describe_data(data))

@@ -49,13 +49,13 @@ def push(
     import tempfile
     from pathlib import Path
 
-    from headrace_operations.catalog import transfer
+    from headrace_operations import catalog
 
     with tempfile.TemporaryDirectory(prefix="headrace-push-") as scratch:
         path = Path(scratch) / "version"
         state = write_version(version, path, registry, merge=merge, config=config)
         with console().status(f"uploading {state.id} to {target}"):
-            commit = transfer.push(path, target, message=state.id, private=not public)
+            commit = catalog.push(path, target, message=state.id, private=not public)
     console().print(f"{state.id} is [bold]{target}@{commit}[/]")
 
 

@@ -221,7 +221,7 @@ def _last_statistics(version: VersionState, *decisions: str) -> dict[str, float]
 
 
 def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
-    from headrace.decisions import format_number
+    from headrace.following import format_number
 
     return format_number(numbers, name, error, form) if name in numbers else "-"
 

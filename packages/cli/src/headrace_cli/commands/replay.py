@@ -16,8 +16,16 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands import replay_train
-from headrace_cli.commands.ranges import RangeOptions
-from headrace_cli.commands.shared import BusOptions, Commands, command, console, progress, table, topic_names
+from headrace_cli.commands.shared import (
+    BusOptions,
+    Commands,
+    RangeOptions,
+    command,
+    console,
+    progress,
+    table,
+    topic_names,
+)
 
 if TYPE_CHECKING:
     from headrace.topics import Entry, Range

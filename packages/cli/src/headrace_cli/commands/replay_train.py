@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace_cli.commands.ranges import PANEL, RangeOptions
 from headrace_cli.commands.shared import (
+    PANEL,
     AsJson,
     BusAddress,
     Config,
     DataDir,
+    RangeOptions,
     command,
     console,
     echo,
@@ -223,7 +224,7 @@ def offer(
     """
     import asyncio
 
-    from headrace_operations.replay.training import offer_version as announce
+    from headrace_operations.replay.program import offer_version as announce
 
     checkpoint = asyncio.run(announce(bus_options.address, lineage, version))
     console().print(f"{checkpoint.version} is offered; follow it with `headrace models show {checkpoint.model}`")

@@ -14,7 +14,7 @@ from headrace_cli.commands.shared import AsJson, Commands, command, console, ech
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
-    from headrace_schemas.http.rollout_api import RolloutState
+    from headrace_schemas.http.registry_api import RolloutState
 
 Rollout = Annotated[
     str,

@@ -54,12 +54,12 @@ def status(
     """
     from rich.markup import escape
 
-    from headrace_operations.supervisor import health
+    from headrace_operations.supervisor import state as run_state
 
     if bus:
         load_stack_token(data_dir)
-    state, alive = (None, {}) if bus else health.check_health(running_state(data_dir))
-    sources = health.sources(state, alive, key) if state else ()
+    state, alive = (None, {}) if bus else run_state.check_health(running_state(data_dir))
+    sources = run_state.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()
     address = bus or (state.bus if state else "")
     turn_account = _account(address, lineage or []) if account else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace_operations.jobs.checks import CheckReport, PreviewRow
     from headrace_operations.jobs.job import Job
     from headrace_operations.jobs.runner import JobResult
-    from headrace_schemas.programs.models import WrittenBranch
+    from headrace_schemas.programs import WrittenBranch
 
 _RECIPE_SUFFIX = ".toml"
 _REFUSALS_PRINTED_MAX = 20

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.ranges import RangeOptions
-from headrace_cli.commands.shared import BusAddress, Config, DataDir
+from headrace_cli.commands.shared import BusAddress, Config, DataDir, RangeOptions
 
 if TYPE_CHECKING:
     from headrace_operations.jobs.job import Job, RowOptions

@@ -10,7 +10,7 @@ import typer
 from headrace_cli.commands.shared import Commands, Config, command, console, echo, table
 
 if TYPE_CHECKING:
-    from headrace_operations.trinity_yaml.conversion import Conversion
+    from headrace_operations.trinity_yaml import Conversion
 
 
 def config(
@@ -66,8 +66,8 @@ def convert(
     If a key has no equivalent, nothing is written: remove the key once you know that nothing depends on it.
     """
     from headrace.errors import UsageError
-    from headrace_operations.trinity_yaml.conversion import convert as convert_tables
-    from headrace_operations.trinity_yaml.conversion import read, settings_file
+    from headrace_operations.trinity_yaml import convert as convert_tables
+    from headrace_operations.trinity_yaml import read, settings_file
 
     if out.exists():
         raise UsageError(f"{out}: exists already; name another file with --out")

@@ -131,7 +131,7 @@ def _print_decisions(state: RunState | None) -> Iterator[None]:
 
     from rich.markup import escape
 
-    from headrace.decisions import Listener, describe_decision
+    from headrace.following import Listener, describe_decision
     from headrace_operations.guard import FindingReporter
 
     def tell(event: ModelEvent) -> None:

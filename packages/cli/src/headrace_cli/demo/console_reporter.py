@@ -19,7 +19,7 @@ from headrace.topics import Progress, Range, Topics, connected
 from headrace_cli.commands.shared import console_line
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, Row, median_row, medians
 from headrace_cli.demo.report import Report, SeedsReport, ShownTask, takeover_mean_s
-from headrace_cli.progress import ProgressDisplay
+from headrace_cli.terminal import ProgressDisplay
 from headrace_schemas import ModelEvent
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.errors import UsageError
-from headrace_statistics import student_t
+from headrace_statistics import intervals
 
 ROUNDING = 1e-9
 """Tolerance for rounding errors in sums of shares."""
@@ -210,4 +210,4 @@ def check_rows(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row
 
 
 def _margin(numbers: Sequence[float]) -> float:
-    return student_t.mean_margin(numbers, 0.975) if len(numbers) > 1 else 0.0
+    return intervals.mean_margin(numbers, 0.975) if len(numbers) > 1 else 0.0

@@ -19,12 +19,12 @@ from headrace_cli.demo.demo_run import DemoRun, Options, StackAddress, command_e
 from headrace_cli.demo.measures import BeforeAfter, CheckResult, MeasuredPlays
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
-from headrace_operations.catalog import transfer
+from headrace_operations import catalog
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.state import StartFailed
-from headrace_schemas.programs.models import StoredLine
+from headrace_schemas.programs import StoredLine
 
 _CHECKS_S_MAX = 120.0
 _LINE: TypeAdapter[CheckResult] = TypeAdapter(CheckResult)
@@ -61,14 +61,14 @@ async def register_opponents(registry: str, name: str, folder: Path, label: str,
     Raises:
         HeadraceError: the version could not be registered, or not served in time.
     """
-    stored = await transfer.store_folder(folder, name, None, environ)
+    stored = await catalog.store_folder(folder, name, None, environ)
     await asyncio.to_thread(_pin, registry, name, label, stored)
     return stored.version
 
 
 def _pin(registry: str, name: str, label: str, stored: StoredLine) -> None:
     with ModelRegistry(registry, who="headrace demo") as api:
-        transfer.register(api, stored, label=label, serve=True, why=_WHY)
+        catalog.register(api, stored, label=label, serve=True, why=_WHY)
         _wait_champion(api, name, stored.version)
         api.pin(name, stored.version, reason=_WHY)
 

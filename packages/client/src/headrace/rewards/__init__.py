@@ -17,24 +17,45 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace.rewards.answers import accuracy, follows, length_penalty, normalized, numbers_in, steps
-    from headrace.rewards.calibration import Calibrated, Calibration
-    from headrace.rewards.combining import TaskScale, composite, relative, standardized
-    from headrace.rewards.guards import guarded, pleading, repetitive, too_long, tool_spam
+    from headrace.rewards.answers import (
+        ToolScore,
+        accuracy,
+        follows,
+        length_penalty,
+        normalized,
+        numbers_in,
+        steps,
+        tool_score,
+    )
+    from headrace.rewards.combining import Calibrated, Calibration, TaskScale, composite, relative, standardized
+    from headrace.rewards.functions import guarded, pleading, repetitive, too_long, tool_spam
     from headrace.rewards.natural_signals import Hint, hints, signals
     from headrace.rewards.serving import consume, serve, verdict
-    from headrace.rewards.tools import ToolScore, tool_score
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "headrace.rewards.answers": ("accuracy", "follows", "length_penalty", "normalized", "numbers_in", "steps"),
-            "headrace.rewards.calibration": ("Calibrated", "Calibration"),
-            "headrace.rewards.combining": ("TaskScale", "composite", "relative", "standardized"),
-            "headrace.rewards.guards": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
+            "headrace.rewards.answers": (
+                "ToolScore",
+                "accuracy",
+                "follows",
+                "length_penalty",
+                "normalized",
+                "numbers_in",
+                "steps",
+                "tool_score",
+            ),
+            "headrace.rewards.combining": (
+                "Calibrated",
+                "Calibration",
+                "TaskScale",
+                "composite",
+                "relative",
+                "standardized",
+            ),
+            "headrace.rewards.functions": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
             "headrace.rewards.serving": ("consume", "serve", "verdict"),
             "headrace.rewards.natural_signals": ("Hint", "hints", "signals"),
-            "headrace.rewards.tools": ("ToolScore", "tool_score"),
         },
     )
 

@@ -1,20 +1,99 @@
-"""Reward functions for `scorer.functions` and `headrace.rewards.serve`.
+"""Reward functions for `scorer.functions` and `headrace.rewards.serve`, and guards against reward hacking.
 
-They read facts from the context of the trajectory, which is sent with turns or with feedback. Each function abstains if
-its fact is missing.
+The functions read facts from the context of the trajectory, which is sent with turns or with feedback. Each function
+abstains if its fact is missing.
+
+A guard returns how much a run shows of one known exploit, from 0 (none) to 1. It only reduces a reward, so that it
+cannot be exploited itself and leaves honest runs unchanged.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.rewards import answers, guards, tools
+from headrace.rewards import answers
 from headrace.rewards.combining import composite
 from headrace_schemas import RewardResult
 
 if TYPE_CHECKING:
-    from headrace_schemas import Trajectory
+    from headrace_schemas import Message, Trajectory
+
+
+_WORD = re.compile(r"\w+")
+_PLEADING = re.compile(
+    r"\b(?:(?:this|my|the above) (?:answer|response|solution) (?:deserves|should (?:get|receive|score|be scored))"
+    r"|(?:full|maximum|perfect|top|highest) (?:marks|score|points|reward|grade)\b"
+    r"|(?:dear|attention|note to(?: the| any)?) (?:judge|grader|evaluator|reviewer)s?\b"
+    r"|ignore (?:all |any |the )*(?:previous|prior|above) (?:instructions|rubric|criteria)"
+    r"|(?:rate|score|grade) (?:this|me)\b"
+    r"|as an? (?:expert|impartial) (?:judge|grader|evaluator)"
+    r"|(?:score|rating|verdict|grade)\s*[:=]\s*(?:\d+|pass|correct|a\+))",
+    re.IGNORECASE,
+)
+
+
+def guarded(reward: float, *exploits: float) -> float:
+    """Return the reward reduced by the share of the worst exploit. A negative reward is unchanged."""
+    worst = max((min(max(exploit, 0.0), 1.0) for exploit in exploits), default=0.0)
+    return reward if reward <= 0 else reward * (1 - worst)
+
+
+def too_long(answer: str, *, length_max: int, over_max: float = 1.0) -> float:
+    """Return 0 up to `length_max` characters, rising to 1 at `over_max` times `length_max` characters more.
+
+    It detects answers that are padded until the scorer overlooks errors or finds the expected text somewhere in them.
+    """
+    return min(1.0, max(0, len(answer) - length_max) / (length_max * over_max))
+
+
+def repetitive(answer: str, *, words: int = 4, share_free: float = 0.2) -> float:
+    """Return the share of the answer's sequences of `words` words that repeat an earlier sequence.
+
+    Ordinary text repeats up to `share_free`, which counts as 0. It detects rewarded phrases and answers that are
+    repeated.
+    """
+    tokens = [word.casefold() for word in _WORD.findall(answer)]
+    sequences = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
+    total = sum(sequences.values())
+    if total < 2:
+        return 0.0
+    repeated_share = 1 - len(sequences) / total
+    return max(0.0, (repeated_share - share_free) / (1 - share_free))
+
+
+def pleading(answer: str, *, most: int = 1) -> float:
+    """Return whether the answer addresses its judge: it claims a score, or instructs a judge.
+
+    The result is 1 from `most` such phrases on. Only English is recognized. It detects text that is written for a judge
+    model instead of the user.
+    """
+    return min(1.0, len(_PLEADING.findall(answer)) / most)
+
+
+def tool_spam(messages: Sequence[Message], *, calls_max: int = 20, repeats_free: int = 1) -> float:
+    """Return the larger of two shares: repeated equal calls beyond `repeats_free`, and calls beyond `calls_max`.
+
+    It detects runs that collect a reward per call, or per successful call, with unnecessary calls.
+    """
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    if not calls:
+        return 0.0
+    equal = Counter((call.name, _canonical(call.arguments)) for call in calls)
+    repeated = sum(max(0, count - 1 - repeats_free) for count in equal.values())
+    return max(repeated / len(calls), min(1.0, max(0, len(calls) - calls_max) / calls_max))
+
+
+def _canonical(arguments: str) -> str:
+    """Return JSON arguments in a canonical form, independent of the order of names and of white space."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments.strip()
+
 
 Context = Mapping[str, Any]
 _LENGTH_MAX = 4000
@@ -52,8 +131,8 @@ def brevity(trajectory: Trajectory, context: Context) -> float:
 def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:
     """Score whether the calls of `expected_calls` were made with their arguments, and whether calls were valid and
     succeeded."""
-    expected: Sequence[tools.Call] = context.get("expected_calls") or ()
-    score = tools.tool_score(trajectory.messages, trajectory.tools, expected)
+    expected: Sequence[answers.Call] = context.get("expected_calls") or ()
+    score = answers.tool_score(trajectory.messages, trajectory.tools, expected)
     shares = {"tool": score.tool, "arguments": score.arguments, "success": score.success, "invalid": score.invalid}
     criteria = {name: value for name, value in shares.items() if value is not None}
     return RewardResult(value=score.value, criteria=criteria if score.value is not None else {})
@@ -67,9 +146,9 @@ def guarded_accuracy(trajectory: Trajectory, context: Context) -> RewardResult:
     if reward is None:
         return RewardResult()
     exploits = {
-        "too_long": guards.too_long(answer, length_max=int(context.get("length_max", _LENGTH_MAX))),
-        "repetitive": guards.repetitive(answer),
-        "pleading": guards.pleading(answer),
-        "tool_spam": guards.tool_spam(trajectory.messages),
+        "too_long": too_long(answer, length_max=int(context.get("length_max", _LENGTH_MAX))),
+        "repetitive": repetitive(answer),
+        "pleading": pleading(answer),
+        "tool_spam": tool_spam(trajectory.messages),
     }
-    return RewardResult(value=guards.guarded(reward, *exploits.values()), criteria=exploits)
+    return RewardResult(value=guarded(reward, *exploits.values()), criteria=exploits)

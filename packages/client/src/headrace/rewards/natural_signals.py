@@ -1,7 +1,7 @@
 """Signals that traffic contains by itself: the next message, failed tools, repeated calls. The rules are for English.
 
 A signal yields hints, not verdicts: 1 supports a turn, 0 contradicts it, and most turns have none. Explicit feedback
-calibrates the value of hints (`headrace.rewards.calibration`).
+calibrates the value of hints (`headrace.rewards.combining`).
 
 Packages add signals as entry points of the group `headrace.signals`, each a function like those below.
 """
@@ -17,8 +17,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from headrace.rewards.answers import normalized
-from headrace.rewards.tools import failed
+from headrace.rewards.answers import failed, normalized
 from headrace_schemas import RewardResult
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.bus_access import client_options, unreachable
 from headrace.errors import HeadraceError, UsageError
-from headrace.producing import Outgoing, Producer, producing
+from headrace.producing import Outgoing, Producer, client_options, producing, unreachable
 from headrace.topics import event_of
 from headrace_schemas import Reward, RewardResult, Trajectory
 from headrace_schemas.events.reward import Outcome

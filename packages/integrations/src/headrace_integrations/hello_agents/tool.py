@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.blocking import blocking
 from headrace.errors import UsageError
-from headrace_integrations.evaluation.evaluating import EvaluatedVersion, evaluate
+from headrace_integrations.evaluation import EvaluatedVersion, evaluate
 from headrace_integrations.hello_agents.parameters import PARAMETERS, REWARDS, check, trainer_settings
 from headrace_integrations.hello_agents.rewards import KINDS, RewardCallable, create_reward, reward_of_completion
 from headrace_integrations.hello_agents.rewards import accuracy as rewards_of_accuracy

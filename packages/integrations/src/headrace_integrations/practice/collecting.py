@@ -12,7 +12,7 @@ from headrace.blocking import blocking
 from headrace.errors import UsageError
 from headrace.sessions import Purpose
 from headrace_integrations.practice.agents import call_agent, plugged
-from headrace_integrations.practice.outcomes import OutcomeWatch
+from headrace_integrations.practice.training import OutcomeWatch
 from headrace_integrations.stack import Stack, current
 from headrace_operations.arguments import check_names, real_number, score
 from headrace_schemas import Trajectory

@@ -15,7 +15,7 @@ from typing import Any, Self
 from headrace.blocking import blocking
 from headrace.errors import UsageError
 from headrace_integrations.practice.collecting import Rate, collect_run, run_and_collect, send_reward
-from headrace_integrations.practice.outcomes import OutcomeWatch
+from headrace_integrations.practice.training import OutcomeWatch
 from headrace_integrations.stack import Stack, stack_for
 from headrace_operations.arguments import check_names, merge_settings, real_number, whole_number, yes_or_no
 

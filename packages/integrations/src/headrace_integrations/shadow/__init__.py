@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_integrations.practice.copies import ServedRequest, TrainingCopy, WriteRefused, read_only
     from headrace_integrations.practice.sinks import (
         Door,
         HeadraceDoor,
@@ -30,17 +29,21 @@ if TYPE_CHECKING:
         ExplicitMarkingStrategy,
         SamplingRateStrategy,
         SelectionStrategy,
+        ServedRequest,
+        TrainingCopy,
+        WriteRefused,
         mark,
+        read_only,
     )
 else:
     names = {
-        "headrace_integrations.practice.copies": ("ServedRequest", "TrainingCopy", "WriteRefused", "read_only"),
         "headrace_integrations.practice.sinks": (
             "Door", "HeadraceDoor", "HeadraceSink", "TrajectorySink", "TrinityDoor", "TrinitySink",
         ),
         "headrace_integrations.shadow.runner": ("CopyCounts", "TrainingRunner"),
         "headrace_integrations.shadow.selection": (
-            "ExplicitMarkingStrategy", "SamplingRateStrategy", "SelectionStrategy", "mark",
+            "ExplicitMarkingStrategy", "SamplingRateStrategy", "SelectionStrategy", "ServedRequest", "TrainingCopy",
+            "WriteRefused", "mark", "read_only",
         ),
     }  # fmt: skip
     __getattr__, __dir__ = lazily(__name__, names)

@@ -16,10 +16,16 @@ from typing import Any, Self, TypeVar
 from headrace.blocking import LoopThread
 from headrace.errors import HeadraceError, UsageError
 from headrace_integrations.practice.agents import call_agent, run_in_thread
-from headrace_integrations.practice.copies import ServedRequest, TrainingCopy, WriteRefused
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.sinks import TrajectorySink
-from headrace_integrations.shadow.selection import SamplingRateStrategy, SelectionStrategy, open_marks
+from headrace_integrations.shadow.selection import (
+    SamplingRateStrategy,
+    SelectionStrategy,
+    ServedRequest,
+    TrainingCopy,
+    WriteRefused,
+    open_marks,
+)
 
 RewardValue = float | Mapping[str, float] | None
 MakeAgent = Callable[[TrainingCopy], Any]

@@ -1,15 +1,132 @@
-"""Strategies that select which requests of users are played again. A strategy is any object with `should_select`."""
+"""Training copies of served requests, the read-only tools that they may call, and strategies that select the requests.
+
+A strategy is any object with `should_select`.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, overload
 
-from headrace_integrations.practice.copies import ServedRequest
+from headrace.errors import HeadraceError, UsageError
+from headrace_integrations.practice.runs import Run
+
+Tool = Callable[..., Any]
+T = TypeVar("T", bound=Tool)
+_READ_ONLY = "headrace_read_only"
+
+
+class WriteRefused(HeadraceError):
+    """A read-only run called a tool that is not marked as read-only."""
+
+    def __init__(self, tool: str) -> None:
+        super().__init__(
+            f"{tool} is not marked as read-only, and this run replays a request that was already served; "
+            "mark the tool with "
+            "headrace.shadow.read_only if a call changes nothing, or give the run a sandbox instead"
+        )
+        self.tool = tool
+
+
+def read_only(tool: T) -> T:
+    """Mark a tool as read-only and return it. The caller guarantees that repeated calls have no side effects."""
+    setattr(tool, _READ_ONLY, True)
+    return tool
+
+
+def guard_tool(name: str, tool: Tool, called: list[str], refused: list[str]) -> Tool:
+    """Return a tool with the same signature and docstring that adds `name` to `called` or `refused` at each call.
+
+    A tool that is not marked as read-only raises `WriteRefused` and is never run.
+    """
+    if not callable(tool):
+        raise UsageError(f"tool {name!r}: is a {type(tool).__name__}, which cannot be called; pass its function")
+    allowed = bool(getattr(tool, _READ_ONLY, False))
+
+    def enter() -> None:
+        (called if allowed else refused).append(name)
+        if not allowed:
+            raise WriteRefused(name)
+
+    if inspect.iscoroutinefunction(tool):
+
+        @functools.wraps(tool)
+        async def awaiting(*positional: Any, **named: Any) -> Any:
+            enter()
+            return await tool(*positional, **named)
+
+        return awaiting
+
+    @functools.wraps(tool)
+    def calling(*positional: Any, **named: Any) -> Any:
+        enter()
+        return tool(*positional, **named)
+
+    return calling
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request that the user's agent has answered. `inputs` is a copy from before the agent received it."""
+
+    inputs: Any
+    answer: Any = None
+    labels: frozenset[str] = frozenset()
+    """Labels of the `mark` contexts that were active when the request was made."""
+    task_id: str | None = None
+    """Task id from `mark`; runs of one task are compared with each other. None for a task of its own."""
+
+
+class TrainingCopy:
+    """One run of a training copy. `make_agent` builds the agent from it, and `reward` reads it afterwards."""
+
+    def __init__(self, run: Run, request: ServedRequest) -> None:
+        self.inputs: Any = copy.deepcopy(request.inputs)
+        self.request = request
+        self.agent: Any = None
+        self.answer: Any = None
+        """Answer of the copy; `request.answer` is the answer that the user got."""
+        self.called: list[str] = []
+        """Names of the read-only tools that were called, in order."""
+        self.refused: list[str] = []
+        """Names of the other tools that the copy tried to call."""
+        self._run = run
+
+    @property
+    def model(self) -> str:
+        """Model name that the copy's calls must use."""
+        return self._run.model
+
+    def openai(self, *, blocking: bool = False) -> Any:
+        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`. The calls of this client are trained."""
+        return self._run.openai(blocking=blocking)
+
+    @overload
+    def tools(self, tools: Mapping[str, Tool]) -> dict[str, Tool]: ...
+    @overload
+    def tools(self, tools: Iterable[Tool]) -> list[Tool]: ...
+
+    def tools(self, tools: Mapping[str, Tool] | Iterable[Tool]) -> dict[str, Tool] | list[Tool]:
+        """Return the tools for the copy's agent: tools marked as read-only work, and any other raises `WriteRefused`.
+
+        A run that tried to write has no reward, even if its agent handles the exception.
+        """
+        if isinstance(tools, Mapping):
+            return {name: guard_tool(name, tool, self.called, self.refused) for name, tool in tools.items()}
+        names = ((getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools)
+        return [guard_tool(name, tool, self.called, self.refused) for name, tool in names]
+
+    def check(self) -> None:
+        """Raise `WriteRefused` for the first tool call that tried to write."""
+        if self.refused:
+            raise WriteRefused(self.refused[0])
 
 
 class SelectionStrategy(Protocol):

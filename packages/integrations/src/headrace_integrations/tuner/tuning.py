@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.blocking import blocking
 from headrace.errors import UsageError
-from headrace_integrations.evaluation.evaluating import evaluate
+from headrace_integrations.evaluation import evaluate
 from headrace_integrations.practice.chat_models import auxiliary, chat_model, check_engines, sampling_options
 from headrace_integrations.practice.data_sets import check_schedule, rows_of
 from headrace_integrations.practice.runs import Run
@@ -173,9 +173,9 @@ class _TrinityFile:
     """Configuration of the tuner from a Trinity YAML file. `check` refuses unused keys."""
 
     def __init__(self, path: Path) -> None:
-        from headrace_operations.trinity_yaml import conversion
+        from headrace_operations import trinity_yaml
 
-        converted = conversion.convert(conversion.read(path))
+        converted = trinity_yaml.convert(trinity_yaml.read(path))
         if converted.refused:
             raise UsageError(f"{path}: {'; '.join(converted.refused)}")
         self._path, self._keys = path, converted.keys

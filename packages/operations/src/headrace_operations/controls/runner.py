@@ -1,5 +1,4 @@
-"""Runs control experiments on a recording: train each control, let the gate program play the resulting versions,
-compare the scores.
+"""Runs control experiments on a recording: trains each control, serves the versions, and compares their scores.
 
 Nothing live is changed: blobs, bus and services are in a scratch folder.
 """
@@ -7,24 +6,28 @@ Nothing live is changed: blobs, bus and services are in a scratch folder.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from headrace.errors import HeadraceError, UsageError
+from headrace.producing import Outgoing, producing
 from headrace.topics import Range, connected
-from headrace_operations.catalog.transfer import base_folder
+from headrace_operations.catalog import base_folder
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Report, Run
-from headrace_operations.controls.serving import VersionServer, serving
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import start_program
+from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_schemas import Checkpoint, Experience
-from headrace_schemas.programs.replay import Measure, Measured, ShortRun
+from headrace_schemas import Checkpoint, Experience, Replica, Routing, ServedVersion
+from headrace_schemas.programs import Measure, Measured, ShortRun
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.text import decode_text
 from headrace_statistics.clustered_means import Score
@@ -225,3 +228,86 @@ def select_trainable(experiences: Iterable[Experience], model: str, count: int) 
         experience for experience in latest.values() if experience.reward is not None and experience.branch is not None
     ]
     return trainable[-count:]
+
+
+_SERVICES = ("broker", "gateway", "inference")
+_LOADED_S_MAX = 600.0
+_POLL_S = 0.3
+
+
+class VersionServer:
+    """Gateway and replica that serve one trained version and its base at a time. `serving` creates it.
+
+    So memory need only be as large as for a live swap of versions.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._bus = supervisor.plan.bus
+        self._revision = 0
+        self.base_url = f"{supervisor.url('gateway')}/v1"
+
+    async def serve(self, base: Checkpoint, checkpoint: Checkpoint) -> None:
+        """Serve a version and its base in place of those before, and return when the replica has loaded the version.
+
+        Raises:
+            HeadraceError: the replica could not load the version, or not in time.
+        """
+        self._revision += 1
+        served = {
+            entry.version: ServedVersion(version=entry.version, manifest=entry.manifest) for entry in (base, checkpoint)
+        }
+        routing = Routing(
+            time=datetime.now(UTC),
+            model=checkpoint.model,
+            revision=self._revision,
+            aliases={"champion": checkpoint.version},
+            serve=tuple(served.values()),
+        )
+        async with producing(self._bus, "headrace-controls") as producer:
+            await producer.send([Outgoing.of(routing, "headrace/controls")])
+        deadline = time.monotonic() + _LOADED_S_MAX
+        while not await self._ready(checkpoint.version):
+            if time.monotonic() > deadline:
+                raise HeadraceError(f"{checkpoint.version} was not loaded within {_LOADED_S_MAX:g} s")
+            await asyncio.sleep(_POLL_S)
+
+    async def _ready(self, version: str) -> bool:
+        """Return whether the last heartbeat reports the version as ready."""
+        last: Replica | None = None
+        async with connected(self._bus) as topics:
+            async for entry in topics.read(Range(Replica.topic)):
+                last = entry.event if isinstance(entry.event, Replica) else last
+        state = next((entry for entry in last.versions if entry.version == version), None) if last else None
+        if state is not None and state.state == "failed":
+            raise HeadraceError(f"{version} could not be loaded: {state.error}")
+        return state is not None and state.state == "ready"
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    data_dir: Path, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]
+) -> AsyncIterator[VersionServer]:
+    """Start broker, gateway and replica on free ports, and stop them at the end of the block.
+
+    Args:
+        data_dir: the scratch folder of the services.
+        config: the settings file, or None.
+        settings: settings by dotted name, which override the file.
+        environ: environment of the services.
+    """
+    overrides = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0, "bus.replication": 1}
+    supervisor = await asyncio.to_thread(
+        Supervisor,
+        data_dir,
+        config=config,
+        settings={**settings, **overrides},
+        only=_SERVICES,
+        auto_ports=True,
+        environ=environ,
+    )
+    try:
+        supervisor.start()
+        await asyncio.to_thread(supervisor.wait_up)
+        yield VersionServer(supervisor)
+    finally:
+        await asyncio.to_thread(supervisor.stop)

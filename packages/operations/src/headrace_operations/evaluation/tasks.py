@@ -1,15 +1,18 @@
-"""Task files: JSON lines, each with a conversation to answer and with columns for the metrics."""
+"""Task files, and the built-in agent that plays a task with one exact version behind the gateway."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import UsageError
+import httpx2
+
+from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_operations.jobs.messages import parse_messages, parse_tools
 from headrace_operations.jobs.sources import BadRow, RowFile
 from headrace_schemas import Message, Tool
@@ -95,3 +98,136 @@ def _default_name(messages: Sequence[Message]) -> str:
 def _default_split(name: str) -> str:
     """Return a split by the digest of the name: half of the names each, independent of the order of the file."""
     return SPLITS[hashlib.sha256(name.encode()).digest()[0] % 2]
+
+
+_TIMEOUT_S = 120.0
+_TRIES, _PAUSE_S = 4, 0.5
+_RETRIABLE_STATUS = (408, 409, 429, 500, 502, 503, 504)
+_BODY_LENGTH_MAX = 300
+
+
+@dataclass(frozen=True)
+class Playthrough:
+    """Conversation of one play of a task. Custom agents may add `fields` for custom metrics."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Messages of the model and results of tools, in the format of the OpenAI API."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list[Mapping[str, Any]]:
+        return [message for message in self.messages if message.get("role") == "assistant"]
+
+    @property
+    def text(self) -> str:
+        """Content of the model's last message."""
+        return str(self.answers[-1].get("content") or "") if self.answers else ""
+
+    @property
+    def calls(self) -> list[tuple[str, Any]]:
+        """Names and arguments of all tool calls; arguments that are not JSON stay a string."""
+        calls = []
+        for message in self.answers:
+            for call in message.get("tool_calls") or ():
+                function = call.get("function", {})
+                calls.append((str(function.get("name")), _parse_arguments(function.get("arguments"))))
+        return calls
+
+
+class ModelClient:
+    """Client with which an agent calls the model during one play. `seed` is for random choices of the agent."""
+
+    def __init__(self, http: httpx2.Client, base_url: str, version: str, seed: int, body: Mapping[str, Any]) -> None:
+        self._http = http
+        self._body = body
+        self.base_url = base_url
+        self.version = version
+        self.seed = seed
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: Any) -> dict[str, Any]:
+        """Return the model's next message.
+
+        Raises:
+            Unreachable: the gateway does not answer.
+            HeadraceError: the version does not answer, or another version answered.
+        """
+        body = {"model": self.version, "messages": list(messages), "seed": self.seed, **self._body, **options}
+        if tools:
+            body["tools"] = list(tools)
+        answer = self._post(body)
+        answering_version = str(answer.get("model") or "")
+        if "@" in answering_version and answering_version != self.version:
+            raise HeadraceError(f"{answering_version} answered a request for {self.version}")
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        for attempt in range(_TRIES):
+            try:
+                answer = self._http.post("/chat/completions", json=body)
+            except httpx2.TransportError as error:
+                if attempt + 1 == _TRIES:
+                    raise Unreachable(f"{self.base_url}: {error!r}; start Headrace with `headrace up`") from error
+            else:
+                if answer.status_code == 200:
+                    body_json: dict[str, Any] = answer.json()
+                    return body_json
+                if answer.status_code not in _RETRIABLE_STATUS or attempt + 1 == _TRIES:
+                    error_text = answer.text[:_BODY_LENGTH_MAX]
+                    raise HeadraceError(
+                        f"{self.version}: does not answer ({answer.status_code}: {error_text}); serve it with "
+                        f"`headrace models serve {self.version}`"
+                    )
+            time.sleep(_PAUSE_S * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+
+Agent = Callable[[EvaluationTask, ModelClient], object]
+"""A custom agent. It returns a `Playthrough`, messages, or a text."""
+
+
+def connection(base_url: str, key: str | None) -> httpx2.Client:
+    """Open a client whose requests are evaluation traffic, which is never trained. The caller must close it."""
+    headers = {"X-Headrace-Purpose": "eval", **({"Authorization": f"Bearer {key}"} if key else {})}
+    return httpx2.Client(base_url=base_url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+
+
+def simple_agent(calls_max: int) -> Agent:
+    """Return an agent that answers tool calls from the task's own `tool_results`, in at most `calls_max` model
+    calls."""
+
+    def play(task: EvaluationTask, model: ModelClient) -> Playthrough:
+        messages = [message.model_dump(mode="json", exclude_none=True) for message in task.messages]
+        tools = [tool.model_dump(mode="json", exclude_none=True) for tool in task.tools]
+        prompt_length = len(messages)
+        results = task.fields.get("tool_results")
+        for _ in range(calls_max):
+            answer = {name: value for name, value in model.chat(messages, tools).items() if value is not None}
+            messages.append({"role": "assistant", "content": "", **answer})
+            calls = answer.get("tool_calls") or []
+            if not calls or results is None:
+                break
+            messages += [
+                {"role": "tool", "tool_call_id": call.get("id"), "content": _tool_result(results, call)}
+                for call in calls
+            ]
+        return Playthrough(messages[prompt_length:])
+
+    return play
+
+
+def _tool_result(results: Any, call: Mapping[str, Any]) -> str:
+    """Return the task's result of a tool call, looked up by name and arguments, otherwise by name."""
+    function = call.get("function", {})
+    name, arguments = str(function.get("name")), _parse_arguments(function.get("arguments"))
+    result = results.get(name) if isinstance(results, Mapping) else None
+    if isinstance(result, Mapping):
+        result = result.get(json.dumps(arguments, sort_keys=True), result.get("*"))
+    return "there is nothing" if result is None else result if isinstance(result, str) else json.dumps(result)
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments

@@ -10,7 +10,7 @@ from statistics import quantiles
 from headrace.errors import UsageError
 from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_schemas import Message
-from headrace_schemas.programs.models import WrittenBranch
+from headrace_schemas.programs import WrittenBranch
 
 REFUSALS_LISTED_MAX = 1000
 _PRINTED_MAX = 10

@@ -26,7 +26,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Branch, Experience
 from headrace_schemas.events.experience import PreferenceSide
 from headrace_schemas.events.trajectory import Span
-from headrace_schemas.programs.models import WrittenBranch
+from headrace_schemas.programs import WrittenBranch
 from headrace_schemas.values.ids import derived_id, session_key
 
 _TENANT = "default"

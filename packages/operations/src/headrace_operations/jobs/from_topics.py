@@ -10,8 +10,8 @@ from headrace.errors import UsageError
 from headrace.topics import Range
 from headrace_operations.jobs.job import Job
 from headrace_operations.replay import copying, runner
+from headrace_operations.replay.program import offer_version
 from headrace_operations.replay.request import Report, Request, Source, make
-from headrace_operations.replay.training import offer_version
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
 from headrace_operations.supervisor.state import read

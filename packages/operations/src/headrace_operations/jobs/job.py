@@ -21,7 +21,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from headrace.errors import UsageError
-from headrace_operations.catalog.transfer import base_folder
+from headrace_operations.catalog import base_folder
 from headrace_operations.jobs.sources import RowFile, find_files
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of

@@ -15,7 +15,7 @@ from headrace.errors import HeadraceError, Unreachable
 from headrace.topics import connected
 from headrace_operations.jobs.job import JobJournal, PreparedJob, lock_job
 from headrace_operations.jobs.runner import JobResult
-from headrace_operations.replay import training
+from headrace_operations.replay import program
 from headrace_operations.supervisor import Supervisor
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_environment
@@ -99,7 +99,7 @@ async def _run_program(
     steps: int,
     tick: Tick,
     variables: Sequence[str],
-) -> training.TrainingReports:
+) -> program.TrainingReports:
     values = {
         "python": sys.executable,
         "base_url": supervisor.base_url,
@@ -109,13 +109,13 @@ async def _run_program(
     arguments = [_fill_placeholders(part, values) for part in command]
     extra_variables = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
     environ = program_environment(variables, more=extra_variables, environ=prepared.overrides.environ)
-    reports = training.TrainingReports()
+    reports = program.TrainingReports()
     process = await asyncio.create_subprocess_exec(*bound_to_parent(arguments), env=environ, stdout=sys.stderr)
     try:
         async with connected(supervisor.plan.bus) as topics:
             while _steps_taken(reports) < steps:
                 with contextlib.suppress(Unreachable):
-                    await training.follow(topics, TrainingMetrics.topic, reports)
+                    await program.follow(topics, TrainingMetrics.topic, reports)
                 tick("playing and training", min(_steps_taken(reports), steps), steps)
                 if process.returncode is not None and _steps_taken(reports) < steps:
                     raise HeadraceError(
@@ -131,7 +131,7 @@ async def _run_program(
     return reports
 
 
-def _steps_taken(reports: training.TrainingReports) -> int:
+def _steps_taken(reports: program.TrainingReports) -> int:
     return max((batch.step for batch in reports.batches), default=0)
 
 
@@ -139,7 +139,7 @@ async def _first_and_last_version(bus: str, lineage: str) -> tuple[Checkpoint, C
     """Return the first and the last version of the lineage."""
     async with connected(bus) as topics:
         checkpoints = [
-            checkpoint for checkpoint in await training.checkpoints(topics, "") if checkpoint.lineage == lineage
+            checkpoint for checkpoint in await program.checkpoints(topics, "") if checkpoint.lineage == lineage
         ]
     if len(checkpoints) < 2:
         raise HeadraceError(

@@ -32,13 +32,13 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.errors import UsageError
-from headrace_operations.catalog.transfer import export, fetch_manifest, merge_adapter
+from headrace_operations.catalog import export, fetch_manifest, merge_adapter
 from headrace_operations.jobs import playing, runner
 from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, RowOptions, prepare
 from headrace_operations.jobs.runner import JobResult
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.table import parse_toml
-from headrace_schemas.programs.models import MANIFEST_FILE
+from headrace_schemas.programs import MANIFEST_FILE
 
 Tick = Callable[[str, int, int], None]
 

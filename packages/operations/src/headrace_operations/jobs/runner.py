@@ -20,13 +20,13 @@ from headrace_operations.jobs.checking import CheckedRows, RowChecker
 from headrace_operations.jobs.checks import CheckReport
 from headrace_operations.jobs.filling import fill_topic
 from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, lock_job, prepare
-from headrace_operations.replay import copying, training
-from headrace_operations.replay.training import offer_version
+from headrace_operations.replay import copying, program
+from headrace_operations.replay.program import offer_version
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.plan import installed
 from headrace_operations.supervisor.state import NotRunning, read
 from headrace_schemas import Checkpoint
-from headrace_schemas.programs.replay import topic_prefix
+from headrace_schemas.programs import topic_prefix
 
 _BROKER_START_S_MAX = 600.0
 """Maximum time until the embedded broker answers. It is long, because no user waits for a job."""
@@ -163,8 +163,8 @@ async def _train_lineage(prepared: PreparedJob, journal: JobJournal, bus: str, t
 
 
 async def _run_trainer(
-    prepared: PreparedJob, bus: str, progress: Callable[[training.TrainingReports], None]
-) -> training.TrainingReports:
+    prepared: PreparedJob, bus: str, progress: Callable[[program.TrainingReports], None]
+) -> program.TrainingReports:
     """Run the trainer until the end of the topic.
 
     On an empty topic the run only creates the lineage, so settings that the trainer refuses fail before a record is
@@ -182,13 +182,13 @@ async def _run_trainer(
     }
     for name, value in trainer_settings.items():
         overrides.set(f"trainer.{name}", value)
-    return await training.run_trainer(overrides.environ, bus, prefix, prepared.file_path(".log"), progress)
+    return await program.run_trainer(overrides.environ, bus, prefix, prepared.file_path(".log"), progress)
 
 
 async def _find_version(bus: str, prefix: str, index: int) -> Checkpoint:
     """Return a version of the lineage by its index: 0 is the first one, -1 the last one."""
     async with connected(bus) as topics:
-        checkpoints = await training.checkpoints(topics, prefix)
+        checkpoints = await program.checkpoints(topics, prefix)
     if not checkpoints:
         raise HeadraceError("the trainer ended without publishing a version")
     return checkpoints[index]

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.bus_access import client_options
 from headrace.errors import HeadraceError, Unreachable, UsageError
+from headrace.producing import client_options
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition

@@ -10,7 +10,7 @@ from headrace.errors import UsageError
 from headrace.producing import Outgoing, Producer
 from headrace_operations.replay.pipeline import Item
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics
-from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER, TOPIC_PREFIX, topic_prefix
+from headrace_schemas.programs import BATCH_HEADER, LEFT_OUT_HEADER, TOPIC_PREFIX, topic_prefix
 
 if TYPE_CHECKING:
     from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -112,7 +112,7 @@ async def _admin_client(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
     from aiokafka.admin import AIOKafkaAdminClient
     from aiokafka.errors import KafkaError
 
-    from headrace.bus_access import client_options, unreachable
+    from headrace.producing import client_options, unreachable
 
     admin = AIOKafkaAdminClient(**client_options(bus), client_id="headrace-replay")
     try:

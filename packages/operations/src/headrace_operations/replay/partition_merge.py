@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace.topics import Progress, Range, Topics, connected
 from headrace_schemas import BatchRecord, TrainingMetrics
-from headrace_schemas.programs.replay import RecordedBatch, recorded_batches
+from headrace_schemas.programs import RecordedBatch, recorded_batches
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord

@@ -16,7 +16,7 @@ from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.request import Report, Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.events.envelope import DATAREF_HEADER, Envelope, is_blob_reference, parse_record
-from headrace_schemas.programs.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
+from headrace_schemas.programs import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
 from headrace_schemas.values.blobs import BlobRef
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Running of a service's own program over pipes. Every failure has a reason."""
+"""Runs a service's own program over pipes, and the trainer of a replay or a job. Every failure has a reason.
+
+The trainer's reports are followed on the bus, and its version is offered to the registry.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,23 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from headrace.errors import HeadraceError, UsageError
+from headrace.producing import Outgoing, producing
+from headrace.topics import Range, Topics, connected, event_of, fetch
+from headrace_operations.replay.request import Request
 from headrace_operations.supervisor.plan import installed
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import line_of, parse_line
+from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
+from headrace_schemas.programs import DryRunBatch, DryRunLine, topic_prefix
+from headrace_schemas.values.blobs import Manifest
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
 _BUFFER_BYTES = 1 << 20
@@ -107,3 +119,132 @@ async def start_program(service: str, environ: Mapping[str, str], filter_: str =
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+_POLL_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True)
+class TrainingReports:
+    """Accumulated reports of one trainer: its batches, and the number of verdicts by kind."""
+
+    offset: int = 0
+    seen: set[str] = field(default_factory=set)
+    batches: list[BatchRecord] = field(default_factory=list)
+    verdict_counts: Counter[str | None] = field(default_factory=Counter)
+
+    def add(self, account: TrainingMetrics) -> None:
+        """Add a report; duplicates are ignored."""
+        if account.event_id not in self.seen:
+            self.seen.add(account.event_id)
+            self.batches += account.batches
+            self.verdict_counts.update(verdict.dropped for verdict in account.verdicts)
+
+    @property
+    def decided(self) -> int:
+        return sum(self.verdict_counts.values())
+
+    def result(self, experiences: int, versions: int) -> DryRunLine:
+        """Summarize the reports about a number of `experiences`; those without a verdict count as waiting."""
+        dropped = {
+            str(reason): count for reason, count in sorted(self.verdict_counts.items(), key=str) if reason is not None
+        }
+        return DryRunLine.model_validate(
+            {
+                "trained": self.verdict_counts[None],
+                "dropped": dropped,
+                "waiting": max(0, experiences - self.decided),
+                "batches": [DryRunBatch(experiences=batch.experiences, digest=batch.digest) for batch in self.batches],
+                "versions": versions,
+            }
+        )
+
+
+async def follow(topics: Topics, topic: str, reports: TrainingReports) -> None:
+    """Add the reports that were published since the last call."""
+    async for record in topics.records(Range(topic, from_offset=reports.offset)):
+        reports.offset = record.offset + 1
+        event = await event_of(TrainingMetrics.topic, record.value, record.headers)
+        if isinstance(event, TrainingMetrics):
+            reports.add(event)
+
+
+async def checkpoints(topics: Topics, prefix: str) -> list[Checkpoint]:
+    """Return the versions of a lineage, the base first."""
+    events: dict[str, Event] = {}
+    async for record in topics.records(Range(f"{prefix}{Checkpoint.topic}")):
+        event = await event_of(Checkpoint.topic, record.value, record.headers)
+        events[event.event_id] = event
+    return [event for event in events.values() if isinstance(event, Checkpoint)]
+
+
+async def train(
+    request: Request, recorded: bool, log: Path, progress: Callable[[TrainingReports], None]
+) -> TrainingReports:
+    """Train on the whole copy. Raises the errors of `run_trainer`."""
+    environ = request.environ(
+        lineage=request.lineage,
+        topic=request.topic,
+        replays=request.of,
+        cut="recorded" if recorded else "rules",
+        until_end=True,
+        announce_to=request.prefix,
+        port=0,
+    )
+    return await run_trainer(environ, request.bus, request.prefix, log, progress)
+
+
+async def run_trainer(
+    environ: Mapping[str, str], bus: str, prefix: str, log: Path, progress: Callable[[TrainingReports], None]
+) -> TrainingReports:
+    """Run a trainer to its end and follow its reports on the topics with `prefix`.
+
+    Raises:
+        UsageError: the trainer refused a setting.
+        HeadraceError: the trainer failed.
+    """
+    reports = TrainingReports()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        command = bound_to_parent([sys.executable, "-m", service_module("trainer")])
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=dict(environ))
+    ended = asyncio.create_task(process.wait())
+    try:
+        async with connected(bus) as topics:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=_POLL_INTERVAL_S)
+                await follow(topics, f"{prefix}{TrainingMetrics.topic}", reports)
+                progress(reports)
+            await follow(topics, f"{prefix}{TrainingMetrics.topic}", reports)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await ended
+    if process.returncode:
+        lines = (await asyncio.to_thread(log.read_text, "utf-8", "replace")).splitlines()
+        kind = UsageError if process.returncode == _USAGE else HeadraceError
+        raise kind(f"{failure_reason(lines, 'trainer')} (the log of the trainer is {log})")
+    return reports
+
+
+async def offer_version(bus: str, lineage: str, version: str | None = None) -> Checkpoint:
+    """Announce a version (by default the last one) on `checkpoints`, after the base that an adapter needs.
+
+    Raises:
+        UsageError: the replay has no such version.
+    """
+    async with connected(bus) as topics:
+        versions = await checkpoints(topics, topic_prefix(lineage))
+    if not versions:
+        raise UsageError(f"lineage {lineage!r}: the replay has no version yet")
+    chosen = next((entry for entry in versions if entry.version == version), None) if version else versions[-1]
+    if chosen is None:
+        raise UsageError(
+            f"lineage {lineage!r}: has no version {version}; it has {', '.join(entry.version for entry in versions)}"
+        )
+    manifest = Manifest.model_validate_json(await asyncio.to_thread(fetch, chosen.manifest))
+    bases = [entry for entry in versions if entry.version == manifest.base]
+    async with producing(bus, "headrace-replay") as producer:
+        for checkpoint in (*bases, chosen):
+            await producer.send([Outgoing.of(checkpoint, "headrace/replay")])
+    return chosen

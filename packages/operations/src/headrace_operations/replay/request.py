@@ -15,7 +15,7 @@ from headrace.errors import UsageError
 from headrace.topics import Range
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
-from headrace_schemas.programs.replay import DryRunLine, JudgedLine, ScoredLine, topic_prefix
+from headrace_schemas.programs import DryRunLine, JudgedLine, ScoredLine, topic_prefix
 
 Source = Literal["experiences", "trajectories"]
 Cut = Literal["auto", "recorded", "rules"]

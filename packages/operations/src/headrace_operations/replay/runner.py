@@ -12,14 +12,14 @@ from pydantic import BaseModel
 from headrace.errors import HeadraceError, UsageError
 from headrace.producing import producing
 from headrace.topics import connected
-from headrace_operations.catalog.transfer import base_folder
-from headrace_operations.replay import copying, partition_merge, training
+from headrace_operations.catalog import base_folder
+from headrace_operations.replay import copying, partition_merge, program
 from headrace_operations.replay.partition_merge import Journal, PartitionMerge, open_merge
 from headrace_operations.replay.pipeline import Item, Pipeline, Tick, choose_cut, run_together
 from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.request import Report, Request
 from headrace_runtime.storage import files
-from headrace_schemas.programs.replay import DryRunLine
+from headrace_schemas.programs import DryRunLine
 
 
 class CopyState(BaseModel):
@@ -123,13 +123,13 @@ async def resume(request: Request, tick: Tick) -> Report:
 async def _train(request: Request, report: Report, journal_of_lineage: Journal, tick: Tick) -> Report:
     total = report.experiences
 
-    def progress(reports: training.TrainingReports) -> None:
+    def progress(reports: program.TrainingReports) -> None:
         tick("training", reports.decided, total)
 
     log = file_path(request, ".log")
-    reports = await training.train(request, report.cut == "recorded", log, progress)
+    reports = await program.train(request, report.cut == "recorded", log, progress)
     async with connected(request.bus) as topics:
-        versions = await training.checkpoints(topics, request.prefix)
+        versions = await program.checkpoints(topics, request.prefix)
     if not versions:
         raise HeadraceError(f"the trainer ended without publishing a version; its log is {log}")
     report.training = reports.result(total, len(versions) - 1)

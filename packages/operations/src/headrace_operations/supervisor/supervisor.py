@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from headrace_operations.supervisor import plan as planning
-from headrace_operations.supervisor.log_file import LogFile
 from headrace_operations.supervisor.overrides import Overrides
-from headrace_operations.supervisor.process import Limits, ManagedProcess
+from headrace_operations.supervisor.process import Limits, LogFile, ManagedProcess
 from headrace_operations.supervisor.state import Lock, RunState, StartFailed, touch
 from headrace_runtime.services import ServiceInfo
 from headrace_schemas.http.stack_access import BusLogin, make_token, remember_key, remember_login

@@ -1,4 +1,4 @@
-"""Alembic's entry for all services: it runs on the connection that `headrace_runtime.storage.migrations` hands over."""
+"""Alembic's entry for all services: it runs on the connection that `headrace_runtime.storage.database` hands over."""
 
 from alembic import context
 

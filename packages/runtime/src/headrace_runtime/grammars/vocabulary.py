@@ -1,4 +1,4 @@
-"""The vocabulary of a tokenizer in the form that the grammar library reads: the bytes that each token stands for.
+"""Vocabulary of a tokenizer in the form that the grammar library reads, and the guide that constrains a choice.
 
 The library could read `tokenizer.json` itself, but with other rules than the tokenizer's decoder. Then it would allow
 other text than answers contain. So it gets the bytes that decoding yields.
@@ -17,15 +17,19 @@ import hashlib
 import importlib.metadata
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace_runtime.errors import HeadraceError
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
+
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHORS = ("a", "x", "0", "e")
@@ -212,3 +216,67 @@ def library_vocabulary(inner: Any, vocabulary: int, end_id: int) -> LibraryVocab
         reason = str(error)[:_REASON_LENGTH_MAX]
         raise VocabularyUnreadable(f"the grammar library refuses the vocabulary: {reason}") from error
     return LibraryVocabulary(words, source.tokens, read.unlike, end_id, source.digest())
+
+
+def match_grammar(words: LLTokenizer, text: str) -> LLMatcher:
+    """Compile a grammar in the library's dialect of Lark. The caller must check `LLMatcher.is_error`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Return whether the mask of a position allows a token."""
+    return bool(int(mask[token // 32]) >> (token % 32) & 1)
+
+
+def allow_stops(mask: NDArray[np.int32], end_id: int, stop_ids: Set[int]) -> None:
+    """Allow all `stop_ids` in the mask of a position if it allows `end_id`."""
+    if allows(mask, end_id):
+        for token in stop_ids:
+            mask[token // 32] |= _BITS[token % 32]
+
+
+class GrammarGuide:
+    """Restriction of one choice to the tokens that a grammar allows: a `headrace_inference.engine.Guide`.
+
+    All `stop_ids` are allowed where the grammar allows `end_id`.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, end_id: int, stop_ids: Set[int]) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._end_id = end_id
+        self.stop_ids = stop_ids
+        self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
+        self._violated = False
+
+    def fresh(self) -> GrammarGuide:
+        """Return a copy of the guide in its initial state, for another choice."""
+        return GrammarGuide(self._matcher.deep_copy(), self._vocabulary, self._end_id, self.stop_ids)
+
+    def replay(self, tokens: Sequence[int]) -> bool:
+        """Accept tokens that another replica sampled, and return whether the grammar allows them."""
+        for token in tokens:
+            self.accept(token)
+        return not self.error
+
+    @property
+    def error(self) -> str:
+        if self._violated:
+            return "the grammar does not allow a token that was sampled"
+        return "the grammar needs more than a step may take" if self._matcher.is_error() else ""
+
+    def allowed(self) -> NDArray[np.int32]:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        allow_stops(self._mask, self._end_id, self.stop_ids)
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        if token in self.stop_ids or self.error:
+            return
+        allowed = self._matcher.consume_token(token)
+        self._violated = not allowed and not self._matcher.is_error()
+
+
+_BITS = np.left_shift(np.ones(32, np.uint32), np.arange(32, dtype=np.uint32)).view(np.int32)

@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError
 
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.kafka.bus_client import client_options
+from headrace_runtime.kafka.topics import client_options
 from headrace_runtime.kafka.wire import BatchDecoder, Record
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import BusSettings

@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLargeError
 
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.kafka.bus_client import client_options
+from headrace_runtime.kafka.topics import client_options
 from headrace_runtime.kafka.wire import Outgoing, encode
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore

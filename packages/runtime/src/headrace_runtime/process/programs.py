@@ -6,7 +6,7 @@ secrets. The digest of a program covers its command, the source files in the com
 import.
 
 A filter program reads events and writes results as lines, without the bus. A line consists of a word, a space and JSON
-(`headrace_schemas.programs.replay`). The caller of a filter must read and write concurrently. A filter starts like a
+(`headrace_schemas.programs`). The caller of a filter must read and write concurrently. A filter starts like a
 service (`headrace_runtime.main`), with the same settings, and logs to standard error.
 """
 

@@ -1,4 +1,4 @@
-"""Database of a service: asynchronous SQLAlchemy Core on SQLite (a file per service) or PostgreSQL (a schema).
+"""Database of a service: SQLAlchemy Core on SQLite (a file per service) or PostgreSQL (a schema), and its migrations.
 
 The driver of SQLite switches to the connection's thread once for each statement. SQLAlchemy's adapter of aiosqlite
 makes four switches: it opens a cursor, executes, fetches and closes the cursor. On a busy machine each of them waits
@@ -12,11 +12,14 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
 import aiosqlite
-from sqlalchemy import URL, event, make_url, text
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.dialects.sqlite.aiosqlite import (
     AsyncAdapt_aiosqlite_connection,
     AsyncAdapt_aiosqlite_cursor,
@@ -125,7 +128,7 @@ class Database:
     def open(cls, service: str, common: Common) -> Database:
         """Return the database of `service`, which connects on first use.
 
-        `headrace_runtime.storage.migrations.upgrade` creates the tables.
+        `migrate` creates the tables.
 
         Raises:
             SettingError: `database.url` is invalid.
@@ -253,3 +256,27 @@ def _is_value_error(error: OperationalError) -> bool:
 
 def _is_serialization_failure(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) in {"40001", "40P01", "57P01", "57P02", "57P03"}
+
+
+_LOCK = 0x68656164  # "head"; key of the advisory lock that permits one migration at a time
+
+
+async def migrate(database: Database, package: str) -> None:
+    """Run the pending migrations of `<package>/migrations`. Several replicas may call this concurrently.
+
+    Raises `Unavailable` if the database does not respond, and Alembic's errors if a migration is invalid.
+    """
+    async with database.transaction() as connection:
+        if database.schema:
+            await connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+            await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{database.schema}"'))
+        await connection.run_sync(_run, package)
+
+
+def _run(connection: Connection, package: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(files("headrace_runtime") / "alembic"))
+    config.set_main_option("version_locations", str(files(package) / "migrations"))
+    config.set_main_option("path_separator", "newline")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -15,8 +15,8 @@ import faust
 
 import headrace_runtime.kafka.damage  # noqa: F401 (a damaged batch must not stop aiokafka, which Faust uses)
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.kafka.bus_client import client_options
 from headrace_runtime.kafka.consumer import Offsets
+from headrace_runtime.kafka.topics import client_options
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.metrics import QUEUE_LENGTH
 from headrace_runtime.process.logs import get_logger

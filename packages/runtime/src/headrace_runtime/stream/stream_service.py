@@ -15,9 +15,9 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.metrics import STEPS_FAILED
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common, ServiceSettings
-from headrace_runtime.storage import disk, migrations
+from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.database import Database
+from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream.faust_host import FaustHost
 from headrace_runtime.stream.outbox import Outbox
@@ -62,7 +62,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
     producer = EventProducer(common.bus, f"headrace/{service.name}", blobs)
     try:
         await topics.ensure(common.bus)
-        await disk.retry_while_full(lambda: migrations.upgrade(database, service.package))
+        await disk.retry_while_full(lambda: migrate(database, service.package))
         await producer.start()
         clock = SystemClock()
         processor = Processor(

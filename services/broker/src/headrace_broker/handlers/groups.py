@@ -12,6 +12,10 @@ from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, Phase
 from headrace_broker.protocol.groups import (
+    CommitPartition,
+    CommittedPartition,
+    CommittedTopic,
+    CommitTopic,
     ConsumerGroupHeartbeatRequest,
     ConsumerGroupHeartbeatResponse,
     DeletedGroup,
@@ -21,6 +25,8 @@ from headrace_broker.protocol.groups import (
     DescribedMember,
     DescribeGroupsRequest,
     DescribeGroupsResponse,
+    FetchedOffset,
+    FetchedOffsets,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinGroupRequest,
@@ -30,21 +36,13 @@ from headrace_broker.protocol.groups import (
     ListedGroup,
     ListGroupsRequest,
     ListGroupsResponse,
-    SyncGroupRequest,
-    SyncGroupResponse,
-)
-from headrace_broker.protocol.offsets import (
-    CommitPartition,
-    CommittedPartition,
-    CommittedTopic,
-    CommitTopic,
-    FetchedOffset,
-    FetchedOffsets,
     OffsetCommitRequest,
     OffsetCommitResponse,
     OffsetFetchRequest,
     OffsetFetchResponse,
     OffsetFetchTopic,
+    SyncGroupRequest,
+    SyncGroupResponse,
 )
 
 _OFFSET_METADATA_BYTES_MAX = 4_096

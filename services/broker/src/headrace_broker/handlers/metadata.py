@@ -5,10 +5,8 @@ A client chooses PLAIN, and then sends the user name and the password of the bus
 
 from __future__ import annotations
 
-from headrace_broker.broker import NODE_ID, Broker, RequestContext
-from headrace_broker.catalog import TopicState
+from headrace_broker.broker import MECHANISM, NODE_ID, Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.login import MECHANISM
 from headrace_broker.protocol.metadata import (
     BrokerMetadata,
     FindCoordinatorRequest,
@@ -23,7 +21,7 @@ from headrace_broker.protocol.metadata import (
     TopicMetadata,
 )
 from headrace_broker.settings import KAFKA_HOST
-from headrace_broker.topics import check_name
+from headrace_broker.topics import TopicState, check_name
 from headrace_runtime.process.logs import get_logger
 
 _GROUP, _TRANSACTION = 0, 1

@@ -11,7 +11,6 @@ from functools import partial
 
 from headrace_broker import topic_config
 from headrace_broker.broker import NODE_ID, REQUEST_BYTES_MAX, Broker, RequestContext
-from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.topics import (
     AlteredEntry,
@@ -47,6 +46,7 @@ from headrace_broker.protocol.topics import (
     NewTopic,
 )
 from headrace_broker.topic_config import TopicConfig
+from headrace_broker.topics import PartitionView
 
 _TOPIC = 2
 _BROKER = 4

@@ -9,7 +9,7 @@ from headrace_broker import reads
 from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.handlers.groups import accepted_topics, check_offset, commit_results
-from headrace_broker.protocol.offsets import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
+from headrace_broker.protocol.groups import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
 from headrace_broker.protocol.transactions import (
     AddOffsetsToTxnRequest,
     AddOffsetsToTxnResponse,

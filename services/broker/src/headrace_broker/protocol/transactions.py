@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from headrace_broker.protocol.offsets import CommittedTopic
+from headrace_broker.protocol.groups import CommittedTopic
 from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Since, String
 
 

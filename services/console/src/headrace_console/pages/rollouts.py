@@ -10,7 +10,7 @@ from starlette.responses import RedirectResponse, Response
 from headrace_console import charts
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_runtime import rollout_picture
-from headrace_schemas.http.rollout_api import RolloutChange, RolloutState
+from headrace_schemas.http.registry_api import RolloutChange, RolloutState
 
 UNDER_WAY = ("shadow", "canary")
 _ACTIONS = ("promote", "stop", "rollback")

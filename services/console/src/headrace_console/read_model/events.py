@@ -27,8 +27,7 @@ from headrace_schemas import (
     Turn,
     Undone,
 )
-from headrace_schemas.rules.training import no_logprobs_reason
-from headrace_schemas.rules.turn_status import TURN_ENDING_SOURCES, TrajectoryFacts
+from headrace_schemas.rules.training import TURN_ENDING_SOURCES, TrajectoryFacts, no_logprobs_reason
 from headrace_schemas.values.ids import derived_id
 
 if TYPE_CHECKING:

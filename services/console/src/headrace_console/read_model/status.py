@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.rows import OTHER, ExperienceRow, Names, TrajectoryRow, TurnRow
 from headrace_schemas import Restored, TrainingOutcome, Undone
-from headrace_schemas.rules.turn_status import (
+from headrace_schemas.rules.training import (
     LineageOutcomes,
     RevisionOutcome,
     TurnFacts,

@@ -12,8 +12,14 @@ from headrace_console.users import User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_schemas.http.catalog import WHO_HEADER
-from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList, VersionState
-from headrace_schemas.http.rollout_api import RolloutList, RolloutState
+from headrace_schemas.http.registry_api import (
+    ModelList,
+    ModelState,
+    RolloutList,
+    RolloutState,
+    VersionList,
+    VersionState,
+)
 from headrace_schemas.values.base import Model
 
 _CACHE_S = 1.0

@@ -22,7 +22,7 @@ from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.vocabulary import byte_level_table
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
-from headrace_schemas.events.allowed_tokens import STOP_IDS_MAX
+from headrace_schemas.events.turn import STOP_IDS_MAX
 from headrace_schemas.values.blobs import Manifest
 from headrace_schemas.values.text import read_user_text
 

@@ -22,9 +22,15 @@ from headrace_inference.grammar.fair_slots import FairSlots
 from headrace_inference.grammar.forms import AnswerForm, check_schemas, grammar_of
 from headrace_inference.grammar.vocabulary import read_vocabulary
 from headrace_runtime.errors import Refused
-from headrace_runtime.grammars.guides import GrammarGuide, match_grammar
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed, TrialTimedOut
-from headrace_runtime.grammars.vocabulary import LIBRARY, LibraryVocabulary, VocabularyUnreadable, library_version
+from headrace_runtime.grammars.vocabulary import (
+    LIBRARY,
+    GrammarGuide,
+    LibraryVocabulary,
+    VocabularyUnreadable,
+    library_version,
+    match_grammar,
+)
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import TokenGrammar
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT

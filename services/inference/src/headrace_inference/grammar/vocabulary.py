@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_runtime.grammars.guides import allows
-from headrace_runtime.grammars.vocabulary import SAMPLES, LibraryVocabulary, VocabularyUnreadable, library_vocabulary
+from headrace_runtime.grammars.vocabulary import (
+    SAMPLES,
+    LibraryVocabulary,
+    VocabularyUnreadable,
+    allows,
+    library_vocabulary,
+)
 from headrace_runtime.process.logs import get_logger
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from headrace_inference import metrics
 from headrace_inference.engine import Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine import fairness, sampler
+from headrace_inference.torch_engine.fairness import Quarantine
 from headrace_inference.torch_engine.kv import KV, LENGTH_STEP, PrefixCache
 from headrace_inference.torch_engine.loader import Model
-from headrace_inference.torch_engine.quarantine import Quarantine
 from headrace_inference.torch_engine.row_sampler import RowSampler
 from headrace_inference.torch_engine.sequence import TOP, RowParameters, Sequence
 

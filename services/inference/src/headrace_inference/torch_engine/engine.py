@@ -16,9 +16,9 @@ from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Unkno
 from headrace_inference.settings import TorchSettings
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch, Delivery
-from headrace_inference.torch_engine.forward import run
 from headrace_inference.torch_engine.loader import Loader, Model
 from headrace_inference.torch_engine.probe import probe
+from headrace_inference.torch_engine.program import run
 from headrace_inference.torch_engine.sampler import seed_of
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_inference.torch_engine.worker import Worker

@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_inference.errors import VersionUnusable
-from headrace_inference.torch_engine.forward import ATTENTION
 from headrace_inference.torch_engine.kv import KVShape
-from headrace_inference.torch_engine.program import Program, Programs, share, tensors_of
+from headrace_inference.torch_engine.program import ATTENTION, Program, Programs, share, tensors_of
 from headrace_schemas.values.blobs import Manifest
 
 _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from headrace_inference.torch_engine.forward import run
 from headrace_inference.torch_engine.kv import LENGTH_STEP
 from headrace_inference.torch_engine.loader import Model
+from headrace_inference.torch_engine.program import run
 from headrace_schemas import Probe
 
 _FLOAT32_TOLERANCE = 1e-3

@@ -18,7 +18,7 @@ from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine.kv import Entry
 from headrace_inference.torch_engine.sampler import uniform
 from headrace_runtime.process.logs import get_logger
-from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
+from headrace_schemas.events.turn import STORED_SETS_MAX
 
 log = get_logger(__name__)
 PENALISED, TRUNCATED, TOP, HELD, BIASED = 1, 2, 4, 8, 16

@@ -27,7 +27,7 @@ from headrace_inference.vllm_engine.requests import ranked_of, refuse_unsupporte
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Probe
-from headrace_schemas.events.allowed_tokens import STORED_SETS_MAX
+from headrace_schemas.events.turn import STORED_SETS_MAX
 from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)

@@ -13,8 +13,7 @@ from typing import Any
 import vllm.v1.structured_output as vllm_grammars
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 
-from headrace_runtime.grammars.guides import allow_stops
-from headrace_runtime.grammars.vocabulary import VocabularyUnreadable, library_vocabulary
+from headrace_runtime.grammars.vocabulary import VocabularyUnreadable, allow_stops, library_vocabulary
 
 
 class HeadraceBackend(GuidanceBackend):  # type: ignore[misc]
@@ -34,7 +33,7 @@ class HeadraceBackend(GuidanceBackend):  # type: ignore[misc]
 
 
 class HeadraceGrammar(GuidanceGrammar):  # type: ignore[misc]
-    """vLLM's grammar of one choice, with the masks of `headrace_runtime.grammars.guides.GrammarGuide`."""
+    """vLLM's grammar of one choice, with the masks of `headrace_runtime.grammars.vocabulary.GrammarGuide`."""
 
     def __init__(self, matcher: Any, words: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
         super().__init__(ll_matcher=matcher, ll_tokenizer=words, vocab_size=vocabulary)

@@ -11,8 +11,8 @@ from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.vllm_engine.core import LogprobEntry, Request, RequestPiece
 from headrace_runtime.errors import Refused
-from headrace_schemas.events.allowed_tokens import iterate_sets
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
+from headrace_schemas.events.turn import iterate_sets
 
 KEPT_MAX = 128
 """Number of logprobs that a truncated request asks for at each position. Tokens that truncation excluded have none that

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_inference.engines import EngineKind
+from headrace_inference.engine import EngineKind
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Section
 

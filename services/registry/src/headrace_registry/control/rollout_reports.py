@@ -20,7 +20,7 @@ from headrace_registry.storage.rollout_store import RolloutRecord
 from headrace_runtime import rollout_picture
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import ModelEvent
-from headrace_schemas.http.rollout_api import ChartPoint, RolloutState
+from headrace_schemas.http.registry_api import ChartPoint, RolloutState
 
 log = get_logger(__name__)
 

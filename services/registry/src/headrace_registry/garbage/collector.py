@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.catalog import registration
+from headrace_registry import catalog
 from headrace_registry.garbage import plan
 from headrace_registry.garbage import plan as lineages
 from headrace_registry.garbage import plan as storage_limit
@@ -143,7 +143,7 @@ class GarbageCollector:
             for version in versions:
                 model = await store.load_model(tx, version.model)
                 assert model is not None
-                if await registration.reasons_in_use(tx, model, version):
+                if await catalog.reasons_in_use(tx, model, version):
                     needed.add(version.version)
             return ()
 
@@ -160,11 +160,11 @@ class GarbageCollector:
             assert record is not None
             model = await store.load_model(tx, record.model)
             assert model is not None
-            outcomes[:] = [not await registration.reasons_in_use(tx, model, record)]
+            outcomes[:] = [not await catalog.reasons_in_use(tx, model, record)]
             if not outcomes[0]:
                 return ()
             transition = Transition(tx, now)
-            await registration.retire(tx, now, transition, model, record)
+            await catalog.retire(tx, now, transition, model, record)
             return await transition.finish()
 
         await self._processor.step(retire)
@@ -194,7 +194,7 @@ class GarbageCollector:
             for version in retired[:RETIRED_MAX]:
                 model = await store.load_model(tx, version.model)
                 assert model is not None
-                if reasons := await registration.reasons_in_use(tx, model, version):
+                if reasons := await catalog.reasons_in_use(tx, model, version):
                     needs[version.version] = reasons
             return ()
 

@@ -22,8 +22,7 @@ from headrace_registry.storage.records import TrialResult
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs.models import Tasks
-from headrace_schemas.programs.replay import Measure, Measured
+from headrace_schemas.programs import Measure, Measured, Tasks
 
 T = TypeVar("T")
 _SEEDS = 2**31

@@ -1,5 +1,5 @@
 """Runs the gate's program: a program of the user that plays held-out tasks on request
-(`headrace_schemas.programs.models`)."""
+(`headrace_schemas.programs`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_digest, program_environment
-from headrace_schemas.programs.models import Play, Played, Tasks
+from headrace_schemas.programs import Play, Played, Tasks
 
 OUTPUT_BYTES_MAX = 67_108_864
 """Bytes of output beyond which a run counts as failed."""

@@ -1,4 +1,4 @@
-"""`python -m headrace_registry.gate_workers SETTINGS`: a gate's program (`headrace_schemas.programs.models`) that
+"""`python -m headrace_registry.gate_workers SETTINGS`: a gate's program (`headrace_schemas.programs`) that
 distributes plays to workers. SETTINGS are `[registry.gate]` as JSON."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace_registry.gate.gate import GateFailed
 from headrace_registry.gate_workers.on_ray import PlayDispatcher, WorkerLost
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
-from headrace_schemas.programs.models import Play, Played
+from headrace_schemas.programs import Play, Played
 
 _PLACED_SHARE = 0.8
 """Share of `silence_s` within which workers must start, so that this program reports the failure before the registry

@@ -19,7 +19,7 @@ from headrace_registry.gate.gate import Gate, GateFailed, GateSession
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.process.logs import get_logger
-from headrace_schemas.programs.models import Play, Tasks
+from headrace_schemas.programs import Play, Tasks
 
 log = get_logger(__name__)
 _CONNECT_S = 20.0

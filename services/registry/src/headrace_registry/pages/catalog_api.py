@@ -11,10 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_registry.catalog import aliases, registration
-from headrace_registry.catalog import aliases as serving
-from headrace_registry.catalog import registration as retirement
-from headrace_registry.catalog import registration as tags_and_notes
+from headrace_registry import catalog
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.pages import http
 from headrace_registry.pages.http import RegistryChanges
@@ -92,15 +89,15 @@ class CatalogApi:
         name = request.path_params["name"]
         async with self._garbage.lock:
             try:
-                manifest = await registration.read_complete_manifest(self._blobs, body.manifest, name)
+                manifest = await catalog.read_complete_manifest(self._blobs, body.manifest, name)
             except Unavailable as error:
                 raise Refused(503, "unavailable", str(error)) from None
 
             async def work(tx: AsyncConnection, now: datetime, transition: Transition) -> str:
-                version = await registration.register(tx, now, transition, manifest, body.manifest, body.label)
+                version = await catalog.register(tx, now, transition, manifest, body.manifest, body.label)
                 if body.serve:
                     record = await store.require_model(tx, name)
-                    await serving.serve(tx, transition, record, version, self._settings.served_max)
+                    await catalog.serve(tx, transition, record, version, self._settings.served_max)
                 return f"label {body.label}" if body.label else ""
 
             act = self._act(request, "register", manifest.version, body.why)
@@ -112,7 +109,7 @@ class CatalogApi:
         async def work(
             tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, version: VersionRecord
         ) -> None:
-            await serving.serve(tx, transition, model, version, self._settings.served_max)
+            await catalog.serve(tx, transition, model, version, self._settings.served_max)
 
         return await self._change_version(request, body.version, body.why, work)
 
@@ -122,7 +119,7 @@ class CatalogApi:
         async def work(
             tx: AsyncConnection, _now: datetime, transition: Transition, model: ModelRecord, version: VersionRecord
         ) -> None:
-            await serving.unserve(tx, transition, model, version)
+            await catalog.unserve(tx, transition, model, version)
 
         return await self._change_version(request, body.version, body.why, work)
 
@@ -133,13 +130,13 @@ class CatalogApi:
 
         async def work(tx: AsyncConnection, now: datetime, transition: Transition) -> str:
             record = await store.require_model(tx, name)
-            return await aliases.move_aliases(tx, now, transition, record, body.moves, self._settings.served_max)
+            return await catalog.move_aliases(tx, now, transition, record, body.moves, self._settings.served_max)
 
         return http.json_response(await self._changes.make(name, self._act(request, "aliases", None, body.why), work))
 
     async def retire(self, request: Request) -> Response:
         body = await http.read_body(request, RetireRequest)
-        return await self._change_version(request, body.version, body.why, retirement.retire)
+        return await self._change_version(request, body.version, body.why, catalog.retire)
 
     async def tags(self, request: Request) -> Response:
         body = await http.read_body(request, TagsRequest)
@@ -147,7 +144,7 @@ class CatalogApi:
         async def work(
             tx: AsyncConnection, _now: datetime, _transition: Transition, _model: ModelRecord, version: VersionRecord
         ) -> str:
-            await tags_and_notes.change_tags(tx, version, body.add, body.remove)
+            await catalog.change_tags(tx, version, body.add, body.remove)
             return " ".join([*(f"+{tag}" for tag in body.add), *(f"-{tag}" for tag in body.remove)])
 
         return await self._change_version(request, body.version, body.why, work)
@@ -159,7 +156,7 @@ class CatalogApi:
         async def work(
             tx: AsyncConnection, now: datetime, _transition: Transition, _model: ModelRecord, version: VersionRecord
         ) -> None:
-            await tags_and_notes.add_note(tx, now, version, body.text, operator)
+            await catalog.add_note(tx, now, version, body.text, operator)
 
         return await self._change_version(request, body.version, "", work)
 

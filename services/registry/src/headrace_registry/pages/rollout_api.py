@@ -25,7 +25,7 @@ from headrace_runtime.errors import Refused
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
-from headrace_schemas.http.rollout_api import RolloutChange, RolloutList, RolloutRequest
+from headrace_schemas.http.registry_api import RolloutChange, RolloutList, RolloutRequest
 
 Change = Callable[[Transition, ModelRecord, RolloutRecord, str], Awaitable[None]]
 

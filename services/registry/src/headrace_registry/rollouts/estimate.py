@@ -50,7 +50,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace_runtime.settings.sections import Section
-from headrace_statistics import student_t
+from headrace_statistics import intervals
 
 _LOG_MAX = 50.0
 MEAN_LOW, MEAN_HIGH = 0.5, 2.0
@@ -198,7 +198,7 @@ def estimate(pairs: Sequence[ShadowPair], requirements: EstimateRequirements) ->
         return ShadowEstimate(len(pairs), len(observed), weights_overlap, judged, refused=refused)
     difference, error = _doubly_robust(pairs, observed, weights_overlap.mean)
     freedom = max(1.0, weights_overlap.effective - 1.0)
-    half_width = student_t.quantile(_LEVEL, freedom) * error
+    half_width = intervals.quantile(_LEVEL, freedom) * error
     return ShadowEstimate(
         len(pairs),
         len(observed),

@@ -16,8 +16,7 @@ from headrace_registry.rollouts.adaptive_split import Estimate
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success, UnitReading
 from headrace_statistics import e_process
-from headrace_statistics.contrast import Contrast
-from headrace_statistics.e_process import EProcess, MixtureEProcess, SampleRatio
+from headrace_statistics.e_process import Contrast, EProcess, MixtureEProcess, SampleRatio
 from headrace_statistics.intervals import ConfidenceSequence, Interval
 
 ARMS = "arms of one size"

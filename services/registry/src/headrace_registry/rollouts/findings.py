@@ -6,8 +6,8 @@ the mean of the kind, shrunk towards that of the kind above it, as if that had b
 Morris, "Stein's paradox in statistics", 1977). Only the session's first turn is used, which exists before any version
 has answered.
 
-`headrace_statistics.contrast` subtracts the expected part from each unit's value. It does not depend on the expectation
-being right: a wrong one costs sessions, and changes no error rate.
+`headrace_statistics.e_process` subtracts the expected part from each unit's value. It does not depend on the
+expectation being right: a wrong one costs sessions, and changes no error rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from headrace_registry.rollouts.estimate import ShadowEstimate
 from headrace_schemas import Turn
-from headrace_schemas.http.rollout_api import ShadowState
+from headrace_schemas.http.registry_api import ShadowState
 from headrace_schemas.values.base import Finite, Model, Text
 
 STRENGTH = 2.0

@@ -1,17 +1,20 @@
-"""Fitting of reward models: as thumbs arrive, beside the stream, for one tenant after the other, or once for a replay.
+"""A reward model as a source of rewards, and its fitting: as thumbs arrive, beside the stream, or once for a replay.
 
 Two replicas may fit at the same time. Equal thumbs give an equal model, and the last one that is stored counts.
 
-The features of a run are known only after its reward functions were called. So a replay with a reward model passes over
-the runs twice: first to compute features, then, from a temporary file, to write experiences.
+The features of a run are known only after its reward functions were called. So a replay with a reward model passes
+over the runs twice: first to compute features, then, from a temporary file, to write experiences.
+
+The reward of a run depends only on its features and on the fitted model, which are both in the database. So every
+replica computes the same reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -21,15 +24,127 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import is_fatal
 from headrace_runtime.stream.processor import Processor
-from headrace_schemas import Event, Trajectory
+from headrace_schemas import Event, Reward, Trajectory
+from headrace_schemas.values.ids import fits_any
 from headrace_scorer import metrics
 from headrace_scorer.feedback_entries import EntryKey
+from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store
-from headrace_scorer.learned.models import Features, FittedModel, Thumb, ThumbedRun
-from headrace_scorer.learned.settings import THUMBS_MAX, UNRATED_RUNS_MAX
-from headrace_scorer.learned.source import LearnedSource
+from headrace_scorer.learned.columns import features_of
+from headrace_scorer.learned.models import (
+    PREFIX,
+    REWARD_MODELS,
+    THUMBS_MAX,
+    UNRATED_RUNS_MAX,
+    Features,
+    FittedModel,
+    LearnedSettings,
+    QualityEstimate,
+    Thumb,
+    ThumbedRun,
+)
 from headrace_scorer.learned.store import TrainingData
+from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import SourceReward
+
+CHANGE_MIN = 0.05
+"""Smallest change of a run's value that causes a new revision of its reward. Each revision is trained."""
+
+_CACHED_MAX = 64
+
+
+class LearnedSource:
+    """The source `learned:<model>`.
+
+    Args:
+        functions: returns the reward functions that are loaded now.
+    """
+
+    def __init__(self, settings: LearnedSettings, functions: Callable[[], Sequence[RewardFunction]]) -> None:
+        assert settings.model is not None
+        self.settings = settings
+        self.model = REWARD_MODELS.get(settings.model)
+        self.name = settings.source
+        self._functions = functions
+        self._fitted: OrderedDict[str, FittedModel] = OrderedDict()
+
+    def counts(self, source: str) -> bool:
+        """Return whether the rewards of a source are features.
+
+        Sources that read feedback or learn from it are never features.
+        """
+        readers = {function.source for function in self._functions() if "feedback" in function.parameters}
+        selected = fits_any(self.settings.features, source)
+        is_teacher = fits_any(self.settings.teachers, source)
+        return selected and not is_teacher and source not in readers and not source.startswith(PREFIX)
+
+    def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:
+        """Return the features of a run."""
+        return features_of(trajectory, entries.rewards(), self.counts)
+
+    async def new_rewards(
+        self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, arrived_ms: int, entries: LedgerEntries
+    ) -> list[Reward]:
+        """Store the features of a run for later fits. Return its reward if it is new or has changed by `change_min`."""
+        features = self.features(trajectory, entries)
+        await store.store_features(tx, trajectory.trajectory_id, trajectory.tenant, arrived_ms, features)
+        fitted = await self.fitted(tx, trajectory.tenant)
+        reward = reward_of(self.name, now, trajectory, fitted, features, entries)
+        return [reward] if self._has_changed(reward, entries) else []
+
+    async def fitted(self, tx: AsyncConnection, tenant: str) -> FittedModel | None:
+        """Return the tenant's fitted model; None before the first fit."""
+        model_id = await store.current(tx, tenant, self.name)
+        if model_id is None:
+            return None
+        if model_id not in self._fitted:
+            self._fitted[model_id] = self.model.read(await store.payload(tx, tenant, self.name))
+            while len(self._fitted) > _CACHED_MAX:
+                self._fitted.popitem(last=False)
+        return self._fitted[model_id]
+
+    def _has_changed(self, reward: Reward, entries: LedgerEntries) -> bool:
+        before = entries.reward(EntryKey.reward(self.name))
+        if before is None or before["outcome"] != reward.outcome:
+            return True
+        if reward.value is None or before["value"] is None:
+            return False
+        return abs(reward.value - float(before["value"])) >= max(CHANGE_MIN, 1e-12)
+
+
+def reward_of(
+    source: str,
+    now: datetime,
+    trajectory: Trajectory,
+    fitted: FittedModel | None,
+    features: Features,
+    entries: LedgerEntries,
+) -> Reward:
+    """Return the next revision of a reward model's reward.
+
+    It abstains without a model, or if the model is uncertain.
+    """
+    likely: QualityEstimate | None = None if fitted is None else fitted.judge(features)
+    reason = None
+    if fitted is None:
+        reason = "the reward model was not fitted yet"
+    elif likely is None:
+        silent = fitted.facts().get("silent")
+        reason = str(silent) if silent else "uncertain: the interval is wider than scorer.learned.width_max"
+    return Reward(
+        time=now,
+        trajectory_id=trajectory.trajectory_id,
+        session_key=trajectory.session_key,
+        tenant=trajectory.tenant,
+        source=source,
+        revision=entries.next_revision(EntryKey.reward(source)),
+        outcome="abstained" if likely is None else "scored",
+        value=None if likely is None else likely.paid,
+        criteria={} if likely is None else {"likely": likely.value, "low": likely.low, "high": likely.high},
+        reason=reason,
+        judged_by=None if fitted is None else fitted.model_id,
+    )
+
 
 REFIT_SHARE = 0.05
 """Share of thumbs that must be new or changed before the model is fitted again."""

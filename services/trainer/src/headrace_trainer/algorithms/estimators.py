@@ -15,7 +15,7 @@ from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import Advantages, Floats
 from headrace_trainer.algorithms.baselines import Baselines, Decay
-from headrace_trainer.algorithms.needs import NOTHING, REPLIES, REWARDS, Needs, Signals
+from headrace_trainer.algorithms.presets import NOTHING, REPLIES, REWARDS, Needs, Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headrace_runtime.registries import Registry
 from headrace_runtime.settings.sections import Section
-from headrace_trainer.algorithms.needs import NOTHING, Needs
+from headrace_trainer.algorithms.presets import NOTHING, Needs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
-from headrace_trainer.algorithms.needs import Needs, Signals
+from headrace_trainer.algorithms.presets import Needs, Signals
 from headrace_trainer.algorithms.reward_ranges import RangeLimits
 
 Positive = Annotated[float, Field(gt=0)]

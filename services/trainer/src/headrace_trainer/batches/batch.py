@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_schemas import Experience
-from headrace_trainer.experiences.token_sets import TokenSets
+from headrace_trainer.experiences.restrictions import TokenSets
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from headrace_runtime.kafka.wire import Record
-from headrace_schemas.programs.replay import BATCH_HEADER, LEFT_OUT_HEADER
+from headrace_schemas.programs import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import (

@@ -18,8 +18,7 @@ from headrace_trainer.algorithms.estimators import AdvantageInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.batch import Batch, Hindsight, Row
 from headrace_trainer.experiences.admission import staleness_reason, versions_of
-from headrace_trainer.experiences.examples import Example
-from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, SpanAdvantages, turns_of
+from headrace_trainer.experiences.examples import CorrectionRules, Example, PendingUpdate, SpanAdvantages, turns_of
 from headrace_trainer.experiences.replies import CONTRADICTED, ReplyReader
 from headrace_trainer.experiences.reports import TrainedExperience
 from headrace_trainer.experiences.restrictions import SetBuilder

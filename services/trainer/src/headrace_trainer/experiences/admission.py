@@ -30,12 +30,20 @@ from headrace_schemas import Experience
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN
 from headrace_schemas.events.checkpoint import DropReason, LearnedSignals
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
-from headrace_trainer.algorithms.needs import REWARDS, Signals
+from headrace_trainer.algorithms.presets import REWARDS, Signals
 from headrace_trainer.algorithms.reward_ranges import NO_LIMITS, RangeLimits
 from headrace_trainer.backends import BACKENDS
-from headrace_trainer.experiences.examples import Example, FindReplyExamples, WriteAnswer, examples, tokens_of
+from headrace_trainer.experiences.examples import (
+    CorrectionRules,
+    Example,
+    FindReplyExamples,
+    PendingUpdate,
+    WriteAnswer,
+    examples,
+    pending_updates,
+    tokens_of,
+)
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.pending_updates import CorrectionRules, PendingUpdate, pending_updates
 from headrace_trainer.experiences.replies import GradeReplies, ReplyReader
 from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.experiences.templates import EditWriter

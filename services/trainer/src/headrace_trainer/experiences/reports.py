@@ -11,8 +11,7 @@ from typing import NamedTuple
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
 from headrace_schemas.events.checkpoint import TURNS_MAX, DropReason, TurnAdvantage
 from headrace_schemas.values.base import Model
-from headrace_trainer.experiences.examples import BRANCH, Example
-from headrace_trainer.experiences.pending_updates import CorrectionRules
+from headrace_trainer.experiences.examples import BRANCH, CorrectionRules, Example
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import ContributionDetail
 

@@ -1,13 +1,17 @@
-"""Computes again from which tokens the answers of a branch were sampled: by their grammar, or from stored sets.
-Penalties and biases are those of the event.
+"""Sets of tokens that the answers of a branch were sampled from: computed again by their grammar, or stored ones.
+
+The policy at such a position is softmax(logits / T) restricted to the set. The engine's logprob, the present logprob,
+the reference's and the entropy are all those of the restricted distribution (docs/decisions/0023). Penalties and biases
+are those of the event.
 
 A grammar's masks depend on the library's version and the tokenizer too. If one of them differs from the replica's, or
-if a sampled token is outside its recomputed set, the experience is dropped with a named detail: training it with other
-sets would be biased.
+if a sampled token is outside its recomputed set, the experience is dropped with a named detail: training it with
+other sets would be biased.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import OrderedDict
@@ -18,13 +22,99 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.grammars.guides import allows
+from headrace_runtime.grammars.vocabulary import allows
 from headrace_runtime.process import liveness
 from headrace_schemas import Branch, Span, TokenGrammar
-from headrace_schemas.events.allowed_tokens import check_sets, iterate_sets
-from headrace_trainer.experiences.token_sets import SpanShift, TokenSet, TokenSets, set_of_bits, set_of_ids
+from headrace_schemas.events.chat import LogitShift
+from headrace_schemas.events.turn import check_sets, iterate_sets
+
+TokenSet = NDArray[np.int32] | NDArray[np.uint8]
+"""Either ascending token ids (int32), or the bits of all tokens (uint8): token `t` is bit `t % 8` of byte `t // 8`.
+
+Bits take less memory for more than one token in 32. Equal large sets of a process are one array.
+"""
+
+
+@dataclass(frozen=True)
+class SpanShift:
+    """Penalties and bias of the tokens from `start` up to `stop`, which are one answer."""
+
+    start: int
+    stop: int
+    shift: LogitShift
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSets:
+    """Sets of some positions of a sequence. All other positions allow every token."""
+
+    positions_P: NDArray[np.int32]
+    """Ascending."""
+    sets: tuple[TokenSet, ...]
+    shifts: tuple[SpanShift, ...] = ()
+    """Ascending."""
+
+    @classmethod
+    def join(cls, parts: Iterable[tuple[int, TokenSets]], shifts: Iterable[SpanShift] = ()) -> TokenSets | None:
+        """Return the sets of several spans, each with its start, and the shifts; None without any."""
+        parts, shifts = list(parts), tuple(shifts)
+        positions = [sets.positions_P + start for start, sets in parts]
+        joined = tuple(each for _, sets in parts for each in sets.sets)
+        return cls(_join(positions), joined, shifts) if joined or shifts else None
+
+    def between(self, start: int, stop: int) -> TokenSets | None:
+        """Return the sets and shifts of the positions from `start` up to `stop`, at the same positions."""
+        first, last = np.searchsorted(self.positions_P, (start, stop))
+        shifts = tuple(each for each in self.shifts if start <= each.start and each.stop <= stop)
+        return (
+            TokenSets(self.positions_P[first:last], self.sets[first:last], shifts) if first < last or shifts else None
+        )
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of all positions, sets and shifts."""
+        digest = hashlib.sha256(self.positions_P.astype("<i4").tobytes())
+        digest_of: dict[int, bytes] = {}
+        for each in self.sets:
+            if id(each) not in digest_of:
+                digest_of[id(each)] = hashlib.sha256(each.dtype.str.encode() + each.tobytes()).digest()
+            digest.update(digest_of[id(each)])
+        for shift in self.shifts:
+            digest.update(f"{shift.start} {shift.stop} {shift.shift.model_dump_json()}".encode())
+        return digest.digest()
+
+
+def _join(positions: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(positions).astype(np.int32) if positions else np.zeros(0, np.int32)
+
+
+def set_of_ids(ids: Sequence[int], vocabulary: int) -> TokenSet:
+    """Return the set of these token ids in its smaller form."""
+    array = np.array(sorted(ids), np.int32)
+    if len(array) * 32 <= vocabulary:
+        return array
+    bits = np.zeros((vocabulary + 7) // 8 * 8, np.bool_)
+    bits[array] = True
+    return np.packbits(bits, bitorder="little")
+
+
+def set_of_bits(words: NDArray[np.int32], vocabulary: int) -> TokenSet | None:
+    """Return the set of a grammar's mask, token `t` being bit `t % 32` of word `t // 32`; None if all are allowed."""
+    octets = words.astype("<i4", copy=False).view(np.uint8)[: (vocabulary + 7) // 8].copy()
+    if vocabulary % 8:
+        octets[-1] &= (1 << vocabulary % 8) - 1
+    count = int(np.bitwise_count(octets).sum())
+    if count == vocabulary:
+        return None
+    if count * 32 > vocabulary:
+        return octets
+    occupied = np.flatnonzero(octets)
+    bits = np.unpackbits(octets[occupied], bitorder="little").reshape(-1, 8)
+    rows, columns = np.nonzero(bits)
+    return (occupied[rows] * 8 + columns).astype(np.int32)
+
 
 BRANCH_BYTES_MAX = 16 << 20
 """Largest memory of the different sets of one branch."""
@@ -175,7 +265,8 @@ class SetBuilder:
         return shared
 
     def _guide(self, grammar: TokenGrammar) -> Any:
-        from headrace_runtime.grammars import guides, vocabulary
+        from headrace_runtime.grammars import vocabulary
+        from headrace_runtime.grammars.vocabulary import GrammarGuide, match_grammar
 
         guide = self._guides.get(grammar.digest)
         if guide is not None:
@@ -189,10 +280,10 @@ class SetBuilder:
         if grammar.tokenizer_sha256 != library.digest:
             raise SetsUnknown("tokenizer")
         self._try(grammar.text)
-        matcher = guides.match_grammar(library.words, grammar.text)
+        matcher = match_grammar(library.words, grammar.text)
         if matcher.is_error():
             raise SetsUnknown("grammar")
-        guide = guides.GrammarGuide(matcher, library.words.vocab_size, grammar.end_id, frozenset(grammar.stop_ids))
+        guide = GrammarGuide(matcher, library.words.vocab_size, grammar.end_id, frozenset(grammar.stop_ids))
         self._guides[grammar.digest] = guide
         while len(self._guides) > _GRAMMARS_MAX:
             self._guides.popitem(last=False)

@@ -27,9 +27,8 @@ from headrace_trainer.experiences.admission import (
     pending_updates_of,
     versions_of,
 )
-from headrace_trainer.experiences.examples import Example
+from headrace_trainer.experiences.examples import Example, PendingUpdate
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.pending_updates import PendingUpdate
 from headrace_trainer.experiences.reports import Offsets, SaveReport, TrainedExperience, Unreported
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window

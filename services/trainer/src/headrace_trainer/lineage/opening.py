@@ -19,10 +19,10 @@ from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Window
 from headrace_trainer.learner import VERSION, Learner
 from headrace_trainer.lineage import versions
-from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed_versions
+from headrace_trainer.lineage.versions import share_weights
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class Assembly(Model):
-    """A file as ranges of blobs that are stored for a version; see `headrace_trainer.lineage.assembly`."""
+    """A file as ranges of blobs that are stored for a version; see `headrace_trainer.lineage.versions`."""
 
     frame: BlobRef
     """The bytes that only this file has."""

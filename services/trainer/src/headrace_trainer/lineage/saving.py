@@ -29,10 +29,10 @@ from headrace_trainer.experiences.history import VERSIONS_MAX, History, Publishe
 from headrace_trainer.experiences.reports import SaveReport
 from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
-from headrace_trainer.lineage.assembly import share_weights
 from headrace_trainer.lineage.health import Health
 from headrace_trainer.lineage.saved import Assembly, Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.lineage.versions import share_weights
 from headrace_trainer.metrics import SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 

@@ -27,8 +27,8 @@ from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_runtime.storage.records import Record, Records
 from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
-from headrace_trainer.lineage.assembly import SharedWeights, assemble
 from headrace_trainer.lineage.saved import Assembly, LegacyPointer, Pointer, Saved, Tensors, read_saved
+from headrace_trainer.lineage.versions import SharedWeights, assemble
 from headrace_trainer.settings import TrainerSettings
 
 _M = TypeVar("_M", Pointer, LegacyPointer, Saved)

@@ -1,20 +1,32 @@
-"""Publishes the weights in training as an immutable version in the blob store, and loads a version. The learner writes
-and reads the weights' files; this module adds the base's other files, a manifest and with it a name."""
+"""Weights of a lineage in the blob store: immutable versions, and restore points that share a version's files.
+
+The learner writes and reads the weights' files. This module adds the base's other files, a manifest and with it a name
+to a version.
+
+The weights file of a restore point and the files of the version that was made at the same time hold the same tensors
+wherever the version has the type that is trained. In that case only the frame is stored besides the version: the
+header of the file and the tensors that differ. The file is assembled again byte for byte, and checked against its
+digest.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.process import liveness
 from headrace_runtime.storage import versions as store
 from headrace_runtime.storage.base_models import FORMS
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
-from headrace_trainer.learner import Learner
+from headrace_trainer.learner import VERSION, WEIGHTS, Learner
+from headrace_trainer.lineage.saved import Assembly, Range
 
 
 def check_base(folder: Path) -> None:
@@ -122,3 +134,134 @@ def fetch_weights(blobs: BlobStore, manifest: Manifest, folder: Path) -> None:
 def weight_digests(manifest: Manifest) -> frozenset[str]:
     """Return the digests of the weights, by which two versions of one lineage differ."""
     return frozenset(file.blob.sha256 for file in manifest.files if file.path.endswith(".safetensors"))
+
+
+_FRAME = "frame"
+_PIECE_BYTES = 4 << 20
+_SHARE_MIN = 0.5
+"""Minimum share of a file that its version must hold; below it, the file is stored as a whole."""
+
+
+class _Tensor(NamedTuple):
+    name: str
+    type: str
+    start: int
+    """Offset in the file, its header included."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """A weights file as ranges of a frame and of a version's files."""
+
+    frame: Path
+    """A file next to the weights, with the bytes that no version file has."""
+    files: tuple[str, ...]
+    """Paths of the version's files within the version."""
+    ranges: tuple[Range, ...]
+
+    def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
+        """Return the ranges with the blobs in which `files` and the frame are stored."""
+        blobs = {file.path: file.blob for file in files}
+        return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
+
+
+def share_weights(folder: Path) -> SharedWeights | None:
+    """Split the weights file of the restore point in `folder` into bytes that the version's files contain and the rest.
+
+    The rest, the frame, is written into `folder`; the shared bytes need not be stored again. The version's files,
+    which are in `folder` too, are compared byte by byte and not changed.
+
+    Returns:
+        The split, or None if the version contains less than half of the file, or if the back end uses another layout.
+    """
+    weights, version = folder / WEIGHTS, folder / VERSION
+    paths = sorted(version.glob("*.safetensors")) if version.is_dir() else []
+    if not paths:
+        return None
+    try:
+        parts = [_header(weights), *_tensors(weights)]
+        tensors = [(number, tensor) for number, path in enumerate(paths) for tensor in _tensors(path)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    version_tensors = {(tensor.name, tensor.type, tensor.size): (number, tensor) for number, tensor in tensors}
+    ranges: list[Range] = []
+    framed = 0
+    frame = folder / _FRAME
+    with weights.open("rb") as file, frame.open("wb") as frame_file:
+        handles = [path.open("rb") for path in paths]
+        try:
+            for tensor in parts:
+                number, source = version_tensors.get((tensor.name, tensor.type, tensor.size), (0, tensor))
+                if source is not tensor and _is_same_data(file, tensor, handles[number], source):
+                    _append(ranges, Range(number + 1, source.start, tensor.size))
+                    continue
+                _append(ranges, Range(0, framed, tensor.size))
+                framed += tensor.size
+                for piece in _pieces(file, tensor.start, tensor.size):
+                    frame_file.write(piece)
+        finally:
+            for handle in handles:
+                handle.close()
+    if framed > (1 - _SHARE_MIN) * weights.stat().st_size:
+        frame.unlink()
+        return None
+    return SharedWeights(frame, tuple(path.relative_to(version).as_posix() for path in paths), tuple(ranges))
+
+
+def assemble(sources: Sequence[Path], ranges: Sequence[Range], target: Path) -> None:
+    """Write the file that consists of `ranges` of `sources`. The first of the sources is the frame."""
+    handles = [path.open("rb") for path in sources]
+    try:
+        with target.open("wb") as file:
+            for source, start, size in ranges:
+                for piece in _pieces(handles[source], start, size):
+                    file.write(piece)
+    finally:
+        for handle in handles:
+            handle.close()
+
+
+def _header(path: Path) -> _Tensor:
+    with path.open("rb") as file:
+        size = 8 + int.from_bytes(file.read(8), "little")
+    if size > path.stat().st_size:
+        raise ValueError(f"{path}: is no safetensors file")
+    return _Tensor("", "header", 0, size)
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """Return the tensors of a safetensors file in the order of their bytes, which fill the file after its header."""
+    data = _header(path).size
+    with path.open("rb") as file:
+        file.seek(8)
+        entries = json.loads(file.read(data - 8))
+    tensors = [
+        _Tensor(name, f"{entry['dtype']} {entry['shape']}", data + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in entries.items() if name != "__metadata__"
+    ]  # fmt: skip
+    return sorted(tensors, key=lambda tensor: (tensor.start, tensor.size))
+
+
+def _is_same_data(file: BinaryIO, tensor: _Tensor, other: BinaryIO, source: _Tensor) -> bool:
+    pairs = zip(_pieces(file, tensor.start, tensor.size), _pieces(other, source.start, source.size), strict=True)
+    return all(left == right for left, right in pairs)
+
+
+def _append(ranges: list[Range], following: Range) -> None:
+    """Append a range, or extend the last one if `following` continues it."""
+    if ranges and ranges[-1].source == following.source and ranges[-1].start + ranges[-1].size == following.start:
+        ranges[-1] = ranges[-1]._replace(size=ranges[-1].size + following.size)
+    elif following.size:
+        ranges.append(following)
+
+
+def _pieces(file: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    file.seek(start)
+    for at in range(0, size, _PIECE_BYTES):
+        piece = file.read(min(_PIECE_BYTES, size - at))
+        if not piece:
+            raise EOFError(f"{file.name}: ends before byte {start + size}")
+        liveness.progress()
+        yield piece

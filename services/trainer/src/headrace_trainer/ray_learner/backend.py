@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.backends import Backend
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.torch_learner.backend import TORCH

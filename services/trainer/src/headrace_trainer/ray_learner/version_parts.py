@@ -27,8 +27,7 @@ from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.masters import round_stochastically
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.shards import is_sharded
-from headrace_trainer.torch_learner.stored_tensors import layout
+from headrace_trainer.torch_learner.stored_tensors import is_sharded, layout
 from headrace_trainer.torch_learner.version_files import WritePlan
 
 

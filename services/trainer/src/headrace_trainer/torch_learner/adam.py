@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.settings import OptimizerSettings
-from headrace_trainer.torch_learner.shards import mean, with_layout_of
+from headrace_trainer.torch_learner.stored_tensors import mean, with_layout_of
 
 EPSILON = 1e-8
 _LIST_WEIGHTS_MAX = 1 << 27

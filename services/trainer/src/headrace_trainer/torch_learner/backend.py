@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.backends import Backend
 
 if TYPE_CHECKING:

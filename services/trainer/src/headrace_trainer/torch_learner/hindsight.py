@@ -19,9 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
-from headrace_statistics import student_t
-from headrace_trainer.algorithms.catalog.hindsight import GUARD_ANSWERS_MAX, HindsightSettings, refusal
-from headrace_trainer.algorithms.gap import BLOCK, GapEstimate, ReplyBlock
+from headrace_statistics import intervals
+from headrace_trainer.algorithms.catalog.hindsight import (
+    BLOCK,
+    GUARD_ANSWERS_MAX,
+    GapEstimate,
+    HindsightSettings,
+    ReplyBlock,
+    refusal,
+)
 from headrace_trainer.batches.batch import Hindsight, Row, passes
 from headrace_trainer.learner import Abandoned, StepRefused
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
@@ -87,7 +93,7 @@ class HindsightTeacher:
         if len(guard) > 1:
             before, after = self._base_logprobs(guard), self._logprobs(guard, reference=False)
             drops = [float((base - present).mean()) for base, present in zip(before, after, strict=True)]
-            self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": student_t.lower_bound(drops, 0.025)}
+            self._measured |= {"guard_drop_mean": fmean(drops), "guard_drop": intervals.lower_bound(drops, 0.025)}
         return {}
 
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
-from headrace_trainer.torch_learner import shards
+from headrace_trainer.torch_learner import stored_tensors
 from headrace_trainer.torch_learner.adam import Adam
 from headrace_trainer.torch_learner.stored_tensors import SelectedTensors
 
@@ -59,7 +59,7 @@ class Optimizer:
         """Set the present gradients aside and return them. `take` checks that they are finite."""
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
-        self._stashed = _total(shards.norms(list(stashed.values()))) if stashed else None
+        self._stashed = _total(stored_tensors.norms(list(stashed.values()))) if stashed else None
         return stashed
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Optimizer:
             changed; and the numbers of `beside`.
         """
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norms = dict(zip(gradients, shards.norms(list(gradients.values())), strict=True))
+        norms = dict(zip(gradients, stored_tensors.norms(list(gradients.values())), strict=True))
         numbers, total = self._read(weight, norms, extra)
         norm, logarithm, stashed, *more = numbers
         self.gain, self._stashed = 1.0, None
@@ -150,7 +150,7 @@ class Optimizer:
 
         Of sharded tensors only the first process of a team gets the values. All of its processes must call this method.
         """
-        return {name: shards.cpu_copy(tensor) for name, tensor in self.references().items()}
+        return {name: stored_tensors.cpu_copy(tensor) for name, tensor in self.references().items()}
 
     def references(self) -> dict[str, Tensor]:
         """Return the same tensors without copying them, in the same order in every process."""
@@ -175,7 +175,7 @@ class Optimizer:
             name, _, kind = key.rpartition("/")
             if kind == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
                 parameter = self._parameters[name]
-                self._muon.state[parameter][kind] = shards.with_layout_of(parameter, state[key])
+                self._muon.state[parameter][kind] = stored_tensors.with_layout_of(parameter, state[key])
             elif kind == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",

@@ -33,7 +33,7 @@ from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.shards import gather
+from headrace_trainer.torch_learner.stored_tensors import gather
 
 IDLE = Row(
     "",

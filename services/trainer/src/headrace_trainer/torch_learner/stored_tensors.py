@@ -1,13 +1,17 @@
-"""Safetensors files: their layout, and tensors that are read one by one, because a state may be larger than memory.
+"""Tensors that are not whole in memory: shards over a team of processes, and safetensors files read one by one.
 
-With a file's layout, several processes can write it together, each its own ranges, with the same result as one process
-(https://huggingface.co/docs/safetensors: eight bytes with the size of the header, the header in JSON, the tensors).
+With a file's layout, several processes can write it together, each its own ranges, with the same result as one
+process (https://huggingface.co/docs/safetensors: eight bytes with the size of the header, the header in JSON, the
+tensors).
+
+An unsharded tensor is returned as it is, so a single process pays nothing for these functions. Functions that gather
+a sharded tensor must be called by every member, in the same order, because the members exchange their parts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +20,57 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether other processes hold parts of the tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the full tensor, in every process."""
+    if not is_sharded(tensor):
+        return tensor
+    gathered: Tensor = _as_any(tensor).full_tensor()
+    return gathered
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Return the mean over the full tensor."""
+    return gather(tensor.sum()) / tensor.numel() if is_sharded(tensor) else tensor.mean()
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor."""
+    return [gather(norm) for norm in torch._foreach_norm(list(tensors))] if tensors else []
+
+
+def cpu_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the full tensor on the CPU in the first process of the team, and an empty tensor in the
+    others."""
+    gathered = gather(tensor.detach())
+    if is_sharded(tensor) and _as_any(tensor).device_mesh.get_rank() != 0:
+        return torch.empty(0)
+    return gathered.cpu().clone()
+
+
+def with_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of `value` with the device and the sharding of `parameter`.
+
+    Every process must have the full `value`; the result holds only the part of this process.
+    """
+    if not is_sharded(parameter):
+        return value.to(parameter.device).clone()
+    from torch.distributed.tensor import distribute_tensor  # imported here, because it takes seconds
+
+    layout = _as_any(parameter)
+    part: Tensor = distribute_tensor(value.to(layout.device), layout.device_mesh, layout.placements, src_data_rank=None)
+    return part.clone()
+
+
+def _as_any(tensor: Tensor) -> Any:
+    return tensor
+
 
 _MAPPED_BYTES_MAX = 64 << 20
 """Bytes after which the file is mapped again: the pages that were read count as memory of the process until then."""

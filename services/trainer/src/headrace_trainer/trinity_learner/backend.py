@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.backends import Backend
-from headrace_trainer.trinity_learner.settings import TrinitySettings
+from headrace_trainer.trinity_learner.configuration import TrinitySettings
 
 if TYPE_CHECKING:
     from headrace_trainer.learner import Learner

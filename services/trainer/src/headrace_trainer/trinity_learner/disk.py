@@ -1,5 +1,5 @@
 """The folder that Trinity and the trainer share: models, checkpoints with optimizer, jobs, the pending batch, and
-weights files as bytes.
+weights files: as bytes, their fingerprint, and whether they are finite.
 
     base/               the model that the lineage began with
     models/<digest>/    a whole model: weights, and the base's other files
@@ -23,7 +23,9 @@ from pathlib import Path
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.storage import versions
+from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.base import Model, Sha256
+from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.trinity_learner.configuration import TrinityJob
 
 _DRAFT = ".draft-"
@@ -230,3 +232,33 @@ def unpack_weights(data: bytes, folder: Path) -> None:
             raise SettingError("trainer.backend", "trinity", f"the saved lineage names a file {name!r}")
         (folder / name).write_bytes(data[start : start + size])
         start += size
+
+
+def fingerprint(folder: Path) -> Fingerprint:
+    """Compute the fingerprint on the CPU in float32; engines compare it with the weights that they have loaded."""
+    import torch
+
+    from headrace_trainer.torch_learner.model.policy import from_folder
+
+    model = from_folder(folder, torch.float32, None).eval()
+    token_ids = fingerprint_tokens(int(model.get_input_embeddings().num_embeddings))
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float()
+    targets_T = torch.tensor(token_ids[1:])
+    logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
+    return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
+
+
+def is_finite(weights: list[Path]) -> bool:
+    """Return whether all weights are finite. Reads them tensor by tensor."""
+    from safetensors import safe_open
+
+    for path in weights:
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no dictionary)
+                tensor = file.get_tensor(name)
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    return False
+    return True

@@ -1,4 +1,4 @@
-"""The back end `trinity`: a `Learner` whose steps are taken by Trinity-RFT.
+"""The back end `trinity`: a `Learner` whose steps are taken by Trinity-RFT, and the process of Trinity for one job.
 
 A batch is handed over in one transaction, once its digest is durable together with that of the weights that it was cut
 for (`disk.Pending`). A step counts as taken when Trinity has saved the next step number with changed weights; the exit
@@ -10,16 +10,19 @@ with the present weights. Later results of the old job are ignored.
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
+from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.programs import program_environment
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import (
@@ -36,6 +39,7 @@ from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner import disk as files
 from headrace_trainer.trinity_learner.configuration import (
     TrinityJob,
+    TrinitySettings,
     as_yaml,
     configuration,
     context_of,
@@ -45,8 +49,6 @@ from headrace_trainer.trinity_learner.configuration import (
 )
 from headrace_trainer.trinity_learner.disk import Disk, Pending, pack_weights, unpack_weights
 from headrace_trainer.trinity_learner.rows import Buffer, TrinityRow, is_finite, rows_of
-from headrace_trainer.trinity_learner.runner import TrinityProcess
-from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 JOBS_MAX = 3
 """How often a batch is handed over to a new job, if the previous job has ended without its step."""
@@ -160,10 +162,10 @@ class TrinityLearner(WholeLearner):
         model = self._disk.model(self._point.weights)
         for path in files.weights_in(model):
             (folder / path.name).write_bytes(path.read_bytes())
-        return _fingerprint(model)
+        return files.fingerprint(model)
 
     def fingerprint_of_base(self) -> Fingerprint:
-        return _fingerprint(self._disk.base)
+        return files.fingerprint(self._disk.base)
 
     def close(self) -> None:
         self._end_job()
@@ -254,11 +256,7 @@ class TrinityLearner(WholeLearner):
         weights = files.weights_of(checkpoint)
         if not weights or files.digest_of(weights) == self._point.weights:
             return False
-        from headrace_trainer.trinity_learner import (
-            weights as weights_files,
-        )  # imports torch
-
-        if not weights_files.is_finite(weights):
+        if not files.is_finite(weights):
             self._end_job()
             raise NotFinite
         digest = self._disk.put_model(weights)
@@ -286,13 +284,53 @@ class TrinityLearner(WholeLearner):
             going.runner.close()
 
 
-def _fingerprint(folder: Path) -> Fingerprint:
-    from headrace_trainer.trinity_learner.weights import fingerprint  # imports torch
-
-    return fingerprint(folder)
-
-
 def _other_back_end(lineage: str) -> SettingError:
     return SettingError(
         "trainer.backend", "trinity", f"lineage {lineage} was saved by another back end; choose another trainer.lineage"
     )
+
+
+_END_S = 20.0
+_LOG_TAIL_BYTES = 2000
+
+
+class TrinityProcess:
+    """A process of Trinity. Its exit status is ignored, because Trinity's loop treats every exception as an end."""
+
+    def __init__(
+        self, command: Sequence[str], configuration: Path, log: Path, environment_names: Iterable[str] = ()
+    ) -> None:
+        """Start the process. Raises `SettingError`."""
+        self._log = log
+        with log.open("ab") as file:
+            try:
+                self._process = subprocess.Popen(
+                    bound_to_parent([*command, str(configuration)]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=program_environment(environment_names),
+                )
+            except OSError as error:
+                raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def output_tail(self) -> str:
+        """Return the end of its output."""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """End the process. Calling it again has no effect."""
+        if self.ended:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -23,8 +23,7 @@ from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.catalog.sft import LATE
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.losses import LIKELIHOOD, Compute, Loss, LossInputs
-from headrace_trainer.algorithms.needs import Needs, Signals
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs, Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.loss import TokenLoss

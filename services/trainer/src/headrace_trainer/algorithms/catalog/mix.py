@@ -16,8 +16,7 @@ from pydantic import Field
 
 from headrace_runtime.settings.sections import Section
 from headrace_trainer.algorithms.losses import CLIPPED, Compute, Loss, LossInputs
-from headrace_trainer.algorithms.needs import Needs
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.loss import TokenLoss

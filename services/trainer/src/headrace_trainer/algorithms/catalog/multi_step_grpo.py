@@ -26,8 +26,7 @@ from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import EPSILON, Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import AdvantageInputs, estimator, scale_min
-from headrace_trainer.algorithms.needs import Needs
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings

@@ -12,8 +12,7 @@ A revision of the reward changes nothing, because the advantage does not depend 
 from __future__ import annotations
 
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
-from headrace_trainer.algorithms.needs import Needs, Signals
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs, Signals
 
 taught = estimator(Needs(teacher=True, logprobs=True), signals=Signals(rewards=False, branches=True))(
     reward_as_advantage

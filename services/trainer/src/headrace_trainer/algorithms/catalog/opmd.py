@@ -21,8 +21,7 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.catalog.sft import LATE
 from headrace_trainer.algorithms.estimators import AdvantageInputs, estimator
 from headrace_trainer.algorithms.losses import Compute, Loss, LossInputs
-from headrace_trainer.algorithms.needs import Needs
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.loss import TokenLoss

@@ -18,8 +18,7 @@ keeps its own training.
 from __future__ import annotations
 
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
-from headrace_trainer.algorithms.needs import Needs
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs
 
 rewards = estimator(Needs(critic=True))(reward_as_advantage)
 """The reward itself, from which the learner computes the advantage of each token."""

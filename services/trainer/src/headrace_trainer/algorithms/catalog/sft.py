@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
-from headrace_trainer.algorithms.needs import Needs, Signals
-from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.presets import Algorithm, Needs, Signals
 
 LATE: Mapping[str, JsonValue] = {"max_staleness": 64} | {"health.effective_sample_min": 0.0}
 """Defaults of losses without ratios, which do not depend on the sampling version: late feedback is trained as well."""

@@ -1,10 +1,10 @@
-"""RMS norms with a gradient of their own, which store less and access memory half as often.
+"""Changes of a loaded model's layers: RMS norms with a gradient of their own, and LoRA adapters.
 
-Transformers writes such a norm as five operations, and autograd adds at least as many. On a CPU each of them reads and
-writes all activations. Here the norm stores its input and one number for each row.
+Transformers writes an RMS norm as five operations, and autograd adds at least as many. On a CPU each of them reads
+and writes all activations. Here the norm stores its input and one number for each row.
 
-Whether a module is an RMS norm is not derived from its name alone: a module is tested on planted rows and weights, and
-keeps its own code unless its result equals one of the two formulas. The comparison at the start (`native`) then
+Whether a module is an RMS norm is not derived from its name alone: a module is tested on planted rows and weights,
+and keeps its own code unless its result equals one of the two formulas. The comparison at the start (`native`) then
 includes the replaced norms.
 """
 
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+
+from headrace_runtime.errors import SettingError
+from headrace_trainer.settings import LoraSettings
 
 _ROUNDING = 1e-5
 _PLANTED_ROWS = 5
@@ -129,3 +132,20 @@ def _planted(weight: Tensor) -> tuple[Tensor, Tensor]:
     sizes = torch.logspace(-4, 2, _PLANTED_ROWS)[:, None]
     rows = torch.randn(_PLANTED_ROWS, len(weight), generator=draw) * sizes
     return rows.to(weight.device), torch.randn(len(weight), generator=draw).to(weight.device)
+
+
+def add_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
+    """Return `model` with new adapters, which are its only trained weights. Raises `SettingError`."""
+    from peft import LoraConfig, get_peft_model  # imported here, because it takes seconds
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(seed)
+    model.name_or_path = None  # the folder is removed before an adapter is saved, so it must not be looked up
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        modules = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")}
+        remedy = f"{str(error).splitlines()[0]} The model's modules with weights: {', '.join(sorted(modules))}"
+        raise SettingError("trainer.lora.targets", ", ".join(lora.targets), remedy) from None

@@ -1,5 +1,6 @@
-"""Restriction of logits to the tokens that positions were sampled from (`headrace_trainer.experiences.token_sets`), and
-the penalties and biases of their answers.
+"""Restriction of logits to the tokens that positions were sampled from, and the penalties and biases of their answers.
+
+`headrace_trainer.experiences.restrictions` has the sets.
 
 The head computes logits chunk by chunk, and restricts each chunk in place before the softmax. Bits are unpacked for one
 chunk at a time, so no tensor of loss tokens x vocabulary is made. Excluded tokens get a finite logit: their probability
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from headrace_schemas.events.chat import LogitShift
 from headrace_trainer.batches.batch import Row
-from headrace_trainer.experiences.token_sets import TokenSets
+from headrace_trainer.experiences.restrictions import TokenSets
 
 EXCLUDED = -1e30
 """Logit of an excluded token. It fits bfloat16, and stays finite after division by the lowest temperature."""

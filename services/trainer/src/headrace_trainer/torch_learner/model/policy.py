@@ -30,10 +30,9 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.sizes import Shape, pack_tokens
 from headrace_trainer.torch_learner.model import (
-    adapters,
     attention,
     configuration,
-    cpu,
+    devices,
     forward,
     masters,
     norms,
@@ -44,7 +43,7 @@ from headrace_trainer.torch_learner.model.configuration import architecture_of, 
 from headrace_trainer.torch_learner.model.devices import device_of, resolve_types, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
-from headrace_trainer.torch_learner.shards import cpu_copy, with_layout_of
+from headrace_trainer.torch_learner.stored_tensors import cpu_copy, with_layout_of
 
 log = get_logger(__name__)
 
@@ -77,7 +76,7 @@ class Policy:
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
         if device.type == "cpu":
-            cpu.prepare()
+            devices.prepare()
         compute = resolve_types(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)
@@ -85,7 +84,7 @@ class Policy:
         if compute.gradient_checkpointing:
             recomputing.enable(model, device, compute.dtype)
         if lora.rank:
-            model = adapters.add_adapters(model, lora, seed)
+            model = norms.add_adapters(model, lora, seed)
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.batches.batch import Row
-from headrace_trainer.torch_learner.model import cpu
+from headrace_trainer.torch_learner.model import devices
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import CHUNK_BYTES
-from headrace_trainer.torch_learner.shards import is_sharded
+from headrace_trainer.torch_learner.stored_tensors import is_sharded
 
 SHARE = 0.8
 """Share of the free memory that is used; the rest is for saves, fragmentation and other processes."""
@@ -42,7 +42,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory that a step can use, or None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    cpu.give_back()  # memory that another lineage of this process has freed
+    devices.give_back()  # memory that another lineage of this process has freed
     sizes = [size for size in (_machine_free_bytes(), _container_free_bytes()) if size is not None]
     return min(sizes) if device.type == "cpu" and sizes else None
 

@@ -1,1 +1,0 @@
-"""Import, export and comparison of versions."""

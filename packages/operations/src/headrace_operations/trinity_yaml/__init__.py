@@ -1,1 +1,0 @@
-"""Conversion of Trinity-RFT's YAML files to settings of Headrace: `headrace trinity convert`."""

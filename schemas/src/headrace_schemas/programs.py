@@ -1,0 +1,304 @@
+"""Line protocols between commands or services and the programs that they start.
+
+A program reads lines from standard input and writes lines to standard output, for example
+`python -m headrace_scorer.replay`. Each line consists of a word, a space and JSON.
+
+`headrace models register`, `import` and `export` start a program that can load weights. `headrace train` starts a
+program that applies a model's tokenizer and chat template: the first line is `base`, and the program replies `opened`;
+each following line is a `row`, and the program replies `written` or `refused` in the same order.
+
+The gate's program, which plays held-out tasks, writes JSON alone. It first prints one `Tasks`. Then it reads one `Play`
+per line and prints one `Played` for each, in any order and with any number of concurrent plays. It exits at the end of
+its standard input.
+
+A replay and `headrace controls` start programs of services. A replay has its own topics, `replay-<lineage>-<topic>`,
+with one partition each, so that their records are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Self
+
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+
+from headrace_schemas.events.chat import Message, Tool
+from headrace_schemas.events.checkpoint import Checkpoint, DropReason, TrainingMetrics
+from headrace_schemas.values.arrays import TokenIds
+from headrace_schemas.values.base import Finite, Model, ModelName, Sha256, Text, Version
+from headrace_schemas.values.blobs import BlobRef
+
+MANIFEST_FILE = "headrace_manifest.json"
+"""Name of the manifest in an exported folder. With it, importing the folder restores the same version."""
+Names = Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
+
+
+class FolderLine(Model):
+    """A line `folder`: the request to store a folder as a version."""
+
+    folder: str
+    name: ModelName | None = None
+    """The model. Without it the folder must contain an exported version."""
+    base: BlobRef | None = None
+    """The manifest of the version that an adapter applies to."""
+
+
+class StoredLine(Model):
+    """A line `stored`: the stored version."""
+
+    version: Version
+    manifest: BlobRef
+
+
+class MergeLine(Model):
+    """A line `merge`: the request to write adapter and base as one model into a folder."""
+
+    adapter: BlobRef
+    base: BlobRef
+    folder: str
+
+
+class MergedLine(Model):
+    """A line `merged`: the folder with the merged model."""
+
+    folder: str
+
+
+class BaseLine(Model):
+    """A line `base`: the folder with the tokenizer and the chat template."""
+
+    folder: str
+    tokens_max: Annotated[int, Field(ge=2)] | None = None
+    """Maximum number of tokens of a row, or None for the model's context length. Longer rows are refused."""
+
+
+class OpenedLine(Model):
+    """The line `opened`: the maximum number of tokens of a row."""
+
+    tokens_max: int
+
+
+class RowLine(Model):
+    """A line `row`: a written conversation. The assistant messages after the prompt are trained."""
+
+    number: Annotated[int, Field(ge=1)]
+    prompt: tuple[Message, ...] = Field(default=(), max_length=8192)
+    answers: tuple[Annotated[tuple[Message, ...], Field(min_length=1, max_length=8192)], ...] = Field(
+        min_length=1, max_length=64
+    )
+    """Alternative continuations of the prompt, which are compared with each other."""
+    tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
+    untrained: tuple[int, ...] = ()
+    """Indices, counted from the first message of the prompt, of assistant messages that are not trained."""
+    shown: bool = False
+    """Whether the reply contains the text of each part."""
+
+
+class WrittenSpan(Model):
+    """Tokens of the assistant message with the index `message`."""
+
+    start: Annotated[int, Field(ge=1)]
+    length: Annotated[int, Field(ge=1)]
+    message: Annotated[int, Field(ge=0)]
+
+
+class WrittenBranch(Model):
+    """One token sequence. If the template renders a message differently later on, another sequence begins there."""
+
+    token_ids: TokenIds
+    spans: tuple[WrittenSpan, ...] = Field(min_length=1)
+    texts: tuple[str, ...] = ()
+    """The texts of context and of trained tokens in turn; empty unless the row has `shown` set."""
+
+
+class WrittenLine(Model):
+    """A line `written`: the branches of each answer."""
+
+    number: int
+    answers: tuple[tuple[WrittenBranch, ...], ...]
+
+
+class RefusedLine(Model):
+    """A line `refused`: a row that cannot be trained. `kind` is a stable word, `reason` a sentence."""
+
+    number: int
+    kind: str
+    reason: str
+
+
+class Tasks(Model):
+    """The first line of the program: the names of all tasks.
+
+    A task that is listed twice counts twice. Other fields are ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    gate: Names
+    """The tasks that decide whether a version may serve."""
+    audit: Names
+    """The tasks that take part in no decision. Only their scores are reported."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        both = set(self.gate) & set(self.audit)
+        if both:
+            raise ValueError(f"{len(both)} tasks are in both gate and audit, e.g. {min(both)!r}")
+        return self
+
+
+class Play(Model):
+    """A line to the program: the request to play a task with a version and the random seed `seed`."""
+
+    version: Version
+    task: Text
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Played(Model):
+    """A line from the program: the score of a play. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: Version
+    task: Text
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    score: Annotated[Finite, Field(ge=0, le=1)]
+
+
+BATCH_HEADER = "headrace_batch"
+"""Header of a copied record for each batch that the original lineage cut after the record, in order. Its value is the
+decimal number of experiences in the batch, including those that were left out."""
+
+LEFT_OUT_HEADER = "headrace_left_out"
+"""Header of a copied record for each experience that the original lineage left out of a batch which it cut after the
+record. Its value is the id of the experience."""
+
+TOPIC_PREFIX = "replay-"
+
+
+def topic_prefix(lineage: str) -> str:
+    """Return the prefix of the topic names of the replay into `lineage`."""
+    return f"{TOPIC_PREFIX}{lineage}-"
+
+
+class ClosedLine(Model):
+    """A line `closed`: an existing trajectory, whether it is replayed or not.
+
+    The offsets determine with which trajectory of a session its feedback is matched.
+    """
+
+    trajectory_id: str
+    session_key: str
+    tenant: str
+    time_ms: int
+    """The time at which it was closed. Trajectories that were closed together have the same time."""
+    place: int
+    """Offset of the trajectory on `trajectories`."""
+    began: int | None = None
+    """Offset of its first turn on `turns`, or None if it was ingested."""
+    partition: int | None = None
+    """Partition of the record. Feedback about a task has one copy per partition."""
+
+
+class FeedbackLine(Model):
+    """A line `feedback`: a feedback event, its offset, and the end offsets at that time (see `Envelope.after`)."""
+
+    event: dict[str, JsonValue]
+    place: int
+    turns_until: int | None = None
+    trajectories_until: int | None = None
+
+
+class ScoredLine(Model):
+    """The line `scored`, the last one of the scorer: counts of the results by kind."""
+
+    trajectories: Annotated[int, Field(ge=0)] = 0
+    experiences: dict[str, int] = Field(default_factory=dict)
+    """Number of experiences by `rewarded` or by the reason for no reward."""
+    not_trained: dict[str, int] = Field(default_factory=dict)
+    """Number of trajectories without experiences by reason: `eval`, `nothing_sampled`, `unreadable` or `failed`."""
+    outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Number of results of reward functions by source and outcome."""
+
+
+class JudgedLine(Model):
+    """The line `judged`, the last one of the judge: counts by source and outcome."""
+
+    outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
+
+
+class RecordedBatch(Model):
+    """A line `recorded`: a batch of the original lineage and its result. These lines come first, in order."""
+
+    digest: Sha256
+    left_out: tuple[Text, ...] = ()
+    trained: bool = True
+    """False if the gradient was not finite, so that the experiences of the batch were dropped."""
+    published: bool = False
+    """Whether the weights after the batch were published as a version."""
+
+
+def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch, ...]:
+    """Return all batches of a lineage.
+
+    Args:
+        accounts: the accounts of the lineage in order, each once.
+    """
+    batches: list[RecordedBatch] = []
+    steps = 0
+    for account in accounts:
+        for batch in account.batches:
+            trained = batch.step > steps
+            batches.append(RecordedBatch(digest=batch.digest, left_out=batch.left_out, trained=trained))
+            steps = batch.step
+        if account.version is not None and batches:
+            batches[-1] = batches[-1].model_copy(update={"published": True})
+    return tuple(batches)
+
+
+class DryRunBatch(Model):
+    """A batch that the trainer would cut."""
+
+    experiences: int
+    digest: Sha256
+
+
+class DryRunLine(Model):
+    """Line `dry_run`, the single line of the trainer's dry run: the predicted training outcome of each experience."""
+
+    trained: int = 0
+    dropped: dict[DropReason, int] = Field(default_factory=dict)
+    duplicates: int = 0
+    other_models: int = 0
+    waiting: int = 0
+    """Number of remaining experiences, too few for a batch."""
+    batches: tuple[DryRunBatch, ...] = ()
+    versions: int = 0
+
+
+class ShortRun(Model):
+    """The line `trained`, the only one of a short training: its versions and outcomes."""
+
+    base: Checkpoint
+    last: Checkpoint
+    """The last version. It is the base if no step changed the weights."""
+    trained: Annotated[int, Field(ge=0)]
+    dropped: dict[DropReason, int] = Field(default_factory=dict)
+    steps: Annotated[int, Field(ge=0)]
+    stopped: str | None = None
+    """The reason why `[trainer.health]` stopped the training early."""
+
+
+class Measure(Model):
+    """A line `measure` to the registry's program: the request for a number of plays of audit tasks with a version."""
+
+    version: Version
+    plays: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class Measured(Model):
+    """A line `measured`: task and score of each play. Tasks, seeds and their order are the same for all versions."""
+
+    version: Version
+    scores: tuple[tuple[Text, Finite], ...]

@@ -1,1 +1,0 @@
-"""Line protocols between commands or services and the programs that they start."""
