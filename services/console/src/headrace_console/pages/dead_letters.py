@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from starlette.responses import Response
 
 from headrace_console.dead_letter_actions import PlannedLetter
-from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
+from headrace_console.pages.page import NotFound, Page, Visit, choice_of
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import tables
 from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
@@ -32,7 +32,7 @@ _DIGITS = re.compile(r"[0-9]+")
 async def groups(visit: Visit) -> Response:
     """List the groups of letters in a state."""
     _check_scope(visit)
-    state = _state(visit.parameters("state"))
+    state = choice_of(visit.parameters("state"), "state", tables.LETTER_STATES)
     async with visit.transaction() as tx:
         groups = await letter_groups(tx, state)
     return visit.render(
@@ -48,7 +48,7 @@ async def group(visit: Visit) -> Response:
     """List the letters of a group, the oldest first."""
     _check_scope(visit)
     parameters = visit.parameters(*_GROUP, "state", "after")
-    group, state = _group(parameters), _state(parameters)
+    group, state = _group(parameters), choice_of(parameters, "state", tables.LETTER_STATES)
     after = parse_position(parameters["after"]) if parameters.get("after") else None
     async with visit.transaction() as tx:
         rows = await letters_of(tx, group, state, after=after, limit=_LIST_ROWS + 1)
@@ -164,13 +164,6 @@ def _group(values: Mapping[str, str]) -> LetterGroup:
     if missing:
         raise Refused(400, "invalid_parameter", f"{missing[0]}: is required; follow a link of the page", missing[0])
     return LetterGroup(values["service"], values["topic"], values["reason"])
-
-
-def _state(parameters: Mapping[str, str]) -> str:
-    state = parameters.get("state") or "open"
-    if state not in tables.LETTER_STATES:
-        raise InvalidParameter("state", state, f"must be one of {', '.join(tables.LETTER_STATES)}")
-    return state
 
 
 def _query(group: LetterGroup) -> dict[str, str]:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from headrace_console.advantages import direction, is_undone
 from headrace_console.pages.models import find_version
-from headrace_console.pages.page import InvalidParameter, Page, Visit
+from headrace_console.pages.page import Page, Visit, choice_of
 from headrace_console.read_model.packing import unpack_numbers
 from headrace_console.read_model.queries import PAGE_ROWS, Row
 from headrace_console.read_model.status import history_of
@@ -18,9 +18,7 @@ ORDERS = ("up", "down")
 
 async def learned(visit: Visit) -> Response:
     """List the sessions that a version was trained on since the version before it."""
-    first = visit.parameters("first").get("first", "up")
-    if first not in ORDERS:
-        raise InvalidParameter("first", first, f"must be one of {', '.join(ORDERS)}")
+    first = choice_of(visit.parameters("first"), "first", ORDERS)
     version = (await find_version(visit)).id
     async with visit.transaction() as tx:
         training = await version_training(tx, visit.user.scope, version, is_ascending=first == "down")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,6 +51,14 @@ class InvalidParameter(Refused):
 
     def __init__(self, name: str, text: str, problem: str) -> None:
         super().__init__(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
+
+
+def choice_of(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """Return a parameter, or the first choice if it is missing or empty. Raises `InvalidParameter` for another text."""
+    text = parameters.get(name) or choices[0]
+    if text not in choices:
+        raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
+    return text
 
 
 @dataclass(frozen=True, slots=True)

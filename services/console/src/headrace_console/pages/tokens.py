@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console.advantages import TurnTraining, trains_answer, turn_training
-from headrace_console.pages.page import InvalidParameter, Page, Visit
+from headrace_console.pages.page import InvalidParameter, Page, Visit, choice_of
 from headrace_console.pages.turns import NUMBER, find_session, find_turn, read_turn, whole_turn
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row
@@ -54,9 +54,7 @@ async def tokens(visit: Visit) -> Response:
     lens = Lens(turn, choice, texts, logprobs)
     start = _number(parameters, "from", lens.first_window(), lens.length)
     first_row = _number(parameters, "row", 0, lens.length)
-    colour = parameters.get("colour", "then")
-    if colour not in COLOURS:
-        raise InvalidParameter("colour", colour, f"must be one of {', '.join(COLOURS)}")
+    colour = choice_of(parameters, "colour", COLOURS)
     rows_start = lens.prompt_length + first_row
     values = {"choice": choice, "from": start, "row": first_row, "colour": colour, "now": now}
     return visit.render(
