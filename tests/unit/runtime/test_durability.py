@@ -58,7 +58,7 @@ def outbox(stream: Bench) -> Outbox:
 async def owe(stream: Bench, outbox: Outbox, *names: str) -> None:
     async with stream.processor.database.transaction() as tx:
         await outbox.add(tx, await outbox.encode([reward(name) for name in names]))
-    outbox.committed()
+    outbox.mark_committed()
 
 
 def sent(stream: Bench) -> list[str]:
@@ -106,7 +106,7 @@ async def test_rows_are_inserted_in_few_statements(stream: Bench, outbox: Outbox
 async def test_a_transaction_that_failed_owes_nothing(stream: Bench, outbox: Outbox) -> None:
     async with stream.aborted() as tx:
         await outbox.add(tx, await outbox.encode([reward("never")]))
-    outbox.rolled_back()
+    outbox.mark_rolled_back()
     await owe(stream, outbox, "a")
     await outbox.flush()
     assert sent(stream) == ["a"]
@@ -117,7 +117,7 @@ async def test_acknowledged_rows_stay_until_their_removal_is_durable(stream: Ben
     await outbox.flush()
     async with stream.aborted() as tx:
         await outbox.add(tx, [])
-    outbox.rolled_back()
+    outbox.mark_rolled_back()
     assert await stream.count("outbox") == 1
     await owe(stream, outbox, "b")
     assert await stream.count("outbox") == 1
@@ -129,7 +129,7 @@ async def test_a_commit_of_which_nobody_heard_loses_nothing(stream: Bench, outbo
     await outbox.flush()
     async with stream.processor.database.transaction() as tx:
         await outbox.add(tx, await outbox.encode([reward("b")]))
-    outbox.rolled_back()
+    outbox.mark_rolled_back()
     await owe(stream, outbox, "c")
     await outbox.flush()
     stream.clock.advance(31)
@@ -205,7 +205,7 @@ async def test_more_than_one_batch_is_sent_and_forgotten_whole(
 async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox) -> None:
     async with stream.aborted() as tx:
         await outbox.add(tx, await outbox.encode([reward("never")]))
-    outbox.rolled_back()
+    outbox.mark_rolled_back()
     await owe(stream, outbox)
     await outbox.flush()
     assert sent(stream) == []

@@ -119,7 +119,7 @@ class Publisher:
             except (Unavailable, TimeoutError) as error:
                 self._away = True
                 log.warning("bus_away", error=repr(error), remedy="events go to the spool until it is back")
-        spooled = [Spooled(event.topic, event.to_json(), logs.current()) for event in events]
+        spooled = [Spooled(event.topic, event.to_json(), logs.current_traceparent()) for event in events]
         self._shares.add(spooled)
         try:
             await self._spool.append(spooled)

@@ -176,7 +176,7 @@ class Engines:
         """Yield a response with status 200. If the context ends early, the connection is closed and the engine stops
         the work."""
         assert self._session is not None
-        trace = logs.current()
+        trace = logs.current_traceparent()
         try:
             async with upstream_call.waiting():
                 response = await self._session.post(

@@ -69,9 +69,9 @@ def _reflect_tables(connection: Connection, schema: str | None) -> list[Table]:
 
 async def _fill(old: AsyncConnection, new: AsyncConnection, target: Table) -> None:
     """Copy all rows of a table, and continue its sequences after the highest keys."""
-    rows = await old.stream(_ordered(target))
+    rows = await old.stream(_order_by_key(target))
     async for batch in rows.mappings().partitions(_ROWS_AT_ONCE):
-        await new.execute(insert(target), [_typed(target, row) for row in batch])
+        await new.execute(insert(target), [_restore_booleans(target, row) for row in batch])
     for key in target.primary_key.columns:
         sequence_of_key = func.pg_get_serial_sequence(f'"{target.schema}"."{target.name}"', key.name)
         sequence, highest = await new.scalar(select(sequence_of_key)), await new.scalar(select(func.max(key)))
@@ -79,13 +79,13 @@ async def _fill(old: AsyncConnection, new: AsyncConnection, target: Table) -> No
             await new.execute(select(func.setval(sequence, highest)))
 
 
-def _ordered(reflected: Table) -> Select[Any]:
+def _order_by_key(reflected: Table) -> Select[Any]:
     """Return the query of all rows in the order of their keys, without PostgreSQL's reflected types."""
     plain = table(reflected.name, *(column(key.name) for key in reflected.columns))
     return select(plain).order_by(*(plain.c[key.name] for key in reflected.primary_key.columns))
 
 
-def _typed(target: Table, row: RowMapping) -> dict[str, Any]:
+def _restore_booleans(target: Table, row: RowMapping) -> dict[str, Any]:
     """Return a row with booleans, which SQLite stores as integers."""
     booleans = {column.name for column in target.columns if isinstance(column.type, Boolean)}
     return {name: bool(value) if name in booleans and value is not None else value for name, value in row.items()}
@@ -97,9 +97,9 @@ async def _digest(connection: AsyncConnection, reflected: Table) -> tuple[int, i
     The two databases sort text differently.
     """
     count = total = 0
-    rows = await connection.stream(_ordered(reflected))
+    rows = await connection.stream(_order_by_key(reflected))
     async for row in rows.mappings():
-        plain = repr(list(_typed(reflected, row).values())).encode()
+        plain = repr(list(_restore_booleans(reflected, row).values())).encode()
         total = (total + int.from_bytes(hashlib.sha256(plain).digest())) % 2**256
         count += 1
     return count, total

@@ -35,7 +35,7 @@ class PluginError(HeadraceError, ValueError):
 
 
 class Registry(Generic[T]):
-    """Extensions of one entry-point group."""
+    """Extensions that installed packages announce in one entry-point group, each imported on first use."""
 
     def __init__(self, group: str, kind: type[T], noun: str) -> None:
         """Create the registry.
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return the announced names, sorted, without importing the extensions."""
-        return tuple(sorted(self._announced()))
+        return tuple(sorted(self._entry_points()))
 
     def get(self, name: str) -> T:
         """Import the extension `name`.
@@ -81,7 +81,7 @@ class Registry(Generic[T]):
 
     def point(self, name: str) -> EntryPoint:
         """Return the entry point of `name` without importing the extension. Raises `PluginError`."""
-        announced = self._announced()
+        announced = self._entry_points()
         if name not in announced:
             similar = closest(name, announced)
             hint = f"did you mean {similar!r}? " if similar else ""
@@ -93,7 +93,7 @@ class Registry(Generic[T]):
             raise PluginError(f"{owners} both announce the {self.noun} {name!r}; uninstall one of them")
         return points[0]
 
-    def _announced(self) -> Mapping[str, tuple[EntryPoint, ...]]:
+    def _entry_points(self) -> Mapping[str, tuple[EntryPoint, ...]]:
         return _read(tuple(sys.path)).get(self.group, {})
 
 
@@ -107,12 +107,12 @@ class NameIn:
     registry: Registry[Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check_name, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "enum": list(self.registry.names())}
 
-    def _checked(self, name: str) -> str:
+    def _check_name(self, name: str) -> str:
         self.registry.get(name)
         return name
 

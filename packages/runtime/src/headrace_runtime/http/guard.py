@@ -99,11 +99,11 @@ class WebGuard:
         host = headers.get(b"host")
         if host is not None and not self._any_host and not self._is_own(host):
             remedy = "call the service by its address, or add the name to security.hosts"
-            raise Refusal(403, "host_not_allowed", f"Host {_quoted(host)} is not a name of this service; {remedy}")
+            raise Refusal(403, "host_not_allowed", f"Host {_quote(host)} is not a name of this service; {remedy}")
         is_permitted_origin = origin in self._origins
         if origin and not is_permitted_origin and origin.partition(b"://")[2] != (host or b"").lower():
             remedy = "a page of this origin may not call this service; add it to security.origins to allow it"
-            raise Refusal(403, "origin_not_allowed", f"Origin {_quoted(origin)}: {remedy}")
+            raise Refusal(403, "origin_not_allowed", f"Origin {_quote(origin)}: {remedy}")
         if not is_permitted_origin and headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
             raise Refusal(403, "cross_site", "Sec-Fetch-Site: a page of another site caused this request")
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
@@ -112,7 +112,7 @@ class WebGuard:
             if self._accepts_forms and _FORM.fullmatch(kind or b""):
                 _require_own_page(headers)
                 return is_permitted_origin
-            problem = f"Content-Type {_quoted(kind)}" if kind else "no Content-Type"
+            problem = f"Content-Type {_quote(kind)}" if kind else "no Content-Type"
             raise Refusal(415, "unsupported_media_type", f"{problem}: send the body as application/json")
         return is_permitted_origin
 
@@ -163,7 +163,7 @@ async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, byte
     await send({"type": "http.response.body", "body": b""})
 
 
-def _quoted(value: bytes) -> str:
+def _quote(value: bytes) -> str:
     """Return a header's value for a message, cut and without control characters."""
     return ascii(value[:_SHOWN_MAX].decode("latin-1"))
 

@@ -83,7 +83,7 @@ def app(
 
     return Starlette(
         routes=[Route("/health", health), Route("/metrics", metrics), *routes],
-        exception_handlers={Refused: _refused},
+        exception_handlers={Refused: _refusal_response},
         middleware=[Middleware(_StorableNames)],
     )
 
@@ -214,7 +214,7 @@ class _StorableNames:
             for part, has_nul in (("path", "\0" in scope["path"]), ("query", b"%00" in query or b"\0" in query)):
                 if has_nul:
                     error = Refused(400, "invalid_value", f"{part}: must not contain NUL; remove %00", part)
-                    await (await _refused(Request(scope), error))(scope, receive, send)
+                    await (await _refusal_response(Request(scope), error))(scope, receive, send)
                     return
         await self._application(scope, receive, send)
 
@@ -246,7 +246,7 @@ async def _check_disk(common: Common) -> CheckResult:
     return await asyncio.to_thread(disk.problem, common.data_dir.absolute(), common.disk_free_bytes_min) or True
 
 
-async def _refused(_request: Request, error: Exception) -> Response:
+async def _refusal_response(_request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     body = {"message": str(error), "type": "invalid_request_error", "code": error.code, "param": error.param}
     return JSONResponse({"error": body}, error.status)

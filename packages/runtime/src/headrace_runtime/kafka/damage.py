@@ -55,7 +55,7 @@ class Batches:
         self._next = self._end(self._at)
         return MemoryRecords(self._data[self._at : self._next]).next_batch()
 
-    def damaged(self) -> bytes:
+    def last_bytes(self) -> bytes:
         """Return the first bytes of the last batch that was read."""
         return self._data[self._at : self._next][:_KEPT_BYTES_MAX]
 
@@ -95,15 +95,15 @@ class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
             try:
                 yield from super()._unpack_records()
             except Exception as error:  # noqa: BLE001 (damaged bytes can make a parser raise anything)
-                yield self._damaged(error)
+                yield self._damage_record(error)
             else:
                 return
 
-    def _damaged(self, error: Exception) -> ConsumerRecord:
+    def _damage_record(self, error: Exception) -> ConsumerRecord:
         at = self.next_fetch_offset
         self.next_fetch_offset = self._records.resume(at)
         reason = f"offsets {at} to {self.next_fetch_offset - 1}: {type(error).__name__}: {error}"
-        value = self._records.damaged()
+        value = self._records.last_bytes()
         headers = ((HEADER, reason[:1000].encode()),)
         return ConsumerRecord(self._tp.topic, self._tp.partition, at, 0, 0, None, value, None, -1, len(value), headers)
 

@@ -162,12 +162,12 @@ async def encode(
     Raises:
         Unavailable: the blob store does not respond.
     """
-    envelope = Envelope.of(event, source, logs.current(), after=after)
+    envelope = Envelope.of(event, source, logs.current_traceparent(), after=after)
     value = event.to_json()
     if len(value) > PAYLOAD_BYTES_MAX:
         ref = await blobs.aput(value)
         value = ref.model_dump_json().encode()
-        envelope = Envelope.of(event, source, logs.current(), dataref=ref.uri, after=after)
+        envelope = Envelope.of(event, source, logs.current_traceparent(), dataref=ref.uri, after=after)
     return Outgoing(event.topic, event.key.encode(), value, envelope.headers(), partition)
 
 

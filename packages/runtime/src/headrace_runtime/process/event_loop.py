@@ -68,7 +68,7 @@ class LoopWatch:
     async def run(self) -> None:
         """Measure the loop until cancelled."""
         self._began_s, self._cpu_s, self._waited_s = time.monotonic(), time.thread_time(), waited_for_core_s()
-        with _measured(asyncio.get_running_loop(), self):
+        with _measure_selector(asyncio.get_running_loop(), self):
             while True:  # noqa: ASYNC110 (this is a timer and waits for no condition)
                 await asyncio.sleep(self._interval_s)
 
@@ -129,7 +129,7 @@ class _MeasuredSelect:
 
 
 @contextlib.contextmanager
-def _measured(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iterator[None]:
+def _measure_selector(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iterator[None]:
     """Measure the selector of `loop` for `watch` while the body runs. Several watches may share a selector.
 
     asyncio has no public access to its selector. Loops without one, of other packages, are not measured.

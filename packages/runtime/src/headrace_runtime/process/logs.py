@@ -108,7 +108,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
-def current() -> str | None:
+def current_traceparent() -> str | None:
     """Return the `traceparent` of the work in progress."""
     return _current.get()
 

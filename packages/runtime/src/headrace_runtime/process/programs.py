@@ -119,10 +119,10 @@ def _add_source(path: Path, base: Path, folder: Path, sources: dict[str, bytes])
             continue
         sources[name] = content
         if path.suffix == ".py":
-            waiting += [file for parts in _imported(content, path, base) for file in _module_files(base, parts)]
+            waiting += [file for parts in _imported_modules(content, path, base) for file in _module_files(base, parts)]
 
 
-def _imported(content: bytes, path: Path, base: Path) -> Iterator[list[str]]:
+def _imported_modules(content: bytes, path: Path, base: Path) -> Iterator[list[str]]:
     """Yield the modules that a file imports, by the parts of their names. Invalid Python yields no modules."""
     try:
         tree = ast.parse(content)

@@ -86,23 +86,26 @@ class Section(BaseModel):
         own = dict(table)
         for name, field in fields.items():
             value = table.get(name, {})
-            if isinstance(value, Mapping) and (shared := _shared(field.annotation, table)):
+            if isinstance(value, Mapping) and (shared := _shared_values(field.annotation, table)):
                 own[name] = {**shared, **value}
-        return {name: _merged(fields[name].default, value) if name in fields else value for name, value in own.items()}
+        return {
+            name: _merge_defaults(fields[name].default, value) if name in fields else value
+            for name, value in own.items()
+        }
 
 
-def _shared(section: object, enclosing: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_values(section: object, enclosing: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the enclosing table that apply to a section without values of its own."""
     names = section.SHARED if isinstance(section, type) and issubclass(section, Section) else ()
     return {name: enclosing[name] for name in names if name in enclosing}
 
 
-def _merged(default: object, value: Any) -> Any:
+def _merge_defaults(default: object, value: Any) -> Any:
     """Return the table `value` with the settings that only the section `default` sets, at every depth."""
     if not isinstance(default, Section) or not isinstance(value, Mapping):
         return value
     defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
-    return defaults | {name: _merged(getattr(default, name, None), item) for name, item in value.items()}
+    return defaults | {name: _merge_defaults(getattr(default, name, None), item) for name, item in value.items()}
 
 
 M = TypeVar("M", bound=Section)
@@ -293,7 +296,7 @@ class Common(Section):
         Raises:
             SettingError: a value is invalid.
         """
-        table = _shared(model, self._table) | (self._table.get(service) or {})
+        table = _shared_values(model, self._table) | (self._table.get(service) or {})
         fields = {name: value for name, value in table.items() if name in model.model_fields}
         return _validate(model, fields, f"{service}.")
 
@@ -335,7 +338,7 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
     common._table = table
     section = table.get(service, {})
-    section = {**_shared(model, table), **section} if isinstance(section, Mapping) else section
+    section = {**_shared_values(model, table), **section} if isinstance(section, Mapping) else section
     settings = _validate(complete(model), section, f"{service}.")
     _check_bind(service, settings, common)
     return common, settings

@@ -107,7 +107,7 @@ class BlobStore:
             Unavailable: the store does not respond.
         """
         path = self._path(ref.sha256)
-        with self._fetching(ref):
+        with self._translate_errors(ref):
             data: bytes = self._fs.cat_file(path)
         if not ref.matches(data):
             raise self._corrupt(ref, len(data))
@@ -121,7 +121,7 @@ class BlobStore:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with self._fetching(ref, path.parent):
+            with self._translate_errors(ref, path.parent):
                 if not (self._local and link_read_only(Path(self._path(ref.sha256)), path)):
                     self._fs.get_file(self._path(ref.sha256), str(path))
             digest, size = digest_of(path)
@@ -277,7 +277,7 @@ class BlobStore:
         return await asyncio.to_thread(self.get, ref)
 
     @contextlib.contextmanager
-    def _fetching(self, ref: BlobRef, folder: Path | None = None) -> Iterator[None]:
+    def _translate_errors(self, ref: BlobRef, folder: Path | None = None) -> Iterator[None]:
         """Translate the exceptions of a fetch. `folder` is the folder to which the blob is written."""
         try:
             yield

@@ -56,14 +56,14 @@ class Outbox:
             rows = await tx.execute(inserting, [{**_row(record), "at_ms": now} for record in records])
             self._added = list(zip(sorted(rows.scalars()), records, strict=True))
 
-    def committed(self) -> None:
-        """Accept the records of the last `add`, whose transaction has committed."""
+    def mark_committed(self) -> None:
+        """Queue the records of the last `add` for `flush`, because their transaction has committed."""
         self._unsent += self._added
         self._added = []
         self._acknowledged = []
         OUTBOX_ROWS.set(len(self._unsent))
 
-    def rolled_back(self) -> None:
+    def mark_rolled_back(self) -> None:
         """Discard the records of the last `add`, whose transaction was rolled back."""
         self._added = []
 

@@ -246,7 +246,7 @@ class Processor:
                     raise
                 log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
                 text = reason_of(error)
-        return await self._refuse(self._refused(item.record, reason, text, item, attempt), held_row)
+        return await self._refuse(self._refused_record(item.record, reason, text, item, attempt), held_row)
 
     async def _refuse(self, item: RefusedRecord, held_row: str | None) -> bool:
         """Dead-letter the item, or hold it if its tenant is beyond its limits. Return whether either was possible."""
@@ -269,7 +269,7 @@ class Processor:
             return False
         return True
 
-    def _refused(
+    def _refused_record(
         self, record: Record, reason: str, error: str, received: Received | None = None, attempts: int = 1
     ) -> RefusedRecord:
         event_id = None if received is None else received.envelope.id
@@ -280,12 +280,12 @@ class Processor:
         try:
             return await decoder.decode(record, self.blobs)
         except InvalidEvent as error:
-            return self._refused(record, error.reason, str(error))
+            return self._refused_record(record, error.reason, str(error))
         except Exception as error:
             if is_fatal(error):
                 raise
             log.exception("decoding_failed", topic=record.topic, offset=record.offset)
-            return self._refused(record, "undecodable", reason_of(error))
+            return self._refused_record(record, "undecodable", reason_of(error))
 
     async def _commit_batch(
         self, items: Sequence[_Item], held_row: str | None = None, *, isolated: bool = False
@@ -338,9 +338,9 @@ class Processor:
                     outgoing += await self._run(step, tx, now)
                 await self.outbox.add(tx, outgoing)
         except BaseException:
-            self.outbox.rolled_back()
+            self.outbox.mark_rolled_back()
             raise
-        self.outbox.committed()
+        self.outbox.mark_committed()
         self._note(items, now)
 
     def _note(self, items: Sequence[_Item], now: datetime) -> None:

@@ -38,7 +38,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class StreamService:
-    """Definition of one stream service."""
+    """Definition of one stream service: its tables, handlers of topics, timers and routes. `run` runs it."""
 
     name: str
     package: str
