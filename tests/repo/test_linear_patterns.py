@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from headrace.rewards.natural_signals import _alike
+from headrace.rewards.natural_signals import _similarity
 from headrace_schemas.values.ids import _expression
 from headrace_schemas.values.text import closest
 
@@ -298,7 +298,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("services/inference/src/headrace_inference/chat/plain.py", "_STAND_IN"): ("012301230123([0-9]{6})",),
     ("services/inference/src/headrace_inference/chat/plain.py", "_any_of"): (r"<\|im_start\|>|<\|im_end\|>|<a>|<",),
     ("services/inference/src/headrace_inference/grammar/forms.py", "_pieces"): ("(</tool_call>|<tool_call>|\n)",),
-    ("schemas/src/headrace_schemas/values/ids.py", "_compiled"): tuple(
+    ("schemas/src/headrace_schemas/values/ids.py", "_compile"): tuple(
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
 }
@@ -340,7 +340,7 @@ def test_difflib_is_used_in_its_two_bounded_places() -> None:
 def test_comparisons_of_texts_are_bounded(word: str) -> None:
     text = word * 1_000_000
     start = time.process_time()
-    _alike(text, text[1:] + "x")
+    _similarity(text, text[1:] + "x")
     closest(text, [text[1:], "x" * 60])
     closest("ab" * 30, ["ba" * 30 + str(number) for number in range(100_000)])
     assert time.process_time() - start < 1.0

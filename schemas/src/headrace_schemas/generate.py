@@ -146,7 +146,7 @@ def breaking_changes(released: Schema, current: Schema) -> list[str]:
             problems.append(f"{part} is gone")
         elif "properties" in old:
             problems += _object_changes(part, old, new_parts[name])
-        elif _bare(old) != _bare(new_parts[name]):
+        elif _without_prose(old) != _without_prose(new_parts[name]):
             problems.append(f"{part} has changed")
     return problems
 
@@ -157,7 +157,7 @@ def _object_changes(part: str, old: Schema, new: Schema) -> list[str]:
     for field, schema in old["properties"].items():
         if field not in new_fields:
             problems.append(f"{part}: field {field} is gone")
-        elif _bare(schema) != _bare(new_fields[field]):
+        elif _without_prose(schema) != _without_prose(new_fields[field]):
             problems.append(f"{part}: field {field} has changed")
     old_required, new_required = set(old.get("required", ())), set(new.get("required", ()))
     problems += [f"{part}: field {field} became required" for field in sorted(new_required - old_required)]
@@ -165,12 +165,15 @@ def _object_changes(part: str, old: Schema, new: Schema) -> list[str]:
     return problems
 
 
-def _bare(schema: Any) -> Any:
-    """Return the schema without its prose, at every depth. A dict under a prose key is a field of that name."""
+def _without_prose(schema: Any) -> Any:
+    """Return the schema without descriptions, titles, defaults and examples (`_PROSE`), at every depth.
+
+    A dict under such a key defines a field of that name and stays.
+    """
     if isinstance(schema, dict):
-        return {k: _bare(v) for k, v in schema.items() if k not in _PROSE or isinstance(v, dict)}
+        return {k: _without_prose(v) for k, v in schema.items() if k not in _PROSE or isinstance(v, dict)}
     if isinstance(schema, list):
-        return [_bare(item) for item in schema]
+        return [_without_prose(item) for item in schema]
     return schema
 
 

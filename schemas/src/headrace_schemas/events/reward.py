@@ -69,7 +69,7 @@ class Reward(Event):
         return self.trajectory_id
 
 
-def _plain(value: object) -> object:
+def _to_float(value: object) -> object:
     """Return a number of any library as a float. Strings are left to pydantic, whose message names the field."""
     try:
         return plain_number(value)
@@ -79,7 +79,7 @@ def _plain(value: object) -> object:
         raise ValueError(str(error)) from None
 
 
-PlainScore = Annotated[Score, BeforeValidator(_plain)]
+PlainScore = Annotated[Score, BeforeValidator(_to_float)]
 
 
 class RewardResult(Model):

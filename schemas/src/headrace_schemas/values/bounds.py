@@ -183,24 +183,24 @@ def _length(text: str) -> int:
     return len(text)
 
 
-def _checked(value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+def _check_json(value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
     if is_stored(info):
-        return {storable(name): _cleaned(inner) for name, inner in value.items()}
+        return {storable(name): _clean(inner) for name, inner in value.items()}
     check_json(value)
     return value
 
 
-JSON_BOUNDS = AfterValidator(_checked)
+JSON_BOUNDS = AfterValidator(_check_json)
 """Validator of a JSON object, for fields that are not a `JsonObject`."""
 
 
-def _cleaned(value: JsonValue) -> JsonValue:
+def _clean(value: JsonValue) -> JsonValue:
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, list):
-        return [_cleaned(inner) for inner in value]
+        return [_clean(inner) for inner in value]
     if isinstance(value, dict):
-        return {storable(name): _cleaned(inner) for name, inner in value.items()}
+        return {storable(name): _clean(inner) for name, inner in value.items()}
     return value
 
 

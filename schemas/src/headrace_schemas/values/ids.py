@@ -203,7 +203,7 @@ def _split(source: str) -> tuple[str, bool]:
 
 def fits(pattern: str, source: str) -> bool:
     """Return whether `source` matches `pattern`."""
-    return _compiled(pattern).fullmatch(source) is not None
+    return _compile(pattern).fullmatch(source) is not None
 
 
 def first_fitting(values: Mapping[str, T], source: str) -> T | None:
@@ -217,7 +217,7 @@ def fits_any(patterns: Iterable[str], source: str) -> bool:
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(_expression(pattern), re.DOTALL)
 
 

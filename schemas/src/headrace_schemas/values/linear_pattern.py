@@ -30,12 +30,12 @@ def fits_whole(text: str, pattern: str) -> bool:
     Raises:
         ValueError: `pattern` cannot be matched in linear time, or is too long for `text`.
     """
-    matcher, states = _compiled(pattern)
+    matcher, states = _compile(pattern)
     encodable = storable(text)
     length = len(encodable.encode())
     if states * length > _WORK_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: its {states} states are too many for a text of {length} bytes; "
+            f"regular expression {_quote(pattern)}: its {states} states are too many for a text of {length} bytes; "
             "use fewer or smaller counted repetitions"
         )
     try:
@@ -46,15 +46,15 @@ def fits_whole(text: str, pattern: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
+def _compile(pattern: str) -> tuple[SchemaValidator, int]:
     if len(pattern) > PATTERN_LENGTH_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: it has more than {PATTERN_LENGTH_MAX} characters; shorten it"
+            f"regular expression {_quote(pattern)}: it has more than {PATTERN_LENGTH_MAX} characters; shorten it"
         )
     translated, states = _Translation(pattern).run()
     if states > _STATES_MAX:
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: its counted repetitions expand to {states} states; at most "
+            f"regular expression {_quote(pattern)}: its counted repetitions expand to {states} states; at most "
             f"{_STATES_MAX} are allowed"
         )
     try:
@@ -63,12 +63,12 @@ def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
     except SchemaError as error:
         reason = str(error).rsplit("error:", 1)[-1].strip()
         raise ValueError(
-            f"regular expression {_quoted(pattern)}: {printable(reason)}; look-around, back-references and possessive "
+            f"regular expression {_quote(pattern)}: {printable(reason)}; look-around, back-references and possessive "
             "quantifiers are not supported"
         ) from None
 
 
-def _quoted(pattern: str) -> str:
+def _quote(pattern: str) -> str:
     return f"'{printable(pattern, 120)}'"
 
 
@@ -113,7 +113,7 @@ class _Translation:
             self._pieces.append(character)
         elif character in "*+?":
             if character == "+" and self._pieces and self._pieces[-1][0] in "*+?{":
-                raise ValueError(f"regular expression {_quoted(pattern)}: possessive quantifiers are not supported")
+                raise ValueError(f"regular expression {_quote(pattern)}: possessive quantifiers are not supported")
             self._pieces.append(character)
         else:
             self._item(r"\{" if character == "{" else r"\}" if character == "}" else character)

@@ -151,7 +151,7 @@ class Calibration:
         width_max: float = 0.5,
         confidence: float = 0.9,
     ) -> None:
-        self._blocks = _pooled(sorted(pairs))
+        self._blocks = _pool(sorted(pairs))
         self._scores = [block.score for block in self._blocks]
         self._count_min = count_min
         self._width_max = width_max
@@ -177,7 +177,7 @@ def _wilson(successes: float, count: int, z: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _pooled(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
+def _pool(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
     """Return blocks with rising means. `pairs` must be sorted by score.
 
     Raises:

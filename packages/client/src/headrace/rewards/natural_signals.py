@@ -119,7 +119,7 @@ def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[H
         if (
             exchange.reply is not None
             and exchange.question
-            and _alike(exchange.question, exchange.reply) >= _REPEATS_FROM
+            and _similarity(exchange.question, exchange.reply) >= _REPEATS_FROM
         ):
             yield Hint("repeated", 0.0, exchange.turn_id)
 
@@ -154,7 +154,7 @@ def used(run: Sequence[Exchange], context: Mapping[str, Any]) -> Iterator[Hint]:
     mail."""
     text = context.get("used")
     if run and isinstance(text, str):
-        yield Hint("used", _alike(run[-1].answer.text, text))
+        yield Hint("used", _similarity(run[-1].answer.text, text))
 
 
 @cache
@@ -188,7 +188,7 @@ def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
     return RewardResult(value=sum(criteria.values()) / len(criteria), criteria=criteria, turns=turns)
 
 
-def _alike(first: str, second: str) -> float:
+def _similarity(first: str, second: str) -> float:
     """Return the similarity of two texts by words, from 0 to 1. Only the beginnings of long texts are compared."""
     first_words, second_words = (
         normalized(text[:_COMPARED_MAX]).split()[:_WORDS_COMPARED_MAX] for text in (first, second)
