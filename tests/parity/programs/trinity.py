@@ -14,7 +14,7 @@ from headrace.blocking import blocking
 from headrace.practice import Step
 from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, Task, Workflow, run_workflow
 from headrace_integrations.trinity.wrappers import FormatArgs
-from headrace_operations.trinity_yaml import KEYS, convert, flat
+from headrace_operations.trinity_yaml import KEYS, convert, flatten_keys
 from tests.docs.fences import check
 from tests.parity.stage import CONVERTED, EXPLORER, TRAINER, Stage, program, raises
 
@@ -97,7 +97,9 @@ def converting(stage: Stage) -> None:
     conversion = convert(EXPLORER, TRAINER)
     assert conversion.refused == []
     assert conversion.settings == CONVERTED
-    assert {key for key, _ in conversion.lines} == set(flat(EXPLORER)) | set(flat(TRAINER)), "a line for each key"
+    assert {key for key, _ in conversion.lines} == set(flatten_keys(EXPLORER)) | set(flatten_keys(TRAINER)), (
+        "a line for each key"
+    )
     with stage.working_folder("converted") as folder:
         (folder / "explorer.yaml").write_text(yaml.safe_dump(EXPLORER))
         (folder / "trainer.yaml").write_text(yaml.safe_dump(TRAINER))

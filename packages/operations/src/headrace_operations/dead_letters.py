@@ -119,7 +119,7 @@ class Cut:
 
 
 async def read_cut(topics: Topics) -> Cut:
-    """Read the present end offsets and decisions.
+    """Read the present end offsets of `dead-letters` and all decisions.
 
     Raises:
         UsageError: the topics do not exist.

@@ -231,14 +231,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def convert(*files: Mapping[str, Any]) -> Conversion:
-    """Convert the tables of the files, explorer and trainer or one for both, as one.
+    """Convert the tables of Trinity's YAML files: one for explorer and trainer each, or one for both.
 
-    A key with different values in two files is refused.
+    The files count as one table. A key with different values in two files is refused.
     """
     conversion = Conversion()
     keys: dict[str, Any] = {}
     for file in files:
-        for key, value in flat(file).items():
+        for key, value in flatten_keys(file).items():
             if key in keys and keys[key] != value and key not in _PER_FILE_KEYS:
                 conversion.refused.append(
                     f"{key}: is {keys[key]!r} in one file and {value!r} in the other; must be equal"
@@ -256,13 +256,13 @@ _PER_FILE_KEYS = frozenset(
 """Keys that each file has for itself; the value of the last file, the trainer's, is used."""
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested keys as dotted keys; tables that `KEYS` knows stay values."""
+def flatten_keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the entries of nested tables by dotted key. A table that is itself a key of `KEYS` stays a value."""
     keys: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in KEYS:
-            keys |= flat(value, f"{key}.")
+            keys |= flatten_keys(value, f"{key}.")
         else:
             keys[key] = value
     return keys

@@ -36,7 +36,7 @@ _HALVINGS = 30
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A closed interval. Bisection makes it wider than the theorem's, never narrower."""
+    """A closed confidence interval. Bisection finds its ends, so it is slightly too wide and never too narrow."""
 
     lower: float
     upper: float

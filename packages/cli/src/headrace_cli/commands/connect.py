@@ -27,12 +27,12 @@ def merge_json(text: str, lines: str) -> str:
     current = json.loads(text or "{}")
     if not isinstance(current, dict):
         raise ValueError("it holds no JSON object")
-    return json.dumps(_merged(current, json.loads(lines)), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(_merge(current, json.loads(lines)), indent=2, ensure_ascii=False) + "\n"
 
 
 def merge_toml(text: str, lines: str) -> str:
     """Return a TOML file with the top-level keys and the tables of `lines`. Raises `ValueError` for another form."""
-    expected = _merged(tomllib.loads(text), tomllib.loads(lines))
+    expected = _merge(tomllib.loads(text), tomllib.loads(lines))
     top, tables = _split_toml(lines)
     current_top, current_tables = _split_toml(text)
     headers = {block.partition("\n")[0].strip() for block in tables}
@@ -82,11 +82,11 @@ def read(file: Path) -> str:
         raise UsageError(f"{file}: cannot be read: {error}; print the lines without --write, and add them") from None
 
 
-def _merged(current: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(current: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(current)
     for name, value in added.items():
         inner = merged.get(name)
-        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
 
 

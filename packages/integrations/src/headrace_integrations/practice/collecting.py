@@ -105,7 +105,7 @@ def record_of(trajectory: Trajectory) -> dict[str, Any]:
         "tool_calls": [
             {
                 "tool": call.function.name,
-                "args": _parsed_arguments(call.function.arguments),
+                "args": _parse_arguments(call.function.arguments),
                 "result": results.get(call.id),
             }
             for call in calls
@@ -140,7 +140,7 @@ def _rewards_by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str
     return {str(name): score(f"reward {name}", value) for name, value in named.items()}
 
 
-def _parsed_arguments(text: str) -> Any:
+def _parse_arguments(text: str) -> Any:
     """Return parsed arguments, or the text itself if it is not JSON."""
     try:
         return json.loads(text)

@@ -135,14 +135,14 @@ class GameTrainer:
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
         """Add the records of a player. The reward of the game applies to each call of the player."""
-        if trajectory["name"] not in self._trained():
+        if trajectory["name"] not in self._trained_names():
             return
         events = trajectory["events"]
         parts = {name: worth * events.get(name, 0) for name, worth in self.worth.items()}
         for record in trajectory["records"]:
             self.trainer.add_trajectory({**record, "rewards": parts, "total_reward": sum(parts.values())})
 
-    def _trained(self) -> set[str]:
+    def _trained_names(self) -> set[str]:
         """Return the player names of the trained agents."""
         seats = [(name, player) for agent in self.agents for name, player in game_of(agent).agents.items()]
         return {name for name, player in seats if any(player is agent for agent in self.agents)}

@@ -37,8 +37,10 @@ log = logging.getLogger("headrace.shadow")
 
 @dataclass(slots=True)
 class CopyCounts:
-    """Counts since the start. `offered` is the sum of `missed`, `selected`, and the requests not selected or not yet
-    decided."""
+    """Numbers of requests and runs since a `TrainingRunner` started.
+
+    `offered` is the sum of `missed`, `selected`, and the requests that are not selected or not yet decided.
+    """
 
     offered: int = 0
     missed: int = 0
@@ -128,7 +130,7 @@ class TrainingRunner:
         return self
 
     def watched(self, answer_request: Callable[[Inputs], Answer]) -> Callable[[Inputs], Answer]:
-        """Wrap a function of one argument, so that each request is offered after it was answered.
+        """Wrap the function that answers requests, so that each request is offered to the runner after its answer.
 
         Requests for which the function raises are not offered. The wrapper deep-copies the inputs before the call,
         which is the only delay for the user.

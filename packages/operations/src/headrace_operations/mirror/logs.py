@@ -168,7 +168,10 @@ async def _check_padding(target: Side, topic_partition: TopicPartition, begin: i
 
 
 async def _pad(target: Side, topic_partition: TopicPartition, start: int, end: int, on_records: OnRecords) -> None:
-    """Append padding records, which are deleted before real records follow. Their old times give them own segments."""
+    """Append padding records from `start` to `end`, which are deleted before real records follow.
+
+    Their old timestamps put them into log segments of their own.
+    """
     row = Row(PADDING, None, (), _PADDING_TIME_MS)
     for at in range(start, end, _PADDING_BATCH_ROWS):
         count = min(_PADDING_BATCH_ROWS, end - at)
@@ -183,7 +186,7 @@ def _name(topic_partition: TopicPartition) -> str:
 async def copy_newest(
     source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords
 ) -> None:
-    """Write the rows that differ on the target.
+    """Write the newest row of each key of a compacted topic to the target, where it differs.
 
     Raises:
         MirrorConflict: the target has a row that is newer than the source's or missing there.
@@ -208,7 +211,7 @@ async def copy_newest(
 async def compare_newest(
     source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords
 ) -> PartitionCheck:
-    """Compare the live rows of both sides.
+    """Compare the newest row of each key of a compacted topic on both buses. Deleted keys have no row.
 
     Raises:
         MirrorConflict: a row differs.

@@ -87,7 +87,7 @@ async def _translate(source: Side, target: Side, topic: Topic, partition: TopicP
 
 @dataclass(slots=True)
 class MirrorResult:
-    """Contents of the target. It is a complete copy of the source if `moving` is empty."""
+    """Result of mirroring: the compared partitions and positions. The copy is complete if `moving` is empty."""
 
     checked: list[PartitionCheck] = field(default_factory=list)
     positions: Positions = field(default_factory=dict)

@@ -84,7 +84,7 @@ def make(
     judge: bool = False,
     cut: Cut = "auto",
 ) -> Request:
-    """Check a request without connecting to the bus.
+    """Build and check the request of a replay, without connecting to the bus.
 
     Raises:
         UsageError: names the invalid value and a remedy.
@@ -147,7 +147,7 @@ class Report:
     """Last version of the replay."""
 
     def compare(self, original: list[str]) -> None:
-        """Compare the batches with the digests of the original lineage's batches, in order."""
+        """Store how many batches equal those of the original lineage, whose digests `original` lists in order."""
         digests = [batch.digest for batch in self.training.batches] if self.training else []
         pairs = zip(original, digests, strict=False)
         self.batches_of_original = len(original)
