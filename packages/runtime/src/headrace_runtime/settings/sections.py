@@ -88,10 +88,7 @@ class Section(BaseModel):
             value = table.get(name, {})
             if isinstance(value, Mapping) and (shared := _shared_values(field.annotation, table)):
                 own[name] = {**shared, **value}
-        return {
-            name: _merge_defaults(fields[name].default, value) if name in fields else value
-            for name, value in own.items()
-        }
+        return {name: _merge(fields[name].default, value) if name in fields else value for name, value in own.items()}
 
 
 def _shared_values(section: object, enclosing: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,12 +97,12 @@ def _shared_values(section: object, enclosing: Mapping[str, Any]) -> dict[str, A
     return {name: enclosing[name] for name in names if name in enclosing}
 
 
-def _merge_defaults(default: object, value: Any) -> Any:
+def _merge(default: object, value: Any) -> Any:
     """Return the table `value` with the settings that only the section `default` sets, at every depth."""
     if not isinstance(default, Section) or not isinstance(value, Mapping):
         return value
     defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
-    return defaults | {name: _merge_defaults(getattr(default, name, None), item) for name, item in value.items()}
+    return defaults | {name: _merge(getattr(default, name, None), item) for name, item in value.items()}
 
 
 M = TypeVar("M", bound=Section)
