@@ -29,7 +29,7 @@ def collector(url: str, data_dir: Path, **settings: object) -> AbstractAsyncCont
         handlers={"turns": opened.on_turn, "feedback": opened.on_feedback, "session-ends": opened.on_session_end},
         package="headrace_collector",
         ends_of=ENDS_OF,
-        after_batch=opened.close_ended,
+        after_batch=opened.apply_due_ends,
     )
     return bench(service, url, data_dir, ManualClock())
 

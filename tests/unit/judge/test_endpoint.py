@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_judge.call_budget import Breaker, BudgetLimit, CallBudget, Reservation
-from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway, retry_after_s
+from headrace_judge.call_budget import BudgetLimit, CallBudget, CircuitBreaker, Reservation
+from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointUnavailable, retry_after_s
 from headrace_judge.run_transcript import ChatMessage
 from headrace_judge.settings import BudgetSettings, EndpointSettings, RetrySettings
 from headrace_judge.tables import STREAM
@@ -96,7 +96,7 @@ async def test_an_answer_may_be_compressed_as_requested(llm: FakeLLM, encoding: 
 async def test_an_answer_in_another_encoding_is_not_decoded(llm: FakeLLM, encoding: str) -> None:
     bomb = gzip.compress(gzip.compress(bytes(10_000_000)))
     llm.then(partial(_answer, Reply(raw=bomb, headers={"Content-Encoding": encoding})))
-    with pytest.raises(EndpointAway, match="which was not requested") as raised:
+    with pytest.raises(EndpointUnavailable, match="which was not requested") as raised:
         await complete(llm)
     assert str(raised.value).isprintable()
 
@@ -138,7 +138,7 @@ async def test_no_answer_is_an_unnamed_error(llm: FakeLLM) -> None:
             reply = Reply(status=rng.choice((200, 200, 200, 400, 429, 503)), raw=content)
             reply.headers["Retry-After"] = rng.choice(waits)
             llm.then(partial(_answer, reply))
-            with contextlib.suppress(EndpointAway, CallRefused):
+            with contextlib.suppress(EndpointUnavailable, CallRefused):
                 await endpoint.complete(MESSAGES)
     finally:
         await endpoint.close()
@@ -155,12 +155,12 @@ async def test_a_refusal_is_seen(llm: FakeLLM, message: fake_llm.Behaviour) -> N
 @pytest.mark.parametrize(
     ("behaviour", "error", "billed"),
     [
-        (fake_llm.status(500), EndpointAway, False),
-        (fake_llm.status(401), EndpointAway, False),
-        (fake_llm.status(302), EndpointAway, False),
-        (fake_llm.drop(), EndpointAway, True),
-        (fake_llm.raw(b"{}"), EndpointAway, True),
-        (fake_llm.raw(b'{"choices": []}'), EndpointAway, True),
+        (fake_llm.status(500), EndpointUnavailable, False),
+        (fake_llm.status(401), EndpointUnavailable, False),
+        (fake_llm.status(302), EndpointUnavailable, False),
+        (fake_llm.drop(), EndpointUnavailable, True),
+        (fake_llm.raw(b"{}"), EndpointUnavailable, True),
+        (fake_llm.raw(b'{"choices": []}'), EndpointUnavailable, True),
         (fake_llm.status(400), CallRefused, None),
         (fake_llm.status(422), CallRefused, None),
         (fake_llm.say("x" * 3000), CallRefused, None),
@@ -179,12 +179,12 @@ async def test_trouble_has_a_name(
     with pytest.raises(error) as raised:
         await complete(llm)
     assert "private" not in str(raised.value)
-    if isinstance(raised.value, EndpointAway):
+    if isinstance(raised.value, EndpointUnavailable):
         assert raised.value.billed is billed
 
 
 async def test_nobody_there(llm: FakeLLM) -> None:
-    with pytest.raises(EndpointAway, match="ConnectError") as raised:
+    with pytest.raises(EndpointUnavailable, match="ConnectError") as raised:
         await complete(llm, base_url="http://127.0.0.1:9/v1")
     assert not raised.value.billed
 
@@ -213,35 +213,35 @@ def test_waits_grow_to_a_limit_and_obey_the_endpoint() -> None:
 
 def test_a_failure_holds_work_back_and_then_lets_one_try() -> None:
     clock = ManualClock()
-    breaker = Breaker(clock, pause_s=1.0)
-    assert breaker.admits(running=3, concurrency=8) == 5
-    breaker.failed(None)
-    breaker.failed(None)  # of the same moment: no longer pause
-    assert breaker.admits(0, 8) == 0
+    breaker = CircuitBreaker(clock, pause_s=1.0)
+    assert breaker.free_slots(running=3, concurrency=8) == 5
+    breaker.record_failure(None)
+    breaker.record_failure(None)  # of the same moment: no longer pause
+    assert breaker.free_slots(0, 8) == 0
     clock.advance(1.0)
-    assert breaker.admits(0, 8) == 1
-    assert breaker.admits(1, 8) == 0
-    breaker.failed(None)
+    assert breaker.free_slots(0, 8) == 1
+    assert breaker.free_slots(1, 8) == 0
+    breaker.record_failure(None)
     clock.advance(1.9)
-    assert breaker.admits(0, 8) == 0
+    assert breaker.free_slots(0, 8) == 0
     clock.advance(0.1)
-    assert breaker.admits(0, 8) == 1
-    breaker.succeeded()
-    assert breaker.admits(0, 8) == 8
+    assert breaker.free_slots(0, 8) == 1
+    breaker.record_success()
+    assert breaker.free_slots(0, 8) == 8
 
 
 def test_the_pause_has_a_limit_unless_the_endpoint_asks_for_more() -> None:
     clock = ManualClock()
-    breaker = Breaker(clock, pause_s=1.0)
+    breaker = CircuitBreaker(clock, pause_s=1.0)
     for _ in range(50):
-        breaker.failed(None)
+        breaker.record_failure(None)
         clock.advance(30.0)
-        assert breaker.admits(0, 8) == 1
-    breaker.failed(100.0)
+        assert breaker.free_slots(0, 8) == 1
+    breaker.record_failure(100.0)
     clock.advance(99.0)
-    assert breaker.admits(0, 8) == 0
+    assert breaker.free_slots(0, 8) == 0
     clock.advance(1.0)
-    assert breaker.admits(0, 8) == 1
+    assert breaker.free_slots(0, 8) == 1
 
 
 LATE = datetime(2026, 3, 31, 23, 30, tzinfo=UTC)
@@ -260,7 +260,7 @@ async def reserve(state: Bench, budget: CallBudget, now: datetime, tokens: int =
 
 async def left(state: Bench, budget: CallBudget, now: datetime) -> dict[str, int]:
     async with state.processor.database.transaction() as tx:
-        return await budget.left(tx, now)
+        return await budget.remaining(tx, now)
 
 
 async def test_calls_are_limited_per_hour_and_per_day(state: Bench) -> None:

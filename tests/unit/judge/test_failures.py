@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import update
 
 from headrace_judge import app, tables
-from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantBreakers
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantCircuitBreakers
 from headrace_judge.model_judge import ModelJudge
 from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.rubric import load, load_all
@@ -93,14 +93,14 @@ async def test_a_poisoned_run_fails_alone(
 
         monkeypatch.setattr(ModelJudge, "single", judged)
     elif stage == "store":
-        keep = tables.store
+        keep = tables.store_verdict
 
         async def failing_store(tx: Any, now: Any, question: str, verdict: Any) -> None:
             if verdict.reason == "poison":
                 raise ERRORS[kind]()
             await keep(tx, now, question, verdict)
 
-        monkeypatch.setattr(tables, "store", failing_store)
+        monkeypatch.setattr(tables, "store_verdict", failing_store)
     else:
         reward = Subject.reward
 
@@ -143,14 +143,14 @@ async def test_a_job_with_a_damaged_payload_is_dead_lettered(llm: FakeLLM, data_
 async def test_a_poisoned_deadline_ends_alone(
     llm: FakeLLM, data_dir: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    deadline = PairwiseComparisons.deadline
+    deadline = PairwiseComparisons.handle_deadline
 
     async def ended(self: PairwiseComparisons, tx: Any, now: Any, job: Any, judged_by: Any) -> Any:
         if Subject.model_validate_json(job.payload).trajectory_id == "t2":
             raise ERRORS[kind]()
         return await deadline(self, tx, now, job, judged_by)
 
-    monkeypatch.setattr(PairwiseComparisons, "deadline", ended)
+    monkeypatch.setattr(PairwiseComparisons, "handle_deadline", ended)
     folder = data_dir / "rubrics"
     folder.mkdir(parents=True)
     (folder / "better.toml").write_text(_PAIR)
@@ -194,9 +194,9 @@ async def test_runs_of_one_tenant_that_the_endpoint_fails_on_do_not_stop_another
 
 
 def test_each_tenant_has_its_breaker() -> None:
-    breakers = TenantBreakers(ManualClock(), 1.0)
-    breakers.of("a").failed(None)
-    assert (breakers.of("a").admits(0, 8), breakers.of("b").admits(0, 8)) == (0, 8)
+    breakers = TenantCircuitBreakers(ManualClock(), 1.0)
+    breakers.of("a").record_failure(None)
+    assert (breakers.of("a").free_slots(0, 8), breakers.of("b").free_slots(0, 8)) == (0, 8)
 
 
 async def test_tenants_of_the_last_period_share_the_budget(llm: FakeLLM, data_dir: Path) -> None:

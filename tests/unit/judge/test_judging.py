@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
-from headrace_judge.trajectory_handler import sampled
+from headrace_judge.trajectory_handler import is_sampled
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http import web
 from headrace_schemas import DeadLetter
@@ -248,9 +248,9 @@ async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path, monkeypa
     monkeypatch.setattr("headrace_judge.trajectory_handler.QUEUE_MAX", 2)
     async with judge(settings(llm, sample_rate=0.5), data_dir) as rig:
         await rig.stop()
-        selected = [name for name in (f"t{n}" for n in range(20)) if sampled(name, 0.5)][:3]
-        skipped = next(name for name in (f"t{n}" for n in range(20)) if not sampled(name, 0.5))
-        assert sampled("silent", 0.5)
+        selected = [name for name in (f"t{n}" for n in range(20)) if is_sampled(name, 0.5)][:3]
+        skipped = next(name for name in (f"t{n}" for n in range(20)) if not is_sampled(name, 0.5))
+        assert is_sampled("silent", 0.5)
         await rig.bench.deliver(silent, trajectory(skipped), *(trajectory(name, answer=name) for name in selected))
         reasons = {reward.trajectory_id: (reward.outcome, reward.reason) for reward in rig.rewards}
         rig.start()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import headrace_schemas
-from headrace_judge.endpoint import EndpointAway
+from headrace_judge.endpoint import EndpointUnavailable
 from headrace_judge.once import NoVerdict, scores
 from headrace_judge.rubric import Criterion, Rubric, load
 from headrace_judge.run_transcript import Prompts, RunTranscript, TranscriptEntry, transcript_of
@@ -254,7 +254,7 @@ def test_no_verdict_is_no_score() -> None:
         with pytest.raises(NoVerdict, match="abstained"):
             ask(llm)
         llm.then(status(500))
-        with pytest.raises(EndpointAway):
+        with pytest.raises(EndpointUnavailable):
             ask(llm)
         llm.then(verdict(relevance=6, accuracy=1), verdict(relevance=5))
         with pytest.raises(NoVerdict):

@@ -27,12 +27,12 @@ _IDLE_INTERVAL_S = 1.0
 
 
 async def run(common: Common, settings: CollectorSettings) -> None:
-    """Run until cancelled."""
+    """Run the collector until cancelled."""
     await stream_service.run(service(settings, SystemClock().now()), common, settings)
 
 
 def service(settings: CollectorSettings, started: datetime) -> StreamService:
-    """Return the description of the stream service. `started` is the start of this process."""
+    """Return the collector as a stream service. `started` is the time at which this process started."""
     collector = Collector(settings, started)
     return StreamService(
         name="collector",
@@ -44,9 +44,9 @@ def service(settings: CollectorSettings, started: datetime) -> StreamService:
             "session-ends": collector.on_session_end,
         },
         ends_of=ENDS_OF,
-        after_batch=collector.close_ended,
+        after_batch=collector.apply_due_ends,
         timers=[
-            Timer(_ENDS_INTERVAL_S, collector.close_ended),
+            Timer(_ENDS_INTERVAL_S, collector.apply_due_ends),
             Timer(_BOUNDS_INTERVAL_S, partial(upkeep.close_surplus_sessions, settings=settings)),
             Timer(_FORGET_INTERVAL_S, partial(upkeep.delete_old_rows, settings=settings)),
             Timer(_TARGETS_INTERVAL_S, partial(upkeep.check_feedback_targets, settings=settings)),

@@ -36,14 +36,14 @@ class _Node:
 
 
 def build_branches(turns: Sequence[Turn], prompts: Prompts | None = None) -> tuple[list[Branch], list[Dialogue]]:
-    """Return the branches of a run and the dialogue of each, first those with logprobs, by their first token that has
-    some.
+    """Return the branches of a run and the dialogue of each.
 
-    The order of `turns` makes no difference.
+    Branches with logprobs come first, in the order of their first token that has one. The order of `turns` does not
+    matter.
 
     Args:
-        turns: The turns of the run.
-        prompts: The prompts of these turns; by default they are built from the turns.
+        turns: the turns of the run.
+        prompts: the prompts of these turns; by default they are built from the turns.
     """
     prompts = prompts or Prompts(turns)
     sequences = sorted(_sequences(_roots(_nodes(turns, prompts))), key=_sequence_order)
@@ -66,8 +66,7 @@ def _nodes(turns: Sequence[Turn], prompts: Prompts) -> list[_Node]:
 
 
 def _roots(nodes: Sequence[_Node]) -> list[_Node]:
-    """Link children to their parents and return the nodes without a parent. `nodes` are sorted so that parents come
-    first."""
+    """Link each node to its parent, and return the nodes without one. `nodes` are sorted so that parents come first."""
     roots: list[_Node] = []
     parent_of: dict[str, _Node | None] = {}
     continued: Counter[int] = Counter()
@@ -88,15 +87,15 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _parent(node: _Node, by_end: Mapping[int, Sequence[_Node]], continued: Counter[int]) -> _Node | None:
-    """Return the node with the longest sequence that is a prefix of the prompt. Equal parallel samples are continued in
-    turn.
+    """Return the node whose sequence is the longest prefix of the prompt of `node`; None without one.
+
+    Equal parallel samples are continued in turn.
 
     Args:
-        node: A node.
-        by_end: All nodes by the vertex of their sequence.
-        continued: How often each node was continued.
+        by_end: all nodes by the vertex at which their sequence ends.
+        continued: number of times that each node was continued.
     """
-    for vertex in node.prompt.upwards():
+    for vertex in node.prompt.ancestors():
         if id(vertex) in by_end:
             return min(by_end[id(vertex)], key=lambda other: (continued[id(other)], other.order))
     return None
@@ -128,7 +127,7 @@ def _branch(sequence: Sequence[_Node]) -> Branch:
 def _span(node: _Node, grammars: dict[TokenGrammar, int]) -> Span:
     """Return the span of a choice. A grammar that is new to the branch is added to `grammars` with its index.
 
-    Stored sets contain the effect of a grammar, so they need none.
+    A choice with stored token sets gets no grammar, because the sets contain its effect.
     """
     turn, choice, no_logprobs = node.turn, node.choice, node.no_logprobs
     sampled = no_logprobs is None

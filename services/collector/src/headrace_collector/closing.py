@@ -47,19 +47,19 @@ def build_trajectory(
     now: datetime,
     prompts: Prompts | None = None,
 ) -> Trajectory:
-    """Return the trajectory of a run's turns, all of one model, in the order in which they were captured.
+    """Build the trajectory of a run's turns, all of one model, in the order in which they were captured.
 
     Args:
-        superseded: Ids of turns that a retry replaced.
-        about_run: Feedback that lists turns of the run. The last one wins, also over `about_session`.
-        about_session: Feedback without listed turns. The last one wins.
-        models: Number of models that the run called.
-        is_side_call: Whether its calls are no part of the client's task. Then only feedback about the run trains it.
-        turns_from: Offset of its first turn on `turns`.
-        prompts: The prompts of the turns; by default they are built from the turns.
+        superseded: ids of turns that a retry replaced.
+        about_run: feedback that lists turns of the run. The last one wins, also over `about_session`.
+        about_session: feedback without listed turns. The last one wins.
+        models: number of models that the run called.
+        is_side_call: whether its calls are no part of the client's task. Then only feedback about the run trains it.
+        turns_from: offset of its first turn on `turns`.
+        prompts: the prompts of the turns; by default they are built from the turns.
 
     Raises:
-        ValidationError: The run does not fit an event. The bounds in the settings prevent this.
+        ValidationError: the run does not fit an event. The bounds in the settings prevent this.
     """
     ordered, first = turns, turns[0]
     prompts = prompts or Prompts(turns)
@@ -115,15 +115,17 @@ def _tools(offers: Sequence[Sequence[Tool]]) -> tuple[Tool, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An open run and the feedback about it: feedback that lists its turns, and feedback about its session."""
+class RunWithFeedback:
+    """An open run that may be closed, with its feedback."""
 
     run: SessionRun
     listed: Sequence[Feedback]
+    """Feedback that lists turns of the run."""
     general: Sequence[Feedback]
+    """Feedback about the session, without listed turns."""
 
 
-Choose = Callable[[Sequence[Candidate]], Sequence[Candidate]]
+Choose = Callable[[Sequence[RunWithFeedback]], Sequence[RunWithFeedback]]
 """Selects which of a session's open runs to close."""
 
 
@@ -143,7 +145,7 @@ async def close_runs(
     turns, feedback = await load_session(tx, now, settings, session)
     runs = await find_open_runs(tx, settings, turns, feedback)
     candidates = [
-        Candidate(
+        RunWithFeedback(
             run,
             feedback_targets.feedback_about_run(run, feedback),
             feedback_targets.feedback_about_session(run, feedback, session["began"]),
@@ -155,11 +157,11 @@ async def close_runs(
         return []
     superseded = superseded_turns(turns)
 
-    async def close(candidate: Candidate) -> list[Event]:
+    async def close(candidate: RunWithFeedback) -> list[Event]:
         return await _close(tx, now, candidate, superseded, reason)
 
-    async def refuse(candidate: Candidate, error: str) -> list[Event]:
-        return await _refuse(tx, now, candidate.run.turn_ids, f"its run cannot be closed: {error}")
+    async def refuse(candidate: RunWithFeedback, error: str) -> list[Event]:
+        return await _dead_letter_turns(tx, now, candidate.run.turn_ids, f"its run cannot be closed: {error}")
 
     events = await each(tx, "collector.close", chosen, close, refuse)
     still_open = [candidate.run for candidate in candidates if candidate not in chosen]
@@ -173,7 +175,7 @@ async def close_runs(
 async def load_session(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, session: RowMapping
 ) -> tuple[list[TurnFacts], list[OrderedFeedback]]:
-    """Return the turns and the feedback of a session that determine its runs."""
+    """Return the turns and the feedback of a session from which its runs are determined."""
     since_ms = epoch_ms(now - timedelta(seconds=settings.retention_s))
     turns = await store.facts_of_session(tx, session["session_key"], since_ms)
     return turns, await store.feedback_of_session(tx, session["session_key"], session["tenant"], since_ms)
@@ -185,7 +187,10 @@ async def find_open_runs(
     turns: Sequence[TurnFacts],
     feedback: Sequence[OrderedFeedback],
 ) -> Sequence[SessionRun]:
-    """Return the open runs of a session. Contents are read only if the conversations are ambiguous."""
+    """Return the open runs of a session.
+
+    Contents of turns are read only if digests do not tell its conversations apart.
+    """
     listings = feedback_targets.listings_in(feedback)
     apart = settings.side_calls == "apart"
     partition = partition_runs(turns, listings, separates_side_calls=apart)
@@ -196,7 +201,7 @@ async def find_open_runs(
 
 
 async def _close(
-    tx: AsyncConnection, now: datetime, candidate: Candidate, superseded: Collection[str], reason: EndReason
+    tx: AsyncConnection, now: datetime, candidate: RunWithFeedback, superseded: Collection[str], reason: EndReason
 ) -> list[Event]:
     stored_turns, prompts = await store.load_turns(tx, candidate.run.turn_ids)
     letters = await _refuse_unresolved(tx, now, prompts, candidate.run.turn_ids)
@@ -221,8 +226,8 @@ async def _close(
     except ValidationError as error:  # one run that fits no event must not delay all others
         problem, *_ = error.errors()
         text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        return [*letters, *await _refuse(tx, now, [turn.turn_id for turn in turns], text)]
-    await store.close(tx, [turn.turn_id for turn in turns], trajectory.trajectory_id, now)
+        return [*letters, *await _dead_letter_turns(tx, now, [turn.turn_id for turn in turns], text)]
+    await store.close_turns(tx, [turn.turn_id for turn in turns], trajectory.trajectory_id, now)
     _count_metrics(trajectory)
     return [*letters, trajectory]
 
@@ -230,10 +235,10 @@ async def _close(
 async def _refuse_unresolved(
     tx: AsyncConnection, now: datetime, prompts: Prompts, turn_ids: Collection[str]
 ) -> list[Event]:
-    """Close the turns of a run with references that cannot be followed, and return their dead letters."""
+    """Close the turns of a run whose references cannot be followed, and return their dead letters."""
     letters: list[Event] = []
     for turn_id in sorted(prompts.unresolved.keys() & set(turn_ids)):
-        letters += await _refuse(tx, now, [turn_id], prompts.unresolved[turn_id], UNRESOLVED)
+        letters += await _dead_letter_turns(tx, now, [turn_id], prompts.unresolved[turn_id], UNRESOLVED)
     return letters
 
 
@@ -242,22 +247,22 @@ async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, t
     session = await store.lock_session(tx, session_key)
     if session is None or session["tenant"] != tenant:
         return []
-    turn_ids = await store.open_turns(tx, session_key)
-    letters = await _refuse(tx, now, turn_ids, f"its session cannot be read: {error}")
+    turn_ids = await store.open_turn_ids(tx, session_key)
+    letters = await _dead_letter_turns(tx, now, turn_ids, f"its session cannot be read: {error}")
     await store.update_open_size(tx, session_key, [], 0)
     return letters
 
 
-async def _refuse(
+async def _dead_letter_turns(
     tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str, reason: str = "invalid_trajectory"
 ) -> list[Event]:
-    """Close turns without a trajectory, and return the dead letter of each, with the content as it was stored."""
+    """Close turns without a trajectory, and return a dead letter for each, with its stored content."""
     letters: list[Event] = []
     for turn_id, session_key, payload in await store.load_payloads(tx, turn_ids):
         value, headers = (payload or b"")[:_DEAD_LETTER_BYTES_MAX], (("ce_id", turn_id.encode("utf-8", "replace")),)
         record = Record(Turn.topic, -1, -1, session_key.encode(), value, headers)
         letters.append(dead_letter("collector", record, reason, error))
-    await store.close(tx, turn_ids, "refused", now)
+    await store.close_turns(tx, turn_ids, "refused", now)
     return letters
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, sel
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import feedback_targets
-from headrace_collector.closing import Candidate, Choose, close_runs, refuse_session
+from headrace_collector.closing import Choose, RunWithFeedback, close_runs, refuse_session
 from headrace_collector.schema import IS_OPEN, ends, sessions, stream
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
@@ -33,7 +33,7 @@ _AT_ONCE_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Row of an end of sessions. Without a session key, it ends all sessions of the tenant."""
+    """Row of the table `ends`: the end of a session, or of all sessions of a tenant if it has no session key."""
 
     tenant: str
     session_key: str | None
@@ -73,7 +73,7 @@ async def apply_ends(
     """Apply the ends that are due, the oldest first, and return the trajectories.
 
     Args:
-        started: When this process started. Time before it does not make an end overdue.
+        started: time at which this process started. Time before it does not make an end overdue.
     """
     due_ends = await _load_due_ends(tx, now, started)
     if not due_ends:
@@ -120,7 +120,8 @@ async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) 
 
 
 async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None:
-    """Replace a tenant's end, whose offsets were reached, by an end for each open session in its partition."""
+    """Replace the end of a tenant, whose offsets were reached, by an end for each of its open sessions in its
+    partition."""
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
     session_ends = select(*[constants.get(name, sessions.c.session_key) for name in names]).where(
@@ -133,7 +134,7 @@ def _run_filter(row: RowMapping) -> Choose:
     listed = frozenset(json.loads(row["msg_ids"])) if row["msg_ids"] else None
     before_ms, unseen_since_ms, commit = row["before_ms"], row["unseen_since_ms"], row["reason"] == "commit"
 
-    def ends(candidate: Candidate) -> bool:
+    def ends(candidate: RunWithFeedback) -> bool:
         run = candidate.run
         return (
             (listed is None or not run.turn_ids.isdisjoint(listed))

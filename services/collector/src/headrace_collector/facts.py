@@ -34,8 +34,7 @@ def prefix_digests(messages: Iterable[Message], history: bytes = b"") -> tuple[b
     A prefix that ends with a system message has the digest of this message alone, which no other prefix has.
 
     Args:
-        messages: The messages.
-        history: The `conversation_digest` of the messages before them.
+        history: the `conversation_digest` of the messages before `messages`.
     """
     digest = history
     digests = []
@@ -49,15 +48,18 @@ def prefix_digests(messages: Iterable[Message], history: bytes = b"") -> tuple[b
 
 
 def conversation_digest(prefixes: Sequence[bytes], history: bytes = b"") -> bytes:
-    """Return the digest of a whole conversation from its `prefix_digests`: that of its last message beside system
-    messages, or `history` if there is none."""
+    """Return the digest of a whole conversation, given its `prefix_digests`.
+
+    It is that of the last message that is no system message, or `history` without one.
+    """
     return next((digest for digest in reversed(prefixes) if not digest[0] & _IS_SYSTEM), history)
 
 
 def reply_digests(turn: Turn, history: bytes) -> tuple[bytes, ...]:
-    """Return the digest of the conversation with each choice as its next message, in the order of the choices.
+    """Return for each choice the digest of the turn's conversation followed by this choice's message.
 
-    `history` is the digest of the conversation without a choice, its `conversation_digest`.
+    Args:
+        history: the `conversation_digest` of the prompt.
     """
     return tuple(_extend(history, choice.message) for choice in turn.choices)
 
@@ -108,13 +110,13 @@ class TurnContent:
         return cls(prompt, sequences, turn.messages, tuple(choice.message for choice in turn.choices))
 
     def shared_bytes(self, parent: TurnContent, choice: int) -> int:
-        """Return the bytes of exact history that the turns share: all of the parent's history or 0."""
+        """Return the size in bytes of the parent's tokens up to this choice if the prompt begins with them; else 0."""
         history = parent.sequences[choice]
         return len(history) if self.prompt.startswith(history) else 0
 
     def shared_calls(self, parent: TurnContent, choice: int) -> int:
-        """Return the number of tool calls of the parent and its answer that the conversation has, by their unique
-        ids."""
+        """Return how many tool calls of the parent's conversation and answer this conversation contains, by their
+        unique ids."""
         answers = [message for message in self.messages if message.role == "assistant"]
         ids = {call.id for message in (*parent.messages, parent.answers[choice]) for call in message.tool_calls or ()}
         return sum(any(_has_call(message, [call_id]) for message in answers) for call_id in ids)
@@ -122,7 +124,7 @@ class TurnContent:
     def rewrites(self, parent: TurnContent, choice: int, position: int) -> bool:
         """Return whether the message at `position` is the parent's answer in another form.
 
-        The messages before must be the parent's request.
+        That requires that the messages before it are the parent's prompt.
         """
         echo, answer = self.messages[position], parent.answers[choice]
         if echo.role != "assistant":
@@ -144,10 +146,11 @@ def _has_call(message: Message, ids: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """Facts about one turn. `prefixes` and `replies` are digests; times are ms since
-    1970.
+    """Facts about one turn.
 
-    A turn that extends another one (`base`) has the digests of the messages after the first `shared_messages` alone.
+    `prefixes` and `replies` are digests ; times are ms since 1970.
+
+    A turn that extends another one (`base`) has only the digests of messages after the first `shared_messages`.
     """
 
     turn_id: str
@@ -204,7 +207,7 @@ class TurnFacts:
         return (self.messages, self.retry, self.log_offset, self.turn_id)
 
     def newest_prefixes(self) -> Iterator[bytes]:
-        """Yield the digests of the prefixes of its conversation, the longest first."""
+        """Yield the digests of the prefixes of the turn's conversation, the longest first."""
         turn: TurnFacts | None = self
         count = self.messages
         while turn is not None:
@@ -215,7 +218,7 @@ class TurnFacts:
 
 @dataclass(frozen=True, slots=True)
 class SharedHistory:
-    """The part of a turn's prompt that the turn that it extends has stored."""
+    """Facts about the part of a turn's prompt that is stored with the turn that it extends."""
 
     messages: int = 0
     digest: bytes = b""
@@ -230,7 +233,13 @@ NOTHING_SHARED = SharedHistory()
 
 
 def turn_facts(turn: Turn, seen: datetime, log_offset: int, shared: SharedHistory = NOTHING_SHARED) -> TurnFacts:
-    """Return the facts about a turn with this offset on `turns`."""
+    """Compute the facts about a turn.
+
+    Args:
+        seen: time at which this service first processed it.
+        log_offset: its offset on `turns`.
+        shared: the part of its prompt that the extended turn has stored.
+    """
     answer = () if shared.answer is None else (shared.answer,)
     prefixes = answer + prefix_digests(turn.messages, shared.answer or shared.digest)
     return TurnFacts(

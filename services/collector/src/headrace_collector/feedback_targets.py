@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace_collector.facts import TurnFacts
-from headrace_collector.runs import Listing, SessionRun
+from headrace_collector.runs import RunListing, SessionRun
 from headrace_schemas import Feedback
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedFeedback:
-    """A feedback with its position in the log, which orders feedback by the time of its acknowledgement."""
+    """Feedback with its position in the log, which orders feedback by the time of its acknowledgement."""
 
     event: Feedback
     log_offset: int
@@ -22,10 +22,10 @@ class OrderedFeedback:
     """The `event_id` of its row."""
 
 
-def listings_in(feedback: Sequence[OrderedFeedback]) -> list[Listing]:
-    """Return the listings of all feedback that lists the turns of a run."""
+def listings_in(feedback: Sequence[OrderedFeedback]) -> list[RunListing]:
+    """Return a listing for each feedback that lists the turns of a run."""
     return [
-        Listing(frozenset(item.event.msg_ids), item.event.task_id, item.event.run_id, item.log_offset)
+        RunListing(frozenset(item.event.msg_ids), item.event.task_id, item.event.run_id, item.log_offset)
         for item in feedback
         if item.event.lists_a_run
     ]
@@ -37,10 +37,12 @@ def feedback_about_run(run: SessionRun, feedback: Sequence[OrderedFeedback]) -> 
 
 
 def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: int) -> list[Feedback]:
-    """Return feedback without listed turns about runs that had begun when it was given, else about the session's first
-    run.
+    """Return the feedback without listed turns that applies to a run.
 
-    `began` is the offset of the session's first turn: no run gets feedback about an earlier run.
+    It applies to all runs that had begun when it was given, or else to the session's first run.
+
+    Args:
+        began: offset of the session's first turn. Feedback from before it is about an earlier run.
     """
     return [
         item.event
@@ -53,11 +55,11 @@ def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback],
 def settled_feedback_ids(
     feedback: Sequence[OrderedFeedback], open_runs: Sequence[SessionRun], closed: Iterable[TurnFacts]
 ) -> list[str]:
-    """Return the ids of the feedback that no later run can get.
+    """Return the ids of feedback that can apply to no later run.
 
     Args:
-        open_runs: The runs of the session that stay open.
-        closed: The turns of the session so far.
+        open_runs: the runs of the session that stay open.
+        closed: the turns of the session so far.
     """
     open_turns = {turn for run in open_runs for turn in run.turn_ids}
     closed_turns = {turn.turn_id for turn in closed}
@@ -73,5 +75,5 @@ def settled_feedback_ids(
 
 
 def has_judgement(feedback: Sequence[Feedback]) -> bool:
-    """Return whether some feedback has a value in any form, an edit or a preference that is not withdrawn."""
+    """Return whether some feedback contains a value, an edit or a preference, and is not withdrawn."""
     return any(item.has_content for item in feedback)

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import ends, references, store
-from headrace_collector.closing import Candidate, close_runs
+from headrace_collector.closing import RunWithFeedback, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import turn_facts
 from headrace_collector.runs import SessionRun
@@ -41,17 +41,20 @@ too."""
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """The handlers. `started` is the start of this process: time while the collector was away makes no run idle or
-    overdue."""
+    """Stream handlers of the collector.
+
+    `started` is the time at which this process started: the time while the collector was away makes no run idle or
+    overdue.
+    """
 
     settings: CollectorSettings
     started: datetime
 
     async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
-        """Store the turn. If its session has become too large, close the runs that were idle for longest.
+        """Store a turn. If its session has become too large, close the runs that were idle for longest.
 
         Raises:
-            InvalidEvent: The turn is too long, is not of the session that it names, or extends an unknown turn.
+            InvalidEvent: the turn is too long, is not of the session that it names, or extends an unknown turn.
         """
         _check_session(turn)
         _check_size(turn)
@@ -59,14 +62,16 @@ class Collector:
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
         facts = turn_facts(turn, handling.now, handling.received.log_offset, shared)
         size = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
-        if size is None or not self._too_large(size):
+        if size is None or not self._is_too_large(size):
             return []
         key, tenant = turn.session_key, turn.tenant
         return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus_runs)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store the feedback until its run closes, and its end if it ends its session. Feedback about a task is
-        ignored."""
+        """Store feedback until its run closes, and the end of its session if it requests one.
+
+        Feedback about a task is ignored.
+        """
         if feedback.level == "task":
             return []
         record = handling.received.record
@@ -95,7 +100,7 @@ class Collector:
         return []
 
     async def on_session_end(self, end: SessionEnd, handling: Handling) -> Sequence[Event]:
-        """Store the end. Raises `InvalidEvent` for the end of a session without its key."""
+        """Store the end of a session. Raises `InvalidEvent` if the end names a session without its key."""
         if end.scope == "session" and end.session_key is None:
             raise InvalidEvent("invalid_event", "session_key: is missing; the end of a session needs it")
         partition = handling.received.record.partition
@@ -111,11 +116,11 @@ class Collector:
         await ends.store_ends(handling.tx, handling.now, remembered)
         return []
 
-    async def close_ended(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Close the sessions with ends that are due, now that more records were processed."""
+    async def apply_due_ends(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        """Close the sessions whose ends are due, now that more records were processed."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
-    def _too_large(self, size: store.SessionSize) -> bool:
+    def _is_too_large(self, size: store.SessionSize) -> bool:
         return (
             size.sequences >= SEQUENCES_MAX
             or size.completions >= _COMPLETIONS_MAX
@@ -123,13 +128,13 @@ class Collector:
             or size.added_tokens >= _ADDED_TOKENS_MAX
         )
 
-    def _surplus_runs(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _surplus_runs(self, candidates: Sequence[RunWithFeedback]) -> Sequence[RunWithFeedback]:
         """Return the runs to close in a session that is too large.
 
         These are runs that are too large themselves, and older runs that do not fit, with the newest run, into half of
         the bounds on completions and on new tokens. Half leaves room, so that not every turn closes a run.
         """
-        surplus: list[Candidate] = []
+        surplus: list[RunWithFeedback] = []
         remaining: list[SessionRun] = []
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
             together = store.SessionSize.of([*remaining, candidate.run])
@@ -138,7 +143,7 @@ class Collector:
                 or together.completions >= _COMPLETIONS_MAX / 2
                 or together.added_tokens >= _ADDED_TOKENS_MAX / 2
             )
-            if crowded or self._too_large(store.SessionSize.of([candidate.run])):
+            if crowded or self._is_too_large(store.SessionSize.of([candidate.run])):
                 surplus.append(candidate)
             else:
                 remaining.append(candidate.run)
@@ -146,7 +151,11 @@ class Collector:
 
 
 def _check_session(turn: Turn) -> None:
-    """Raise `InvalidEvent` unless session key and response id are those of the turn's tenant and session."""
+    """Check that session key and turn id belong to the turn's tenant and session.
+
+    Raises:
+        InvalidEvent: one of them belongs to another session.
+    """
     if turn.session_key != session_key(turn.tenant, turn.session_id):
         raise InvalidEvent("foreign_session_key", "session_key: does not match tenant and session_id")
     if key_of_response(turn.turn_id) not in (None, turn.session_key):

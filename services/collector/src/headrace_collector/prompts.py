@@ -20,7 +20,7 @@ _ID_BYTES = 4
 
 
 class Vertex:
-    """The end of a token sequence in the tree. `label` has the bytes between `parent` and this vertex."""
+    """Vertex of the radix tree: the end of a token sequence. `label` has the bytes between `parent` and this vertex."""
 
     __slots__ = ("_state", "children", "label", "length_bytes", "parent")
 
@@ -37,7 +37,7 @@ class Vertex:
         """Number of tokens of the sequence."""
         return self.length_bytes // _ID_BYTES
 
-    def upwards(self) -> Iterator[Vertex]:
+    def ancestors(self) -> Iterator[Vertex]:
         """Yield this vertex and its ancestors. Their sequences are prefixes of this one."""
         vertex: Vertex | None = self
         while vertex is not None:
@@ -46,10 +46,10 @@ class Vertex:
 
     def sequence(self) -> bytes:
         """Return the token ids of the sequence as int32 bytes."""
-        return b"".join([vertex.label for vertex in self.upwards()][::-1])
+        return b"".join([vertex.label for vertex in self.ancestors()][::-1])
 
     def insert(self, ids: bytes) -> Vertex:
-        """Return the vertex of this sequence followed by `ids`."""
+        """Return the vertex of this sequence extended by `ids`, and add it if the tree does not have it."""
         vertex, position = self, 0
         while position < len(ids):
             child = vertex.children.get(ids[position : position + _ID_BYTES])
@@ -62,7 +62,7 @@ class Vertex:
         return vertex
 
     def prefix(self, length: int) -> Vertex:
-        """Return the vertex of the first `length` tokens of this sequence, which must have so many."""
+        """Return the vertex of the sequence's first `length` tokens, and add it if the tree does not have it."""
         length_bytes = length * _ID_BYTES
         vertex = self
         while vertex.parent is not None and vertex.parent.length_bytes >= length_bytes:
@@ -72,9 +72,12 @@ class Vertex:
         return vertex._split(length_bytes - vertex.parent.length_bytes)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the sequence. Only bytes below the last vertex with a known digest are read."""
+        """Return the SHA-256 of the sequence in hexadecimal.
+
+        Only bytes below the last vertex with a known state are read.
+        """
         path = []
-        for vertex in self.upwards():
+        for vertex in self.ancestors():
             if vertex._state is not None:
                 break
             path.append(vertex)
@@ -107,9 +110,9 @@ class _Prompt:
 
 
 class Prompts:
-    """The prompts of turns, of which some extend others.
+    """Prompts of turns in a radix tree. Some turns extend others and contain only the rest of their prompt.
 
-    `unresolved` names the turns with a reference that cannot be followed, and the problem. These turns have no prompt.
+    `unresolved` maps each turn with a reference that cannot be followed to the problem. These turns have no prompt.
     """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
@@ -126,7 +129,7 @@ class Prompts:
             waiting = later
 
     def add(self, turn: Turn) -> None:
-        """Add a turn after those that it may extend."""
+        """Add a turn. Turns that it may extend must be added before."""
         self._add(turn, set())
 
     def __contains__(self, turn_id: object) -> bool:
@@ -134,19 +137,19 @@ class Prompts:
 
     @property
     def size_bytes(self) -> int:
-        """About how many bytes the tokens of all turns take."""
+        """Approximate size in bytes of the tokens of all turns."""
         return sum(_ID_BYTES * len(prompt.turn.prompt_token_ids) for prompt in self._prompts.values())
 
     def prompt(self, turn_id: str) -> Vertex:
-        """Return the end of a turn's prompt."""
+        """Return the vertex at which a turn's prompt ends."""
         return self._prompts[turn_id].vertex
 
     def answers(self, turn_id: str) -> tuple[Vertex, ...]:
-        """Return the ends of the answers of a turn, in the order of its choices."""
+        """Return the vertices at which the answers of a turn end, in the order of its choices."""
         return self._prompts[turn_id].answers
 
     def tools(self, turn_id: str) -> tuple[Tool, ...]:
-        """Return the tools that a turn was offered."""
+        """Return the tools that were offered to a turn."""
         return self._prompts[turn_id].tools
 
     def messages(self, turn_id: str) -> tuple[Message, ...]:
@@ -166,7 +169,7 @@ class Prompts:
         return tuple(message for part in reversed(parts) for message in part)
 
     def whole_turn(self, turn_id: str) -> Turn:
-        """Return a turn with its whole prompt."""
+        """Return the event of a turn with its whole prompt, even if it extends another turn."""
         prompt = self._prompts[turn_id]
         if prompt.turn.extends is None:
             return prompt.turn
@@ -186,7 +189,7 @@ class Prompts:
         if reference is not None:
             if base is None and reference.turn_id in waiting and reference.turn_id not in self.unresolved:
                 return False
-            problem = "the turn that it extends is not known" if base is None else _misfit(base, reference)
+            problem = "the turn that it extends is not known" if base is None else _reference_problem(base, reference)
             if base is None or problem is not None:
                 self.unresolved[turn.turn_id] = problem or ""
                 return True
@@ -202,8 +205,8 @@ def _end(base: _Prompt, reference: TurnReference) -> Vertex:
     return base.answers[reference.choice]
 
 
-def _misfit(base: _Prompt, reference: TurnReference) -> str | None:
-    """Return the problem of a reference to `base`, or None if it fits."""
+def _reference_problem(base: _Prompt, reference: TurnReference) -> str | None:
+    """Return why a reference to the turn `base` cannot be followed, or None if it can."""
     if reference.choice >= len(base.answers):
         return f"turn {reference.turn_id} has no choice {reference.choice}"
     end = _end(base, reference)

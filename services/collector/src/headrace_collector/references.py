@@ -27,7 +27,10 @@ _BASE = [
 
 
 async def resolve(tx: AsyncConnection, turn: Turn) -> tuple[Turn, SharedHistory]:
-    """Return the turn as it is to be stored, and the history that it shares with the turn that it extends.
+    """Resolve a turn's reference to the turn that it extends.
+
+    Returns:
+        The turn as it is to be stored, and the history that it shares with the extended turn.
 
     Raises:
         InvalidEvent: `unresolved_turn`, its session has no such turn, or the reference does not fit it.
@@ -48,12 +51,15 @@ async def resolve(tx: AsyncConnection, turn: Turn) -> tuple[Turn, SharedHistory]
         return await _whole_turn(tx, turn), NOTHING_SHARED
     answer = replies[reference.choice] if reference.messages > messages else None
     shared = min(reference.messages, messages)
-    continues = reference.tokens == base["tokens"] and await _continue(tx, reference.turn_id)
+    continues = reference.tokens == base["tokens"] and await _mark_continued(tx, reference.turn_id)
     return turn, SharedHistory(shared, await _digest(tx, turn, base, shared), answer, continues)
 
 
 async def detach_open_turns(tx: AsyncConnection, session_key: str) -> None:
-    """Store the open turns of a session whole that extend a closed turn. Unresolved ones remain as they are."""
+    """Store open turns of a session that extend a closed turn with their whole prompts.
+
+    Unresolved ones remain as they are.
+    """
     closed = turns.alias()
     query = (
         select(turns.c.turn_id)
@@ -80,8 +86,8 @@ async def _base(tx: AsyncConnection, turn: Turn, turn_id: str) -> RowMapping | N
     return (await tx.execute(query)).mappings().one_or_none()
 
 
-async def _continue(tx: AsyncConnection, turn_id: str) -> bool:
-    """Mark the answer of a turn as continued. Return whether it was not before."""
+async def _mark_continued(tx: AsyncConnection, turn_id: str) -> bool:
+    """Mark the answer of a turn as continued. Return whether this is the first time."""
     first = update(turns).where(turns.c.turn_id == turn_id, turns.c.continued.is_(False)).values(continued=True)
     return bool((await tx.execute(first)).rowcount)
 
@@ -100,7 +106,7 @@ async def _digest(tx: AsyncConnection, turn: Turn, base: RowMapping, count: int)
 
 
 async def _whole_turn(tx: AsyncConnection, turn: Turn) -> Turn:
-    """Return a turn that extends a closed turn with its whole prompt."""
+    """Return a turn that extends a closed turn, with its whole prompt."""
     assert turn.extends is not None
     _, prompts = await store.load_turns(tx, [turn.extends.turn_id])
     if turn.extends.turn_id not in prompts:

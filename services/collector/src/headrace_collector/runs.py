@@ -16,7 +16,7 @@ from headrace_schemas.events.trajectory import NO_TOOLS
 
 
 def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
-    """Return for each superseded turn the retry that replaced it.
+    """Return the turns that a retry replaced, each with the id of the retry.
 
     A retry has the digest of the request that it repeats and a higher retry count, and replaces at most one turn:
     parallel samples have equal digests too, and all of them stay. An answer that the client continued was not
@@ -70,7 +70,7 @@ def _by_request(turns: Iterable[TurnFacts]) -> Iterable[list[TurnFacts]]:
 
 
 def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
-    """Return the ids of the side calls of a session.
+    """Return the ids of the turns of a session that are side calls.
 
     The gateway's guess holds if the session has calls with tools, and if none of these begins with the message that the
     call begins with, which is the system prompt in most cases.
@@ -93,7 +93,7 @@ _Reply = tuple[TurnFacts, int]
 
 @dataclass(frozen=True, slots=True)
 class SessionRun:
-    """Turns of one session that belong to one run and to no trajectory yet, the oldest first."""
+    """Open turns of one session that belong to one run, the oldest first."""
 
     turns: tuple[TurnFacts, ...]
     models: int
@@ -121,7 +121,7 @@ class SessionRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPartition:
-    """A session's open runs, the oldest first. `ties` are turns that only their content can assign to a run."""
+    """The open runs of a session, the oldest first. `ties` are turns that only their content can assign to a run."""
 
     runs: tuple[SessionRun, ...]
     ties: frozenset[str]
@@ -129,7 +129,7 @@ class RunPartition:
 
 def partition_runs(
     turns: Sequence[TurnFacts],
-    listings: Sequence[Listing],
+    listings: Sequence[RunListing],
     contents: Contents | None = None,
     *,
     separates_side_calls: bool = True,
@@ -142,7 +142,7 @@ def partition_runs(
     side calls, is a run of its own.
     """
     side_calls = side_call_ids(turns) if separates_side_calls else frozenset()
-    labels = _Labels(turns, listings, contents or {}, side_calls)
+    labels = _RunAssignment(turns, listings, contents or {}, side_calls)
     by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))
     for turn in sorted(turns, key=lambda turn: turn.order):
         label = labels.assign(turn)
@@ -162,11 +162,18 @@ def partition_runs(
     )
 
 
-class _Labels:
-    """Assigns labels to turns one by one, in their `order`."""
+class _RunAssignment:
+    """Assignment of turns to runs.
+
+    Turns with equal labels belong to one run; call `assign` with the turns in their `order`.
+    """
 
     def __init__(
-        self, turns: Sequence[TurnFacts], listings: Sequence[Listing], contents: Contents, side_calls: Collection[str]
+        self,
+        turns: Sequence[TurnFacts],
+        listings: Sequence[RunListing],
+        contents: Contents,
+        side_calls: Collection[str],
     ) -> None:
         self._contents = contents
         self._side_calls = side_calls
@@ -212,30 +219,29 @@ class _Labels:
         positions = range(turn.messages - 2, -1, -1)
         prefixes = islice(turn.newest_prefixes(), 1, None)
         for position, (prefix, before) in zip(positions, pairwise(chain(prefixes, [b""])), strict=False):
-            replies = self._replies(turn, position, prefix, before)
+            replies = self._possible_replies(turn, position, prefix, before)
             if replies:
-                parent, choice = self._closest(turn, replies)
+                parent, choice = self._best_parent(turn, replies)
                 self._continued[parent.turn_id, choice] += 1
                 return self._label[parent.turn_id]
         if self._explicit and turn.turn_id not in self._side_calls:
             return ("session", turn.agent)
         return ("starts", turn.turn_id)
 
-    def _replies(self, turn: TurnFacts, position: int, prefix: bytes, before: bytes) -> list[_Reply]:
-        """Return the answers that a message of `turn` may be: equal ones, else those that it rewrites.
+    def _possible_replies(self, turn: TurnFacts, position: int, prefix: bytes, before: bytes) -> list[_Reply]:
+        """Return the answers that a message of `turn` may be: equal ones, or else those that it may rewrite.
 
         Args:
-            turn: A turn.
-            position: The position of the message.
-            prefix: The digest of the prefix that ends with the message.
-            before: The digest of the prefix before it.
+            position: position of the message in the turn's prompt.
+            prefix: digest of the prefix that ends with the message.
+            before: digest of the prefix before the message.
         """
         equal_replies = self._by_reply.get(prefix, ())
-        replies = [reply for reply in equal_replies if self._have_one_role(turn, reply[0])]
+        replies = [reply for reply in equal_replies if self._have_same_role(turn, reply[0])]
         if replies or position == 0:
             return replies
         requests = self._by_request.get(before, ())
-        replies = [reply for reply in requests if self._have_one_role(turn, reply[0])]
+        replies = [reply for reply in requests if self._have_same_role(turn, reply[0])]
         if replies and turn.turn_id not in self._contents:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in replies)}
         return [reply for reply in replies if self._rewrites(turn, reply, position)]
@@ -246,19 +252,22 @@ class _Labels:
             return False
         return self._contents[turn.turn_id].rewrites(self._contents[parent.turn_id], choice, position)
 
-    def _have_one_role(self, turn: TurnFacts, other: TurnFacts) -> bool:
-        """Return whether both turns are of one agent, and both or none of them side calls."""
+    def _have_same_role(self, turn: TurnFacts, other: TurnFacts) -> bool:
+        """Return whether both turns are of the same agent, and either both or none of them are side calls."""
         return turn.agent == other.agent and (turn.turn_id in self._side_calls) == (other.turn_id in self._side_calls)
 
-    def _closest(self, turn: TurnFacts, parents: Sequence[_Reply]) -> _Reply:
-        """Return the parent among equal conversations: most tool calls of the conversation, then longest exact token
-        prefix, then open run, then fewest continuations."""
+    def _best_parent(self, turn: TurnFacts, parents: Sequence[_Reply]) -> _Reply:
+        """Return the answer that the turn continues, among answers to equal conversations.
+
+        The first of these criteria that differs decides: tool calls of the conversation, length of the exact token
+        prefix, whether its run is open, and the number of turns that continue it already.
+        """
         if len({self._label[parent.turn_id] for parent, _ in parents}) > 1:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in parents)}
         return min(
             parents,
             key=lambda parent_choice: (
-                *self._evidence(turn, *parent_choice),
+                *self._evidence_key(turn, *parent_choice),
                 parent_choice[0].trajectory_id is not None,
                 self._continued[parent_choice[0].turn_id, parent_choice[1]],
                 parent_choice[0].log_offset,
@@ -266,8 +275,8 @@ class _Labels:
             ),
         )
 
-    def _evidence(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> tuple[int, int]:
-        """Return a sort key by which the parent whose answer the turn's content shows comes first."""
+    def _evidence_key(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> tuple[int, int]:
+        """Return a sort key that puts a parent first whose answer is visible in the turn's content."""
         if turn.turn_id not in self._contents or parent.turn_id not in self._contents:
             return 0, 0
         content, history = self._contents[turn.turn_id], self._contents[parent.turn_id]
@@ -275,8 +284,8 @@ class _Labels:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """The turns that one feedback lists, and the run that it names, if any."""
+class RunListing:
+    """Turns that one feedback lists as a run, and the ids of task and run that it names."""
 
     turn_ids: frozenset[str]
     task_id: str | None
@@ -284,25 +293,25 @@ class Listing:
     log_offset: int
     """Offset of the feedback."""
 
-    def names_another_run_than(self, other: Listing) -> bool:
+    def names_another_run_than(self, other: RunListing) -> bool:
         if self.run_id is None or other.run_id is None:
             return False
         tasks_differ = self.task_id is not None and other.task_id is not None and self.task_id != other.task_id
         return tasks_differ or self.run_id != other.run_id
 
 
-def run_ids_by_turn(listings: Sequence[Listing]) -> dict[str, str]:
-    """Return for each turn the run id that the last of its listings gives it."""
+def run_ids_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
+    """Return the run id of each turn whose listings name one. The last listing wins."""
     return {turn: listing.run_id for listing in _ordered(listings) if listing.run_id for turn in listing.turn_ids}
 
 
-def groups_by_turn(listings: Sequence[Listing]) -> dict[str, str]:
-    """Return for each listed turn the first turn of its group.
+def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
+    """Return for each listed turn the smallest turn id of its group, which stands for a run.
 
     Listings that overlap are one group. Equal run ids do not make a group, because clients count their runs from 0
     again. A listing with another run id than the listings that it overlaps takes its turns out of their group.
     """
-    groups: list[tuple[set[str], Listing]] = []
+    groups: list[tuple[set[str], RunListing]] = []
     for listing in _ordered(listings):
         members = set(listing.turn_ids)
         remaining = []
@@ -318,5 +327,5 @@ def groups_by_turn(listings: Sequence[Listing]) -> dict[str, str]:
     return {turn: min(group) for group, _ in groups for turn in group}
 
 
-def _ordered(listings: Sequence[Listing]) -> list[Listing]:
+def _ordered(listings: Sequence[RunListing]) -> list[RunListing]:
     return sorted(listings, key=lambda listing: listing.log_offset)

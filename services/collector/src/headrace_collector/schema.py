@@ -23,7 +23,7 @@ stream = StreamTables(metadata)
 
 
 def _partial(name: str, *columns: str, where: str) -> Index:
-    """Return an index over the few rows that a timer looks for among the many that are stored.
+    """Return a partial index, for the few rows that a timer looks for.
 
     A query uses it only when its own condition is spelled like `where`, without a parameter in it (`IS_OPEN`,
     `IS_OVER`).

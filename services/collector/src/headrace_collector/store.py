@@ -36,7 +36,7 @@ _FACTS = [turns.c[_COLUMN_NAMES.get(name, name)].label(name) for name in _STORED
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """The size of a session's open turns."""
+    """Size of the open turns of a session."""
 
     completions: int
     sequences: int
@@ -60,10 +60,10 @@ class SessionSize:
 async def add_turn(
     tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int
 ) -> SessionSize | None:
-    """Store a turn as open, and return the size of the open turns of its session. None: the turn is already stored.
+    """Store a turn as open, and return the size of its session's open turns; None if the turn is already stored.
 
     Raises:
-        InvalidEvent: Another session has a turn of this id.
+        InvalidEvent: another session has a turn of this id.
     """
     row = {_COLUMN_NAMES.get(name, name): getattr(facts, name) for name in _STORED_FACTS} | {
         "session_key": turn.session_key,
@@ -99,8 +99,7 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
 
 @cache
 def _open_turn_statement(dialect: str) -> Any:
-    """Return the statement that adds a turn to the open turns of a session. An open session keeps the time of its idle
-    check."""
+    """Return the statement that adds a turn to its session's row. An open session keeps the time of its idle check."""
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
     summed = {name: sessions.c[name] + new[name] for name in _SUMMED}
@@ -119,15 +118,15 @@ def _open_turn_statement(dialect: str) -> Any:
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
-    """Return the session's row, locked until this transaction ends."""
+    """Return the session's row, locked until this transaction ends; None if there is none."""
     query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
 
 async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int) -> list[TurnFacts]:
-    """Return the facts about every open turn, and about the last turns that were closed since `since_ms`.
+    """Return the facts about every open turn of a session, and about its last turns that were closed since `since_ms`.
 
-    Closed turns are limited, because a session key may be in use for ever.
+    The number of closed turns is limited, because a session key may be in use for ever.
     """
     session_turns = select(*_FACTS).where(turns.c.session_key == session_key)
     closed = session_turns.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
@@ -146,8 +145,10 @@ def _facts(row: RowMapping, base: TurnFacts | None = None) -> TurnFacts:
 
 
 async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> tuple[list[Turn], Prompts]:
-    """Return the events of those turns whose content is still stored, in the order in which they were captured, and
-    their prompts. The prompts include the turns that these turns extend, whatever their runs."""
+    """Return the turns whose content is still stored, in the order in which they were captured, and their prompts.
+
+    The prompts include the turns that these turns extend, whatever their runs.
+    """
     first = select(turns.c.turn_id, turns.c.extends).where(turns.c.turn_id.in_(turn_ids))
     chain = first.cte("chain", recursive=True)
     chain = chain.union(select(turns.c.turn_id, turns.c.extends).join(chain, turns.c.turn_id == chain.c.extends))
@@ -177,13 +178,13 @@ def _share_token_objects(turn: Turn, shared: dict[int, int]) -> Turn:
 
 
 async def load_payloads(tx: AsyncConnection, turn_ids: Collection[str]) -> list[tuple[str, str, bytes | None]]:
-    """Return id, session key and stored content of the turns. The content need not be readable."""
+    """Return id, session key and stored content of each turn. The content need not be readable."""
     columns = turns.c.turn_id, turns.c.session_key, turns.c.payload
     rows = await tx.execute(select(*columns).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place))
     return [(row.turn_id, row.session_key, row.payload) for row in rows]
 
 
-async def open_turns(tx: AsyncConnection, session_key: str) -> Sequence[str]:
+async def open_turn_ids(tx: AsyncConnection, session_key: str) -> Sequence[str]:
     """Return the ids of a session's open turns."""
     query = select(turns.c.turn_id).where(turns.c.session_key == session_key, turns.c.closed_ms.is_(None))
     return (await tx.execute(query)).scalars().all()
@@ -200,8 +201,8 @@ async def load_contents(tx: AsyncConnection, turn_ids: Collection[str]) -> Conte
 async def feedback_of_session(
     tx: AsyncConnection, session_key: str, tenant: str, since_ms: int
 ) -> list[OrderedFeedback]:
-    """Return the tenant's feedback that may concern an open run, or did so since `since_ms`, in the order of the log
-    (P10)."""
+    """Return the feedback that may concern an open run of the session, or did so since `since_ms`, in the order of
+    the log."""
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
@@ -214,8 +215,7 @@ async def feedback_of_session(
 
 
 def read_feedback(payload: bytes) -> Feedback | None:
-    """Parse stored feedback. None: an older release accepted feedback that breaks a rule of today; it does not
-    count."""
+    """Parse stored feedback. None if it breaks a rule that an older release did not have; then it does not count."""
     try:
         return Feedback.from_stored(payload)
     except InvalidEvent as error:
@@ -223,14 +223,17 @@ def read_feedback(payload: bytes) -> Feedback | None:
         return None
 
 
-async def close(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: str, now: datetime) -> None:
-    """Mark turns as closed with their trajectory."""
+async def close_turns(tx: AsyncConnection, turn_ids: Collection[str], trajectory_id: str, now: datetime) -> None:
+    """Mark turns as closed, as part of a trajectory."""
     values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
     await tx.execute(update(turns).where(turns.c.turn_id.in_(turn_ids)).values(values))
 
 
 async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: datetime) -> None:
-    """Mark feedback that can concern neither an open nor a later run. `event_ids` are those of its rows."""
+    """Mark feedback that concerns neither an open nor a later run, so that it can be deleted.
+
+    `event_ids` are those of its rows.
+    """
     if event_ids:
         used = update(feedback).where(feedback.c.event_id.in_(event_ids), feedback.c.used_ms.is_(None))
         await tx.execute(used.values(used_ms=epoch_ms(now)))
@@ -239,7 +242,7 @@ async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: dateti
 async def update_open_size(
     tx: AsyncConnection, session_key: str, open_runs: Iterable[SessionRun], idle_ms: int
 ) -> None:
-    """Store the size of `open_runs` as the open turns of the session."""
+    """Store in the session's row the size of its runs that remain open."""
     runs: Sequence[SessionRun] = list(open_runs)
     size = SessionSize.of(runs)
     values = {

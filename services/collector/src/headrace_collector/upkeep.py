@@ -29,7 +29,7 @@ _AT_ONCE_MAX = 50
 
 
 async def close_surplus_sessions(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Close sessions when there are too many, and set the gauges.
+    """Close sessions if there are more than `open_sessions_max`, and set the gauges.
 
     The tenants with the most open sessions lose those that were idle for longest, so that no tenant can end the
     sessions of another one.
@@ -56,7 +56,8 @@ async def _surplus_sessions(tx: AsyncConnection, surplus: int) -> list[RowMappin
 
 
 def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
-    """Return how many of `surplus` sessions each tenant loses: the largest ones, until they have equally many left.
+    """Return how many of `surplus` sessions each tenant loses: tenants with the most lose sessions until they have
+    equally many.
 
     Args:
         counts: number of open sessions of each tenant, together at least `surplus`.
@@ -73,7 +74,7 @@ def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
 
 
 async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, some at a time."""
+    """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, in batches."""
     dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
     forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
     closing_time, feedback_time, session_time = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
@@ -133,13 +134,13 @@ async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: C
 
 
 async def _delete_feedback(tx: AsyncConnection, row: RowMapping) -> None:
-    """Delete the feedback together with its id, so that its dead letter may be retried."""
+    """Delete feedback and the id by which it counts as seen, so that its dead letter may be retried."""
     await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
     await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))
 
 
 def _record(row: RowMapping, event: Feedback) -> Record:
-    """Return the record as it was on the bus, so that it keeps its offset when it is retried."""
+    """Return feedback as the record that was on the bus, so that it keeps its offset when it is retried."""
     envelope = Envelope.of(event, "collector", after={"turns": row["turns_until"]})
     position = "feedback", row["partition"], row["source_offset"]
     return Record(*position, event.key.encode(), row["payload"], envelope.headers())
@@ -161,10 +162,12 @@ async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:
 async def end_idle_runs(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime, turns_end: Mapping[int, int]
 ) -> Sequence[Event]:
-    """Store an end for each idle run, and return no events.
+    """Store an end for each idle run. The ends close the runs later, so no events are returned.
 
-    `turns_end` has the end offsets of `turns`, read before `tx` began. No run is idle before `idle_s` after the start:
-    turns that were sent while this service was away must arrive first.
+    Args:
+        turns_end: end offset of each partition of `turns`, read before `tx` began.
+        started: time at which this process started. No run is idle before `idle_s` after it, because turns that were
+            sent while this service was away must arrive first.
     """
     idle = timedelta(seconds=settings.idle_s)
     if now < started + idle:

@@ -61,7 +61,7 @@ def quadratic_kappa(table: Table) -> float | None:
 
 
 def report(lines: Sequence[RatedRun]) -> str:
-    """Return the text of the report, with one section per criterion in the order of the lines."""
+    """Return the text of the report: one section for each criterion, in the order of their first lines."""
     sections = []
     for criterion in dict.fromkeys(line.criterion for line in lines):
         rated = [line for line in lines if line.criterion == criterion]
@@ -83,7 +83,7 @@ def _section(criterion: str, table: Table, abstained: int) -> str:
 
 
 def read(path: Path) -> list[RatedRun]:
-    """Read the file. Raises `ValueError` with the number of an invalid line."""
+    """Read the file of rated runs. Raises `ValueError` with the number of an invalid line."""
     lines = []
     try:
         content = read_user_text(path)

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge import tables
-from headrace_judge.call_budget import CallBudget, TenantBreakers
+from headrace_judge.call_budget import CallBudget, TenantCircuitBreakers
 from headrace_judge.endpoint import Endpoint
 from headrace_judge.metrics import BUDGET_LEFT, OUTCOMES
 from headrace_judge.model_judge import ModelJudge
@@ -56,7 +56,7 @@ async def run(common: Common, settings: JudgeSettings) -> None:
 
 
 def service(settings: JudgeSettings, common: Common | None = None) -> StreamService:
-    """Build the judge without bus and database. Raises `SettingError` for an invalid setting."""
+    """Build the judge as a stream service, without bus and database. Raises `SettingError` for an invalid setting."""
     rubrics = load_all(settings.rubrics)
     prompts = Prompts(settings.templates_dir)
     for rubric in rubrics.values():
@@ -71,7 +71,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
 
     async def work(processor: Processor) -> None:
         endpoint = Endpoint(settings.endpoint, key)
-        breakers = TenantBreakers(processor.clock, BACKOFF_S)
+        breakers = TenantCircuitBreakers(processor.clock, BACKOFF_S)
         model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breakers)
         try:
             await JudgeWorker(
@@ -87,7 +87,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         leased = await jobs.lease(tx, DEADLINE_JOB, now, timedelta(seconds=settings.lease_s), _DEADLINES_AT_ONCE_MAX)
 
         async def end_wait(job: Job) -> Sequence[Reward]:
-            rewards = await pairwise.deadline(tx, now, job, judged_by)
+            rewards = await pairwise.handle_deadline(tx, now, job, judged_by)
             for reward in rewards:
                 OUTCOMES.labels(reward.source, reward.outcome).inc()
             return rewards
@@ -96,10 +96,10 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
     async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        more = await tables.prune(tx, now, timedelta(days=_CACHE_DAYS))
+        more = await tables.delete_old_verdicts(tx, now, timedelta(days=_CACHE_DAYS))
         await budget.prune(tx, now)
         await jobs.count(tx, VERDICT_JOB)
-        for setting, left in (await budget.left(tx, now)).items():
+        for setting, left in (await budget.remaining(tx, now)).items():
             BUDGET_LEFT.labels(setting).set(left)
         return Unfinished() if more else []
 
@@ -125,7 +125,10 @@ def _setting_error(group: BaseExceptionGroup) -> SettingError | None:
 
 
 def api_key(settings: EndpointSettings) -> str:
-    """Return the bearer token. Raises `SettingError` if the environment variable with the token is not set."""
+    """Return the bearer token for the endpoint.
+
+    Raises `SettingError` if the environment variable with it is not set.
+    """
     if not settings.api_key_env:
         return settings.api_key.get_secret_value()
     key = os.environ.get(settings.api_key_env, "")
@@ -135,6 +138,10 @@ def api_key(settings: EndpointSettings) -> str:
 
 
 async def check(common: Common, settings: JudgeSettings) -> list[str]:
-    """Raise `SettingError` for an invalid setting. The endpoint is not called, because a call may be billed."""
+    """Check the settings before a start. The endpoint is not called, because a call may be billed.
+
+    Raises:
+        SettingError: a setting is invalid.
+    """
     service(settings, common)
     return []

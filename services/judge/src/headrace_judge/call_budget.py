@@ -30,7 +30,7 @@ _TENANTS_MAX = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A call that is counted before it is made, with an estimate of its tokens."""
+    """A call that is counted in the budget before it is made, with an estimate of its tokens."""
 
     at: datetime
     tokens: int
@@ -39,7 +39,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimit:
-    """A limit that allows no further call."""
+    """A limit that forbids the next call. Its text names the setting."""
 
     setting: str
     limit: int
@@ -52,7 +52,7 @@ class BudgetLimit:
 
 
 class CallBudget:
-    """Budget in the database. All methods run in the caller's transaction.
+    """Budget of calls and tokens in the database. All methods run in the caller's transaction.
 
     If several tenants were judged in a period or the one before, each may spend an equal part of the limit.
     """
@@ -65,8 +65,8 @@ class CallBudget:
     ) -> Reservation | BudgetLimit:
         """Count one call of about `tokens` tokens, or return the limit that forbids it."""
         for period, start_ms in _periods(now):
-            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends the rest
-        for setting, left in (await self.left(tx, now)).items():
+            await _lock_period(tx, period, start_ms)  # locks the row, so that no other replica spends the rest
+        for setting, left in (await self.remaining(tx, now)).items():
             if left < (1 if setting.startswith("calls") else tokens):
                 return BudgetLimit(setting, self._limits[setting])
         limit = await self._exceeded_share(tx, now, tokens, tenant) if self._limits and tenant else None
@@ -75,7 +75,7 @@ class CallBudget:
         await _add(tx, now, 1, tokens)
         if self._limits and tenant:
             for period, start_ms in _periods(now):
-                await _touch(tx, f"{period}/{tenant}", start_ms)
+                await _lock_period(tx, f"{period}/{tenant}", start_ms)
             await _add(tx, now, 1, tokens, tenant)
         return Reservation(now, tokens, tenant if self._limits else "")
 
@@ -96,17 +96,14 @@ class CallBudget:
         return None
 
     async def correct(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
-        """Replace the estimate by the tokens that the call used.
-
-        None if they are unknown; then the estimate remains.
-        """
+        """Replace the estimate of a reservation by the tokens that the call used; None keeps the estimate."""
         if tokens is not None:
             await _add(tx, reservation.at, 0, tokens - reservation.tokens)
             if reservation.tenant:
                 await _add(tx, reservation.at, 0, tokens - reservation.tokens, reservation.tenant)
 
-    async def left(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
-        """Return the rest of each limit. It may be negative."""
+    async def remaining(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
+        """Return the calls and tokens that remain of each limit, by the setting. They may be negative."""
         spent: dict[str, int] = {}
         for period, start_ms in _periods(now):
             row = (await tx.execute(select(SPENDING).where(_is(period, start_ms)))).mappings().one_or_none()
@@ -115,7 +112,7 @@ class CallBudget:
         return {setting: limit - spent[setting] for setting, limit in self._limits.items()}
 
     async def prune(self, tx: AsyncConnection, now: datetime) -> None:
-        """Delete the counts of old periods."""
+        """Delete the counts of periods that no limit uses any more."""
         await tx.execute(delete(SPENDING).where(SPENDING.c.start_ms < epoch_ms(now - _RETENTION)))
 
 
@@ -129,7 +126,7 @@ def _periods(now: datetime) -> Iterator[tuple[str, int]]:
     yield "hour", epoch_ms(hour)
 
 
-async def _touch(tx: AsyncConnection, period: str, start_ms: int) -> None:
+async def _lock_period(tx: AsyncConnection, period: str, start_ms: int) -> None:
     """Lock the row of a period, and create it if necessary."""
     key = {"period": period, "start_ms": start_ms}
     await upsert(tx, SPENDING, key, {"calls": 0, "tokens": 0}, update=False)
@@ -151,8 +148,11 @@ def _is(period: str, start_ms: int):  # type: ignore[no-untyped-def]
     return (SPENDING.c.period == period) & (SPENDING.c.start_ms == start_ms)
 
 
-class Breaker:
-    """Breaker that admits no job for some time after a failure, and then one at a time until a call succeeds."""
+class CircuitBreaker:
+    """Circuit breaker of an endpoint.
+
+    After a failure it allows no job for a while, then one at a time until a call succeeds.
+    """
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
         self._clock = clock
@@ -161,18 +161,23 @@ class Breaker:
         self._closed_until_s = 0.0
         ENDPOINT_UP.set(1)
 
-    def admits(self, running: int, concurrency: int) -> int:
-        """Return the number of new jobs that may begin now."""
+    def free_slots(self, running: int, concurrency: int) -> int:
+        """Return how many new jobs may begin now.
+
+        Args:
+            running: number of running jobs.
+            concurrency: largest number of running jobs without a failure.
+        """
         if not self._failures:
             return concurrency - running
         probe = running == 0 and self._clock.monotonic_s() >= self._closed_until_s
         return 1 if probe else 0
 
-    def failed(self, wait_s: float | None) -> None:
-        """Record a failed call. Failures during a pause do not prolong it, unless the endpoint requests that.
+    def record_failure(self, wait_s: float | None) -> None:
+        """Record a failed call, which begins a pause. Failures during a pause do not prolong it, except by `wait_s`.
 
         Args:
-            wait_s: waiting time that the endpoint requested.
+            wait_s: seconds that the endpoint requested to wait; None if it did not.
         """
         now_s = self._clock.monotonic_s()
         ENDPOINT_UP.set(0)
@@ -182,26 +187,26 @@ class Breaker:
             self._closed_until_s = now_s + pause_s
         self._closed_until_s = max(self._closed_until_s, now_s + (wait_s or 0.0))
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """Record a successful call, which ends the pause."""
         self._failures = 0
         self._closed_until_s = 0.0
         ENDPOINT_UP.set(1)
 
 
-class TenantBreakers:
-    """Breakers of the tenants that were judged most recently."""
+class TenantCircuitBreakers:
+    """Circuit breakers by tenant, for the tenants that were judged most recently."""
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
         self._clock = clock
         self._pause_s = pause_s
-        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
+        self._breakers: OrderedDict[str, CircuitBreaker] = OrderedDict()
 
-    def of(self, tenant: str) -> Breaker:
-        """Return the breaker of a tenant."""
+    def of(self, tenant: str) -> CircuitBreaker:
+        """Return the breaker of a tenant, a new one if it has none."""
         breaker = self._breakers.get(tenant)
         if breaker is None:
-            breaker = self._breakers[tenant] = Breaker(self._clock, self._pause_s)
+            breaker = self._breakers[tenant] = CircuitBreaker(self._clock, self._pause_s)
         self._breakers.move_to_end(tenant)
         if len(self._breakers) > _TENANTS_MAX:
             self._breakers.popitem(last=False)

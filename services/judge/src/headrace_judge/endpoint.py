@@ -33,7 +33,7 @@ _ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 _CONTENT_REFUSED = frozenset({400, 413, 422})
 
 
-class EndpointAway(Unavailable):
+class EndpointUnavailable(Unavailable):
     """The endpoint is down, overloaded or misconfigured. A retry may succeed.
 
     `wait_s` is the waiting time that the endpoint requested. `billed` is whether it may have billed the call.
@@ -48,7 +48,7 @@ class EndpointAway(Unavailable):
 
 
 class CallTimedOut(HeadraceError):
-    """The answer was not complete in time. It may have been billed."""
+    """The answer was not complete in time. The endpoint may have billed it."""
 
     result = "timed_out"
 
@@ -100,7 +100,8 @@ class _Response(BaseModel):
 
     @property
     def usage_if_readable(self) -> _Usage | None:
-        """Usage of the call; None if it is invalid. The verdict is used in any case."""
+        """Tokens that the call used; None if the endpoint reported no valid usage, which does not invalidate the
+        verdict."""
         try:
             return _Usage.model_validate(self.usage)
         except ValidationError:
@@ -130,11 +131,11 @@ class Endpoint:
             raise SettingError("judge.endpoint.base_url", settings.base_url, message) from None
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the endpoint."""
         await self._client.aclose()
 
     def body(self, messages: list[ChatMessage]) -> dict[str, object]:
-        """Return the body of the request. Verdicts are cached by it."""
+        """Return the body of a request with these messages. Verdicts are cached by it."""
         settings = self._settings
         limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         body: dict[str, object] = {"model": settings.model, "messages": messages}
@@ -144,16 +145,16 @@ class Endpoint:
         return body | settings.extra
 
     async def complete(self, messages: list[ChatMessage]) -> Completion:
-        """Call the endpoint.
+        """Call the endpoint, and return its answer to `messages`.
 
         Raises:
-            EndpointAway, CallTimedOut, CallRefused: the call failed. Messages quote the endpoint, shortened and
+            EndpointUnavailable, CallTimedOut, CallRefused: the call failed. Messages quote the endpoint, shortened and
                 redacted.
         """
         try:
             with CALL_SECONDS.time():
                 completion = await self._call(messages)
-        except (EndpointAway, CallTimedOut, CallRefused) as error:
+        except (EndpointUnavailable, CallTimedOut, CallRefused) as error:
             CALLS.labels(error.result).inc()
             raise
         CALLS.labels("answered").inc()
@@ -167,7 +168,9 @@ class Endpoint:
             raise CallTimedOut(f"no verdict within {self._settings.timeout_s:g} s") from None
         except httpx2.HTTPError as error:
             billed = not isinstance(error, httpx2.ConnectError)
-            raise EndpointAway(f"the endpoint cannot be reached: {type(error).__name__}", billed=billed) from None
+            raise EndpointUnavailable(
+                f"the endpoint cannot be reached: {type(error).__name__}", billed=billed
+            ) from None
         return self._read(status, headers, content)
 
     async def _post(self, messages: list[ChatMessage]) -> tuple[int, httpx2.Headers, bytes]:
@@ -180,7 +183,7 @@ class Endpoint:
             encoding = response.headers.get("content-encoding", "").strip().lower()
             if encoding not in _ENCODINGS:
                 problem = f"the endpoint encodes its answer as {printable(encoding, 64)!r}, which was not requested"
-                raise EndpointAway(problem, billed=True)
+                raise EndpointUnavailable(problem, billed=True)
             async for chunk in response.aiter_bytes():
                 content += chunk
                 if len(content) > RESPONSE_BYTES_MAX:
@@ -192,14 +195,14 @@ class Endpoint:
             raise CallRefused(f"the endpoint answered {status}{_quoted(content)}")
         if status != 200:
             wait_s = retry_after_s(headers.get("retry-after"), RETRY_AFTER_MAX_S)
-            raise EndpointAway(f"the endpoint answered {status}{_quoted(content)}", wait_s=wait_s)
+            raise EndpointUnavailable(f"the endpoint answered {status}{_quoted(content)}", wait_s=wait_s)
         try:
             response = _Response.model_validate_json(content)
         except ValidationError as error:
             (problem, *_) = error.errors(include_input=False, include_url=False)
             field = ".".join(map(str, problem["loc"])) or "the body"
             text = f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}{_quoted(content)}"
-            raise EndpointAway(text, billed=True) from None
+            raise EndpointUnavailable(text, billed=True) from None
         from_gateway = isinstance(response.id, str) and key_of_response(response.id)
         if not self._settings.is_gateway and from_gateway:
             raise SettingError(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from headrace_judge import scoring, tables
-from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantBreakers
-from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation, TenantCircuitBreakers
+from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointUnavailable
 from headrace_judge.metrics import ASKED_AGAIN, CACHE_HITS
 from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import ChatMessage, Prompts, RunTranscript
@@ -28,7 +28,9 @@ class BudgetSpent(HeadraceError):
 
 
 class ModelJudge:
-    """Judge of runs. Methods raise `BudgetSpent`, `EndpointAway`, `CallTimedOut` or `CallRefused`.
+    """Judge that requests verdicts from the model.
+
+    Methods raise `BudgetSpent`, `EndpointUnavailable`, `CallTimedOut` or `CallRefused`.
 
     Each readable answer is stored before the next call, so that a retry does not pay for it again.
     """
@@ -40,7 +42,7 @@ class ModelJudge:
         budget: CallBudget,
         processor: Processor,
         endpoint: Endpoint,
-        breakers: TenantBreakers,
+        breakers: TenantCircuitBreakers,
     ) -> None:
         self._settings = settings
         self._prompts = prompts
@@ -51,7 +53,7 @@ class ModelJudge:
         self._question_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def single(self, rubric: Rubric, run: RunTranscript, tenant: str) -> Judgement:
-        """Return the judgement of one run."""
+        """Judge one run by a rubric."""
         return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run), tenant))
 
     async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript, tenant: str) -> Judgement:
@@ -70,14 +72,14 @@ class ModelJudge:
         question = tables.question_digest(self._endpoint.body(messages), sample)
         lock = self._question_locks.setdefault(question, asyncio.Lock())
         async with lock:  # equal runs often arrive together, and the second one finds the verdict in the cache
-            cached = await transact(self._processor, lambda tx, _now: tables.find(tx, question))
+            cached = await transact(self._processor, lambda tx, _now: tables.find_verdict(tx, question))
             if cached is not None:
                 CACHE_HITS.inc()
                 return cached
             reading = await self._request_verdict(messages, read, tenant)
             if isinstance(reading, Verdict):
                 verdict = reading
-                await transact(self._processor, lambda tx, now: tables.store(tx, now, question, verdict))
+                await transact(self._processor, lambda tx, now: tables.store_verdict(tx, now, question, verdict))
             return reading
 
     async def _request_verdict(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:
@@ -89,12 +91,14 @@ class ModelJudge:
         ASKED_AGAIN.inc()
         quoted: ChatMessage = {"role": "assistant", "content": completion.text[:_QUOTED_CHARS_MAX] or "(nothing)"}
         try:
-            return _read(await self._call([*messages, quoted, self._prompts.again(str(reading))], tenant), read)
+            return _read(
+                await self._call([*messages, quoted, self._prompts.repair_request(str(reading))], tenant), read
+            )
         except BudgetSpent:
             return reading
 
     async def _call(self, messages: list[ChatMessage], tenant: str) -> Completion:
-        """Call the model. Repeat calls that time out."""
+        """Call the model, and again if the call times out, as often as the settings allow."""
         body = self._endpoint.body(messages)
         for _ in range(self._settings.retry.timeouts_max - 1):
             try:
@@ -108,14 +112,14 @@ class ModelJudge:
         reservation = await self._reserve(body, tenant)
         try:
             completion = await self._endpoint.complete(messages)
-        except EndpointAway as error:
-            self._breakers.of(tenant).failed(error.wait_s)
+        except EndpointUnavailable as error:
+            self._breakers.of(tenant).record_failure(error.wait_s)
             await self._correct(reservation, None if error.billed else 0)
             raise
         except CallRefused:
             await self._correct(reservation, 0)
             raise
-        self._breakers.of(tenant).succeeded()
+        self._breakers.of(tenant).record_success()
         await self._correct(reservation, completion.tokens)
         return completion
 

@@ -21,13 +21,15 @@ _INSTRUCTIONS = "Judge the answer by each criterion alone. Abstain only where no
 
 
 class NoVerdict(HeadraceError):
-    """The judge abstained, refused, or did not answer in the required form. This is never a score."""
+    """The judge abstained, refused, or answered in an invalid form. No score stands for any of these."""
 
 
 def scores(
     endpoint: Mapping[str, Any], key: str, criteria: Mapping[str, str], question: str, answer: str
 ) -> dict[str, float]:
-    """Return the score of each criterion, from 1 to 5. An unreadable answer is requested once more.
+    """Judge one answer, and return the score of each criterion, from 1 to 5.
+
+    An unreadable answer is requested once more.
 
     Args:
         endpoint: settings of the section `[judge.endpoint]`.
@@ -36,7 +38,7 @@ def scores(
 
     Raises:
         NoVerdict: the judge gave no scores.
-        EndpointAway, CallTimedOut, CallRefused: the call failed.
+        EndpointUnavailable, CallTimedOut, CallRefused: the call failed.
     """
     rubric = Rubric(
         name="once",
@@ -67,7 +69,7 @@ async def _scores(settings: EndpointSettings, key: str, rubric: Rubric, run: Run
                 if not again:
                     raise NoVerdict(f"the answer of {settings.model} is no verdict: {error}") from None
                 quoted = completion.text or "(nothing)"
-                messages = [*messages, {"role": "assistant", "content": quoted}, prompts.again(str(error))]
+                messages = [*messages, {"role": "assistant", "content": quoted}, prompts.repair_request(str(error))]
     finally:
         await endpoint.close()
     if verdict is None or verdict.criteria is None:

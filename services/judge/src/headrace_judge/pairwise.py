@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_judge import scoring
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import PairSettings
-from headrace_judge.tables import CONTESTANTS, CONTESTS, DEADLINE_JOB, PAIRS, VERDICT_JOB, Case, PairTask, Subject
+from headrace_judge.tables import CONTESTANTS, CONTESTS, DEADLINE_JOB, PAIRS, VERDICT_JOB, PairTask, RunToJudge, Subject
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.storage.tables import upsert
@@ -29,7 +29,7 @@ PAIRS_PER_TASK_MAX = 28
 
 
 class PairwiseComparisons:
-    """Contests in the database. All methods run in the caller's transaction."""
+    """Operations on contests in the database. All methods run in the caller's transaction."""
 
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
         self._jobs = jobs
@@ -37,8 +37,8 @@ class PairwiseComparisons:
         self._window = timedelta(seconds=settings.window_s)
         self._pairs_max = PAIRS_PER_TASK_MAX
 
-    async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
-        """Add a run to its contest, and queue pairs with the present runs. Later runs will be paired with it.
+    async def add_run(self, tx: AsyncConnection, now: datetime, case: RunToJudge, trajectory: Trajectory) -> None:
+        """Add a run to the contest of its task, and queue a comparison with each of its opponents.
 
         Raises:
             InvalidEvent: another tenant has a trajectory with this id.
@@ -51,12 +51,12 @@ class PairwiseComparisons:
         row = {"contest": contest, "run": run, "case": case.to_json(), "arrived_ms": epoch_ms(now)}
         if not await upsert(tx, CONTESTANTS, key, {**row, "closed": False, "revision": 0}, update=False):
             entered = await tx.scalar(select(CONTESTANTS.c.case).where(_is(subject.rubric, subject.trajectory_id)))
-            if entered is not None and Case.model_validate_json(entered).subject.tenant != subject.tenant:
+            if entered is not None and RunToJudge.model_validate_json(entered).subject.tenant != subject.tenant:
                 name = printable(subject.trajectory_id)
                 text = f"trajectory_id = {name!r}: another tenant has a trajectory with this id"
                 raise InvalidEvent("trajectory_taken", text)
             return
-        for rival in await self._rivals(tx, now, contest, run):
+        for rival in await self._opponents(tx, now, contest, run):
             pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)
             columns = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
             await tx.execute(insert(PAIRS).values(**columns, first=rival, second=subject.trajectory_id))
@@ -65,18 +65,18 @@ class PairwiseComparisons:
         deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
         await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
 
-    async def runs(self, tx: AsyncConnection, task: PairTask) -> tuple[Case, Case] | None:
+    async def load_pair(self, tx: AsyncConnection, task: PairTask) -> tuple[RunToJudge, RunToJudge] | None:
         """Return the two runs of a pair; None if the pair was deleted."""
         row = await _pair(tx, task)
         if row is None:
             return None
         cases = {name: (await _contestant(tx, task.rubric, row[name]))["case"] for name in ("first", "second")}
-        return Case.model_validate_json(cases["first"]), Case.model_validate_json(cases["second"])
+        return RunToJudge.model_validate_json(cases["first"]), RunToJudge.model_validate_json(cases["second"])
 
-    async def decide(
+    async def record_judgement(
         self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
     ) -> list[Reward]:
-        """Store the judgement of a pair, as seen from its first run, and return the revised rewards of both runs."""
+        """Store the judgement of a pair, given for its first run, and return the revised rewards of both runs."""
         row = await _pair(tx, task)
         if row is None:
             return []
@@ -91,12 +91,12 @@ class PairwiseComparisons:
         await _delete_finished(tx, row["contest"])
         return rewards
 
-    async def deadline(
+    async def handle_deadline(
         self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
     ) -> list[Reward]:
-        """End the wait of a run, or its window if that is over, too.
+        """Handle the deadline of a run, and return the abstention that it may get.
 
-        At the end of the wait a run without a pair gets an abstention. At the end of the window it gets no more pairs.
+        At the end of its wait, a run without a pair gets an abstention. At the end of its window it gets no more pairs.
         """
         subject = Subject.model_validate_json(job.payload)
         row = await _contestant(tx, subject.rubric, subject.trajectory_id)
@@ -123,8 +123,9 @@ class PairwiseComparisons:
             return f"its task had all its pairs already ({self._pairs_max})"
         return f"no other run of its task arrived within {self._wait.total_seconds():g} s"
 
-    async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
-        """Return the runs that a new run is paired with, oldest first, as far as the contest may have more pairs."""
+    async def _opponents(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
+        """Return the trajectory ids of the runs that a new run is compared with, oldest first, within the limit of
+        pairs."""
         recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
         waiting = (
             select(CONTESTANTS.c.trajectory_id)
@@ -135,7 +136,7 @@ class PairwiseComparisons:
 
 
 async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
-    """Lock the contest until `tx` ends."""
+    """Lock the row of a contest until `tx` ends."""
     await upsert(tx, CONTESTS, {"contest": contest}, {"touched_ms": epoch_ms(now)})
 
 
@@ -158,7 +159,7 @@ async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
 
 
 async def _pair_results(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
-    """Return the opponents of a run, with the judgement of each pair for this run. None if it was not judged yet."""
+    """Return the opponents of a run, each with the judgement for this run; None while the pair is not judged."""
     results: list[tuple[str, Judgement | None]] = []
     for row in await _pairs(tx, contest):
         judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
@@ -181,12 +182,13 @@ async def _reward(
     """Return the next revision of a run's reward, and store its number."""
     row = await _contestant(tx, rubric, trajectory_id)
     await tx.execute(update(CONTESTANTS).where(_is(rubric, trajectory_id)).values(revision=row["revision"] + 1))
-    subject = Case.model_validate_json(row["case"]).subject
+    subject = RunToJudge.model_validate_json(row["case"]).subject
     return subject.reward(judgement, now, judged_by, row["revision"])
 
 
 async def _delete_finished(tx: AsyncConnection, contest: str) -> None:
-    """Delete runs that get no more pairs and wait for no judgement, then pairs and the contest if they have no runs."""
+    """Delete the runs of a contest that get no more pairs and wait for no judgement, and the contest with its last
+    run."""
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
     query = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)

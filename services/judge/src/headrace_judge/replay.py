@@ -5,7 +5,7 @@ Queue, retries, budget and pairwise comparisons are in a separate database. It i
 and the cached verdicts, so that a question that an earlier replay has paid for is not paid for again.
 
 The filter reads lines `trajectory` and writes lines `reward`. A later reward of a
-trajectory replaces earlier ones of the same source. At the end the filter writes one line `judged`.
+trajectory replaces earlier ones of the same source. At the end the filter writes one line `outcome_counts`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RewardWriter(EventProducer):
                 self._lines.write("reward", record.value)
         self._lines.flush()
 
-    def judged(self) -> JudgedLine:
-        """Return the counts of the final outcomes of all trajectories, by source."""
+    def outcome_counts(self) -> JudgedLine:
+        """Count the final outcomes of all trajectories by source, for the line `outcome_counts`."""
         outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         for reward in self._latest.values():
             outcomes[reward.source][reward.outcome] += 1
@@ -91,7 +91,7 @@ async def run(common: Common, settings: JudgeSettings, lines: Lines | None = Non
         await _run_with_workers(service.workers(processor), _judge(service, processor, lines))
     finally:
         await database.close()
-    lines.write("judged", producer.judged().model_dump_json().encode())
+    lines.write("judged", producer.outcome_counts().model_dump_json().encode())
     lines.flush()
 
 
@@ -110,7 +110,7 @@ async def _run_with_workers(workers: Sequence[Awaitable[None]], work: Coroutine[
 
 
 async def _judge(service: StreamService, processor: Processor, lines: Lines) -> None:
-    """Pass all lines to the service, no faster than it judges them, and wait until no job is left."""
+    """Pass all lines to the service, no faster than it judges them, and wait until all jobs are done."""
     records: list[Record] = []
     offset = 0
     async for _, value in lines.read():
@@ -145,7 +145,7 @@ async def _expire_deadlines(tx: AsyncConnection, _now: datetime) -> Sequence[Eve
 
 
 async def _clear(database: Database) -> None:
-    """Delete all rows except the budget and the cached verdicts."""
+    """Empty the database except for the budget and the cached verdicts."""
     async with database.transaction() as tx:
         for table in (STREAM.seen, STREAM.jobs, STREAM.outbox, STREAM.positions, CONTESTANTS, CONTESTS, PAIRS):
             await tx.execute(delete(table))

@@ -27,7 +27,10 @@ class _Table(BaseModel):
 
 
 class Criterion(_Table):
-    """One question for the judge. The answer is a score in mode `single`, and a preference in mode `pair`."""
+    """One question of a rubric.
+
+    The judge answers it with a score in mode `single`, and with a preference in mode `pair`.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     description: Annotated[str, Field(min_length=1, max_length=4000)]
@@ -53,7 +56,7 @@ class Rubric(_Table):
     note has the number of characters."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         names = [criterion.name for criterion in self.criteria]
         if len(set(names)) < len(names):
             raise ValueError(f"two criteria have one name: {names}")
@@ -75,7 +78,7 @@ class Rubric(_Table):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content."""
+        """SHA-256 of the rubric's content, in hexadecimal."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
@@ -90,7 +93,7 @@ RUBRICS: Registry[RubricFile] = Registry("rubrics", RubricFile, "rubric")
 
 
 def load(reference: str) -> Rubric:
-    """Load the rubric that is announced with this name, or the file at this path. Raises `SettingError`."""
+    """Load a rubric by its announced name or by the path of its file. Raises `SettingError`."""
     try:
         path = RUBRICS.get(reference).path if reference in RUBRICS.names() else Path(reference)
         return Rubric.model_validate(parse_toml(path.read_bytes()))
@@ -108,7 +111,10 @@ def load(reference: str) -> Rubric:
 
 
 def load_all(references: Sequence[str]) -> dict[str, Rubric]:
-    """Load rubrics, and return them by name. Raises `SettingError` if one is invalid or if two have one name."""
+    """Load several rubrics, and return them by name.
+
+    Raises `SettingError` if one is invalid or if two have the same name.
+    """
     rubrics: dict[str, Rubric] = {}
     for reference in references:
         rubric = load(reference)

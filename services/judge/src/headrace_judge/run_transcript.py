@@ -43,7 +43,7 @@ _MARK_LENGTH = 16
 
 
 class TranscriptEntry(BaseModel):
-    """One message, call, result or fact. `name` is the name of the tool, or the key of the fact."""
+    """One message, call, tool result or fact of a run. `name` is the name of the tool, or the key of the fact."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +62,7 @@ class RunTranscript(BaseModel):
 
 
 def transcript_of(trajectory: Trajectory, rubric: Rubric) -> RunTranscript | None:
-    """Return the parts of the run that `rubric` shows. None if they contain no output of the model."""
+    """Return the transcript of the parts that `rubric` shows. None if they contain no output of the model."""
     all_entries = [entry for entry in _entries(trajectory, rubric) if entry.text or entry.kind == "tool_call"]
     if not any(entry.kind in _MODEL_OUTPUT for entry in all_entries):
         return None
@@ -123,19 +123,20 @@ def _shorten(entry: TranscriptEntry, chars_max: int) -> TranscriptEntry:
 
 
 def _fit(entries: list[TranscriptEntry], chars_max: int) -> list[TranscriptEntry]:
-    """Return the first and the last entries that fit, each in half of the bound, with a note in place of the others."""
+    """Shorten a transcript: return its first and last entries, each in half of the bound, with a note in place of
+    the others."""
     if sum(map(_size, entries)) <= chars_max:
         return entries
-    head = _fitting(entries, chars_max // 2)
-    tail = _fitting(entries[::-1], chars_max // 2)
+    head = _count_fitting(entries, chars_max // 2)
+    tail = _count_fitting(entries[::-1], chars_max // 2)
     missing = entries[head : len(entries) - tail]
     characters = sum(map(_size, missing))
     note = TranscriptEntry(kind="note", text=f"{len(missing)} entries with {characters} characters were left out here.")
     return [*entries[:head], note, *entries[len(entries) - tail :]]
 
 
-def _fitting(entries: list[TranscriptEntry], chars_max: int) -> int:
-    """Return the number of first entries that fit."""
+def _count_fitting(entries: list[TranscriptEntry], chars_max: int) -> int:
+    """Return how many of the first entries fit into `chars_max`."""
     size = 0
     for count, entry in enumerate(entries):
         size += _size(entry)
@@ -160,10 +161,10 @@ class ChatMessage(TypedDict):
 
 
 class Prompts:
-    """Renderer of messages for the endpoint. Raises `SettingError` for a template that cannot be loaded.
+    """Renderer of the judge's prompts. Raises `SettingError` for a template that cannot be loaded.
 
     Args:
-        folder: folder with templates that replace the shipped ones.
+        folder: folder with templates that replace the shipped ones; None for the shipped ones alone.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -190,17 +191,17 @@ class Prompts:
         """Render all templates with empty runs. Raises `SettingError` if a template uses an undefined variable."""
         empty = RunTranscript(entries=())
         try:
-            _ = self.single(rubric, empty), self.pair(rubric, empty, empty), self.again("")
+            _ = self.single(rubric, empty), self.pair(rubric, empty, empty), self.repair_request("")
         except TemplateError as error:
             raise SettingError("judge.templates_dir", rubric.name, str(error)) from None
 
     def judged_by(self, model: str, rubric: Rubric) -> str:
-        """Return the name of the judge: the model, and a digest of the prompt without the run."""
+        """Return the name by which rewards identify the judge: the model, and a digest of rubric and templates."""
         digest = hashlib.sha256(f"{rubric.digest}{self.digest}".encode()).hexdigest()
         return f"{model}#{digest[:16]}"
 
     def single(self, rubric: Rubric, run: RunTranscript) -> list[ChatMessage]:
-        """Return the messages that request scores of one run."""
+        """Return the messages that request the scores of one run."""
         mark = _mark(run)
         return [self._system(rubric, mark), self._message("user", "single.jinja", run=run, mark=mark)]
 
@@ -210,8 +211,8 @@ class Prompts:
         user = self._message("user", "pair.jinja", first=first, second=second, mark=mark)
         return [self._system(rubric, mark), user]
 
-    def again(self, error: str) -> ChatMessage:
-        """Return the message that requests a repaired answer, with the error of the first one."""
+    def repair_request(self, error: str) -> ChatMessage:
+        """Return the message that requests a valid answer, after one with this error."""
         return self._message("user", "again.jinja", error=error)
 
     def _system(self, rubric: Rubric, mark: str) -> ChatMessage:

@@ -21,7 +21,7 @@ Reading = Verdict | Unreadable
 
 
 class Judgement(BaseModel):
-    """Result of the judge for one run. `value` is set exactly if `outcome` is `scored` (P6)."""
+    """Judgement of one run. `value` is set exactly if `outcome` is `scored` (P6)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,7 +32,7 @@ class Judgement(BaseModel):
 
 
 def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
-    """Return the judgement of one run: the weighted mean of the criteria's medians, with the scale mapped to 0..1."""
+    """Combine the verdicts on one run: the weighted mean of the criteria's medians, with the scale mapped to 0..1."""
     numbers, reason = _medians(readings)
     if isinstance(numbers, Judgement):
         return numbers
@@ -41,7 +41,7 @@ def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
 
 
 def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> Judgement:
-    """Return the judgement of a pair for its first run: 1 if it won, 0 if the second won, 0.5 for a tie.
+    """Combine the verdicts on a pair into the judgement of its first run: 1 if it won, 0 if it lost, 0.5 for a tie.
 
     A tie has the reason `order` if the two orders disagree, and `tie` if neither order prefers a run.
 
@@ -67,13 +67,13 @@ def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> J
 
 
 def equal(rubric: Rubric) -> Judgement:
-    """Return the judgement of two runs with equal transcripts."""
+    """Return the judgement of a pair with equal transcripts: a tie."""
     criteria = dict.fromkeys(rubric.weights, 0.5)
     return Judgement(outcome="scored", value=0.5, criteria=criteria, reason="equal")
 
 
 def swapped(judgement: Judgement) -> Judgement:
-    """Return the judgement of a pair for its second run."""
+    """Return the judgement of a pair for its second run, from that for its first run."""
     if judgement.value is None:
         return judgement
     criteria = {name: 1 - value for name, value in judgement.criteria.items()}
@@ -81,13 +81,13 @@ def swapped(judgement: Judgement) -> Judgement:
 
 
 def win_rate(results: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
-    """Return the win rate of a run over its decided pairs.
+    """Combine the judgements of a run's pairs into its win rate.
 
-    None if there is no result yet. If no pair could be decided, the most frequent outcome of the pairs is returned.
+    None if no pair was judged yet. If no pair could be decided, the most frequent outcome of the pairs is returned.
 
     Args:
         results: opponents, with the judgement of each pair for this run.
-        waiting: number of pairs without a judgement.
+        waiting: number of pairs that are not judged yet.
     """
     scored = [(opponent, item) for opponent, item in results if item.value is not None]
     if not scored:
@@ -110,9 +110,9 @@ def _line(opponent: str, judgement: Judgement) -> str:
 
 
 def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
-    """Return the median score of each criterion and the reason of the first scored reading.
+    """Return the median score of each criterion, and the reason of the first verdict with scores.
 
-    Return a judgement without a score unless more than half of the readings have scores.
+    Without scores in more than half of the verdicts, return a judgement without a value instead of the scores.
     """
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):

@@ -72,7 +72,7 @@ class EndpointSettings(Section):
 
     @field_validator("extra")
     @classmethod
-    def _leaves_the_question_alone(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def _check_extra(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
         reserved = sorted({"model", "messages", "stream", "n", "temperature", "max_tokens"} & set(extra))
         if reserved:
             raise ValueError(f"{', '.join(reserved)} cannot be set here")
@@ -80,7 +80,7 @@ class EndpointSettings(Section):
 
     @field_validator("api_key_env")
     @classmethod
-    def _one_key(cls, name: str, info: ValidationInfo) -> str:
+    def _check_one_key(cls, name: str, info: ValidationInfo) -> str:
         if name and info.data.get("api_key"):
             raise ValueError("api_key is set as well; keep one of them")
         return name
@@ -130,7 +130,7 @@ class PairSettings(Section):
 
     @field_validator("window_s")
     @classmethod
-    def _stays_while_it_waits(cls, window_s: float, info: ValidationInfo) -> float:
+    def _check_window(cls, window_s: float, info: ValidationInfo) -> float:
         if window_s < info.data.get("wait_s", 0):
             raise ValueError("is shorter than wait_s")
         return window_s
@@ -166,7 +166,7 @@ class JudgeSettings(ServiceSettings):
 
     @field_validator("samples")
     @classmethod
-    def _samples_differ(cls, samples: int, info: ValidationInfo) -> int:
+    def _check_samples(cls, samples: int, info: ValidationInfo) -> int:
         endpoint = info.data.get("endpoint")
         fixed = endpoint is not None and endpoint.temperature == 0 and "temperature" not in endpoint.omit
         if samples > 1 and fixed:

@@ -58,7 +58,7 @@ CONTESTANTS = Table(
     Column("trajectory_id", Text, primary_key=True),
     Column("contest", Text, nullable=False, index=True),
     Column("run", Text, nullable=False),  # trajectories of one run are not compared with each other
-    Column("case", LargeBinary, nullable=False),  # Case as JSON
+    Column("case", LargeBinary, nullable=False),  # RunToJudge as JSON
     Column("arrived_ms", BigInteger, nullable=False),
     Column("closed", Boolean, nullable=False),  # gets no new pair
     Column("revision", Integer, nullable=False),  # of its next reward
@@ -98,20 +98,20 @@ def question_digest(body: Mapping[str, object], sample: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-async def find(tx: AsyncConnection, question: str) -> Verdict | None:
-    """Return the cached verdict of a question; None if there is none."""
+async def find_verdict(tx: AsyncConnection, question: str) -> Verdict | None:
+    """Return the cached verdict on a question; None if it was not asked before."""
     row = await tx.scalar(select(VERDICTS.c.verdict).where(VERDICTS.c.question == question))
     return None if row is None else Verdict.model_validate_json(row)
 
 
-async def store(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
-    """Store the verdict of a question."""
+async def store_verdict(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
+    """Cache the verdict on a question."""
     values = {"verdict": verdict.model_dump_json().encode(), "at_ms": epoch_ms(now)}
     await upsert(tx, VERDICTS, {"question": question}, values)
 
 
-async def prune(tx: AsyncConnection, now: datetime, retention: timedelta) -> bool:
-    """Delete some verdicts older than `retention`, and return whether there may be more."""
+async def delete_old_verdicts(tx: AsyncConnection, now: datetime, retention: timedelta) -> bool:
+    """Delete a batch of cached verdicts older than `retention`, and return whether there may be more."""
     return await delete_batch(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - retention), order=VERDICTS.c.at_ms)
 
 
@@ -123,7 +123,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """The trajectory and the rubric of a reward."""
+    """Identity of a reward: the trajectory and the rubric."""
 
     rubric: str
     trajectory_id: str
@@ -159,18 +159,18 @@ class Subject(_Stored):
         )
 
 
-class Case(_Stored):
-    """A run with its transcript."""
+class RunToJudge(_Stored):
+    """A run that is to be judged: its trajectory, rubric and transcript."""
 
     subject: Subject
     run: RunTranscript
 
 
 class SingleTask(_Stored):
-    """Task to score one run."""
+    """Payload of a job that scores one run."""
 
     kind: Literal["single"] = "single"
-    case: Case
+    case: RunToJudge
 
     @property
     def rubric(self) -> str:
@@ -182,7 +182,7 @@ class SingleTask(_Stored):
 
 
 class PairTask(_Stored):
-    """Task to compare two runs of a contest."""
+    """Payload of a job that compares two runs of a contest."""
 
     kind: Literal["pair"] = "pair"
     rubric: str

@@ -14,7 +14,7 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.run_transcript import transcript_of
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
-from headrace_judge.tables import VERDICT_JOB, Case, SingleTask, Subject
+from headrace_judge.tables import VERDICT_JOB, RunToJudge, SingleTask, Subject
 from headrace_runtime.stream.jobs import Jobs, kind_of_tenant
 from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Reward, Trajectory
@@ -27,10 +27,10 @@ _TENANTS_MAX = 64
 
 
 class TrajectoryHandler:
-    """Handler that queues trajectories.
+    """Stream handler that queues trajectories for the worker.
 
     Args:
-        judged_by: name of the judge of each rubric.
+        judged_by: name of the judge for each rubric, as rewards contain it.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class TrajectoryHandler:
         return rewards
 
     async def _queue(self, trajectory: Trajectory, rubric: Rubric, handling: Handling) -> str | None:
-        """Queue a trajectory, or return the reason why it is not judged."""
+        """Queue a trajectory for a rubric, or return the reason why it is not judged."""
         rate = self._settings.sample_rate
-        if trajectory.purpose == "train" and not sampled(trajectory.trajectory_id, rate):
+        if trajectory.purpose == "train" and not is_sampled(trajectory.trajectory_id, rate):
             return f"not in the sample (judge.sample_rate = {rate:g})"
         run = transcript_of(trajectory, rubric)
         if run is None:
@@ -86,9 +86,9 @@ class TrajectoryHandler:
             return f"the queue is full ({QUEUE_MAX} jobs)"
         SHORTENED.labels(rubric.source).inc(run.shortened)
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
-        case = Case(subject=subject, run=run)
+        case = RunToJudge(subject=subject, run=run)
         if rubric.mode == "pair":
-            await self._pairwise.enter(handling.tx, handling.now, case, trajectory)
+            await self._pairwise.add_run(handling.tx, handling.now, case, trajectory)
         else:
             name = tenant_name(trajectory.tenant, trajectory.trajectory_id)
             job_id = derived_id("judge-verdict", rubric.name, name)
@@ -120,7 +120,7 @@ class TrajectoryHandler:
         return own_session and self._settings.endpoint.is_gateway
 
 
-def sampled(trajectory_id: str, rate: float) -> bool:
-    """Return whether a trajectory is in the sample, a share `rate` of all. This depends on the id alone."""
+def is_sampled(trajectory_id: str, rate: float) -> bool:
+    """Return whether a trajectory belongs to the judged sample, a share `rate` of all. The id alone decides."""
     digest = hashlib.sha256(trajectory_id.encode()).digest()[:8]
     return int.from_bytes(digest, "big") < rate * 2**64

@@ -24,11 +24,11 @@ _PREFERENCES: dict[str, int] = {"A": 1, "tie": 0, "B": -1}
 
 
 class Unreadable(Exception):
-    """The answer is not a verdict. The message is sent to the model for a repair, and is never logged."""
+    """An answer is not a valid verdict. The message is sent to the model for a repair, and is never logged."""
 
 
 class Verdict(BaseModel):
-    """Content of one answer: a number per criterion, or None if the model abstains.
+    """Parsed answer of the judge's model: a number for each criterion, or None if the model abstains.
 
     In mode `single` numbers are scores on the scale. In mode `pair` 1 prefers the run shown as A, -1 the run shown as
     B, and 0 neither.
@@ -46,7 +46,7 @@ def _to_integer(value: object) -> object:
 
 
 def _preference(value: object) -> object:
-    """Return a preference with the capitalization that the rubric uses."""
+    """Return a preference in the capitalization that the prompt requests, if it is one."""
     return _SPELLINGS.get(value.strip().casefold(), value) if isinstance(value, str) else value
 
 
@@ -65,7 +65,7 @@ class _Answer(BaseModel, Generic[V]):
     @model_validator(mode="before")
     @classmethod
     def _without_empty_criteria(cls, data: object) -> object:
-        """Remove criteria without scores from an abstention: {}, or null for each."""
+        """Remove criteria without scores from an abstention: `{}`, or null for each criterion."""
         if isinstance(data, dict) and data.get("abstain") is True:
             criteria = data.get("criteria")
             if isinstance(criteria, dict | list) and not any(
@@ -75,7 +75,7 @@ class _Answer(BaseModel, Generic[V]):
         return data
 
     @model_validator(mode="after")
-    def _one_or_the_other(self) -> Self:
+    def _check_exclusive(self) -> Self:
         if bool(self.abstain) == bool(self.criteria):
             raise ValueError("give either criteria, or abstain = true with a reason")
         return self
@@ -111,9 +111,9 @@ def _verdict(names: list[str], numbers: dict[str, int] | None, reason: str) -> V
 
 
 def shorten(reason: str) -> str:
-    """Return the reason in a form that a database can store.
+    """Return a verdict's reason without characters that a database cannot store, and cut to `REASON_CHARS_MAX`.
 
-    A long one is cut, with the number of removed characters.
+    A cut reason ends with the number of removed characters.
     """
     reason = storable(reason)
     surplus = len(reason) - REASON_CHARS_MAX
@@ -130,7 +130,7 @@ def _validate(model: type[_Answer[V]], data: dict[str, object]) -> _Answer[V]:
 
 
 def _object(text: str) -> dict[str, object]:
-    """Return the JSON object in `text` that looks like a verdict. It may be in a fence or surrounded by prose.
+    """Return the JSON object in `text` that may be a verdict. It may be in a code fence or surrounded by prose.
 
     Two different objects are refused, because one may be quoted from the run. An object with a repeated name is
     refused.
@@ -146,7 +146,7 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _problem(text: str) -> str:
-    """Describe the error in the first object of an answer, with the text around its position."""
+    """Describe the syntax error in the first JSON object of an answer, with the text around its position."""
     start = text.find("{")
     if start < 0:
         return f": the answer is {printable(text)!r}" if text.strip() else ": the answer is empty"

@@ -15,8 +15,8 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_judge.call_budget import TenantBreakers
-from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointAway
+from headrace_judge.call_budget import TenantCircuitBreakers
+from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointUnavailable
 from headrace_judge.metrics import IN_PROGRESS, OUTCOMES, RETRIES, TIES_BY_ORDER
 from headrace_judge.model_judge import BudgetSpent, ModelJudge
 from headrace_judge.pairwise import PairwiseComparisons
@@ -45,7 +45,7 @@ _GROWTH = 4.0
 
 
 class JudgeWorker:
-    """Worker that judges up to `endpoint.concurrency` tasks at a time."""
+    """Worker that leases jobs from the queue, and judges up to `endpoint.concurrency` of them at a time."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class JudgeWorker:
         pairwise: PairwiseComparisons,
         processor: Processor,
         model_judge: ModelJudge,
-        breakers: TenantBreakers,
+        breakers: TenantCircuitBreakers,
         sources: Sources,
     ) -> None:
         self._settings = settings
@@ -96,7 +96,8 @@ class JudgeWorker:
         return await transact(self._processor, lambda tx, now: self._lease_in_turn(tx, now, limit))
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime, limit: int) -> list[Job]:
-        """Lease jobs of the tenants in turn: for each a part of the free slots, as far as its breaker admits jobs."""
+        """Lease jobs of the tenants in turn: for each a part of the free slots, as far as its circuit breaker
+        allows."""
         leased: list[Job] = []
         tenants = await self._jobs.tenants(tx, VERDICT_JOB, self._last_tenant, _TENANTS_MAX)
         for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):
@@ -105,7 +106,7 @@ class JudgeWorker:
                 break
             kind = kind_of_tenant(VERDICT_JOB, tenant)
             running = sum(job.kind == kind for job in self._running)
-            admitted = min(part, self._breakers.of(tenant).admits(running, running + part))
+            admitted = min(part, self._breakers.of(tenant).free_slots(running, running + part))
             if admitted > 0:
                 self._last_tenant = tenant
                 leased += await self._jobs.lease(tx, kind, now, self._lease, admitted)
@@ -151,14 +152,14 @@ class JudgeWorker:
                 await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job, now + result))
 
     async def _try(self, job: Job, task: Task) -> Judgement | timedelta:
-        """Return the judgement of a task, or the time to wait before the next attempt."""
+        """Judge a task. Return the judgement, or the time to wait before the next attempt."""
         limit = self._settings.retry.attempts_max
         if job.attempts >= limit:
             return Judgement(outcome="failed", reason=f"given up: {limit} tries ended without a result")
         wait_s: float | None = None
         try:
             return await self._judge(task, job.kind.partition("/")[2])
-        except EndpointAway as error:
+        except EndpointUnavailable as error:
             reason, wait_s = str(error), error.wait_s
         except Exception as error:  # one task must not stop all others; it is retried, and fails in the end
             if is_fatal(error):
@@ -181,7 +182,7 @@ class JudgeWorker:
         try:
             if not isinstance(task, PairTask):
                 return await self._model_judge.single(rubric, task.case.run, tenant)
-            runs = await transact(self._processor, lambda tx, _now: self._pairwise.runs(tx, task))
+            runs = await transact(self._processor, lambda tx, _now: self._pairwise.load_pair(tx, task))
             if runs is None:
                 return Judgement(outcome="abstained", reason="the pair was deleted")
             return await self._model_judge.pair(rubric, runs[0].run, runs[1].run, tenant)
@@ -201,7 +202,7 @@ class JudgeWorker:
             rewards.clear()
             if await self._jobs.finish(tx, job):
                 if isinstance(task, PairTask):
-                    rewards.extend(await self._pairwise.decide(tx, now, task, judged, judged_by))
+                    rewards.extend(await self._pairwise.record_judgement(tx, now, task, judged, judged_by))
                 else:
                     rewards.append(task.case.subject.reward(judged, now, judged_by))
             return rewards
@@ -225,7 +226,7 @@ class JudgeWorker:
 
 
 async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequence[Event]:
-    """End a job that cannot have a reward, and dead-letter its payload."""
+    """Remove a job that can never have a reward from the queue, and dead-letter its payload."""
     if not await jobs.finish(tx, job):
         return ()
     record = Record("trajectories", -1, -1, None, job.payload, (("ce_id", job.job_id.encode()),))
@@ -233,6 +234,11 @@ async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequen
 
 
 def backoff_s(attempts: int, wait_s: float | None) -> float:
-    """Return the time to wait after `attempts` earlier attempts, at least the time that the endpoint requested."""
+    """Return the seconds to wait before the next attempt, at least those that the endpoint requested.
+
+    Args:
+        attempts: number of earlier attempts.
+        wait_s: seconds that the endpoint requested; None if it did not.
+    """
     delay_s = min(BACKOFF_S * _GROWTH ** min(attempts, 16), _BACKOFF_MAX_S)
     return max(delay_s, wait_s or 0.0)
