@@ -325,7 +325,7 @@ class World:
                 tick(len(batch))
         self.stream.clock.advance(_WAIT_S + 1)
         scores = ScoreStore(TrajectoryCache())
-        await self._all(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.scorer.scoring.policy))
+        await self._all(lambda tx, now: upkeep.emit_overdue(tx, now, scores, self.scorer.scoring.policy))
 
     async def _rematch(self) -> None:
         await self._all(self.scorer.rematch)

@@ -69,7 +69,7 @@ class Rig:
     async def run_functions(self) -> None:
         completed = await self.perform()
         if completed:
-            await self.stream.step(self.scoring.enter(completed))
+            await self.stream.step(self.scoring.result_step(completed))
 
     async def perform(self) -> list[CompletedJob]:
         """Run the functions of all waiting jobs, and return the results without entering them."""
@@ -81,7 +81,7 @@ class Rig:
     async def pass_time(self, seconds: float) -> None:
         self.stream.clock.advance(seconds)
         scores = ScoreStore(TrajectoryCache())
-        await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.scoring.policy))
+        await self.stream.step(lambda tx, now: upkeep.emit_overdue(tx, now, scores, self.scoring.policy))
 
     def rewards(self) -> list[tuple[str, int, str, float | None]]:
         return [(reward.source, reward.revision, reward.outcome, reward.value) for reward in self.stream.sent(Reward)]

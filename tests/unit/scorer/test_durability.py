@@ -28,16 +28,16 @@ async def test_a_job_that_died_with_its_process_is_done_again(open_scorer: Open)
         await rig.stream.deliver(closed())
         dead = await rig.perform()  # done, and the process ends before it is entered
         rig.stream.clock.advance(10)
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         rig.stream.clock.advance(10)
         rig.scoring._leased.clear()  # what it knew died with it
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         assert await rig.perform() == [], "its lease was renewed 10 s ago"
         rig.stream.clock.advance(6)
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         await rig.run_functions()
         assert rig.experiences() == [(0, 0, 0.5, None)]
-        await rig.stream.step(rig.scoring.enter(dead))
+        await rig.stream.step(rig.scoring.result_step(dead))
         assert len(rig.rewards()) == 1, "its late result counts for nothing"
 
 
@@ -62,7 +62,7 @@ async def test_more_jobs_than_fit_in_memory_wait_in_the_database(open_scorer: Op
         trajectories = [closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in range(100)]
         await rig.stream.deliver(*trajectories)
         for _ in range(5):
-            await rig.scoring.take_over(rig.stream.processor)
+            await rig.scoring.lease_jobs(rig.stream.processor)
             await rig.run_functions()
         assert len(rig.experiences()) == 100
         assert await rig.stream.count("jobs") == 0
@@ -101,7 +101,7 @@ async def test_retention_forgets_everything_about_old_trajectories(open_scorer: 
         assert remaining == {"trajectories": 2, "turns": 2, "ledger": 1, "feedback": 0, "listed": 0}
         rig.stream.clock.advance(1000)
         await forget(rig)
-        await rig.stream.step(rig.scoring.enter(unfinished))
+        await rig.stream.step(rig.scoring.result_step(unfinished))
         assert await rig.stream.count("jobs") == 0, "a result for a forgotten trajectory goes nowhere"
         await rig.deliver(feedback("s", turn, value=0.0))
         assert len([event for event in rig.stream.sent(Reward) if event.source == "feedback"]) == 1
@@ -192,7 +192,7 @@ async def _use(rig: Rig, settings: ScorerSettings) -> None:
     await rig.deliver(feedback("any", level="task", task_id="t", partition=0))
     await rig.stream.step(rematch_of(rig))
     await rig.pass_time(settings.reward_wait_s + 1)
-    await rig.scoring.take_over(rig.stream.processor)
+    await rig.scoring.lease_jobs(rig.stream.processor)
     await rig.stream.step(upkeep.measure)
     for forget in upkeep.FORGETTING:
         await rig.stream.step(partial(forget, retention_s=settings.retention_s))

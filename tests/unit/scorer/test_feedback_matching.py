@@ -22,9 +22,9 @@ from headrace_scorer.feedback_matching import (
     ClosedTrajectory,
     FeedbackSet,
     PlacedFeedback,
-    displaced,
     feedback_for,
     target_trajectories,
+    trajectories_losing_feedback,
     with_task,
 )
 from tests.feedback.playing import TRAINED, differing, replayed, talk
@@ -96,8 +96,8 @@ def test_what_no_gateway_stamped_has_only_its_time() -> None:
 
 def test_a_new_trajectory_may_take_over_what_was_said() -> None:
     late = word(feedback(), turns_until=21)
-    assert displaced("second", TWO, [late]) == ["first"]
-    assert displaced("second", TWO, [word(feedback(), turns_until=15)]) == []
+    assert trajectories_losing_feedback("second", TWO, [late]) == ["first"]
+    assert trajectories_losing_feedback("second", TWO, [word(feedback(), turns_until=15)]) == []
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True), st.integers(0, 40))
@@ -105,7 +105,7 @@ def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int
     peers = [closed(str(n), began, at=n) for n, began in enumerate(begins)]
     record = word(feedback(), turns_until=until)
     before, after = target_trajectories(record, peers[:-1]), target_trajectories(record, peers)
-    assert displaced(peers[-1].trajectory_id, peers, [record]) == sorted(before - after)
+    assert trajectories_losing_feedback(peers[-1].trajectory_id, peers, [record]) == sorted(before - after)
 
 
 def test_facts_and_names_of_feedback_go_before_those_of_the_trajectory() -> None:

@@ -43,8 +43,8 @@ def test_functions_of_a_file_can_import_its_neighbours(rewards: Path) -> None:
         ("trajectory", "context"),
         False,
     )
-    assert (slow.asynchronous, slow.looks_at_feedback) == (True, True)
-    assert (nothing.parameters, nothing.looks_at_feedback) == ((), False)
+    assert (slow.asynchronous, slow.reads_feedback) == (True, True)
+    assert (nothing.parameters, nothing.reads_feedback) == ((), False)
     assert loader.callables["answer"](trajectory=None, context=None) == 0.5
     (alone,) = FunctionLoader().load([f"{rewards.parent / 'alone.py'}:alone"])
     assert alone.digest == sha256((rewards.parent / "alone.py").read_bytes()).hexdigest(), "of one file its own"

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from headrace_schemas import Message, Reward, RewardResult
-from headrace_scorer.functions.outcomes import CallRequest, outcome_of, raised
+from headrace_scorer.functions.outcomes import CallRequest, outcome_of, outcome_of_error
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.judge_monitor import Agreement, upper_bound
 from headrace_scorer.settings import ScorerSettings
@@ -116,7 +116,7 @@ def test_an_error_whose_text_fails_is_a_failure_that_can_be_sent() -> None:
             raise Broken
 
     for error in (Broken(), ValueError("bad \ud83d end\x00"), ValueError("x" * 10**6)):
-        outcome = raised(error)
+        outcome = outcome_of_error(error)
         assert outcome.outcome == "failed"
         outcome.model_dump_json().encode()
     assert outcome_of(Scalar()).outcome == "failed"
@@ -126,7 +126,7 @@ def test_an_exception_says_what_and_where() -> None:
     try:
         raise ValueError("x" * 9999)
     except ValueError as error:
-        outcome = raised(error)
+        outcome = outcome_of_error(error)
     assert outcome.outcome == "failed"
     assert (outcome.reason or "").startswith("ValueError: xxx")
     assert 2000 < len(outcome.reason or "") <= 4000

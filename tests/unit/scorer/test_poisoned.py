@@ -146,7 +146,7 @@ async def test_a_job_that_cannot_be_loaded(open_scorer: Open, monkeypatch: pytes
         trajectories = several(5)
         await in_database(rig, trajectories)
         poison(monkeypatch, rig.scoring._cache, "get", trajectories[2], ERRORS[kind]())
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         await rig.run_functions()
         assert len(rewarded_runs(rig)) == 4
         assert named(rig) == [("scoring_failed", 2)]
@@ -161,7 +161,7 @@ async def test_a_job_with_a_damaged_payload(open_scorer: Open, payload: bytes) -
         of_victim = schema.stream.jobs.c.job_id.startswith(trajectories[2].trajectory_id)
         async with rig.stream.processor.database.transaction() as tx:
             await tx.execute(update(schema.stream.jobs).where(of_victim).values(payload=payload))
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         await rig.run_functions()
         assert len(rewarded_runs(rig)) == 4
         assert named(rig) == [("scoring_failed", 2)]
@@ -175,7 +175,7 @@ async def test_a_job_that_ends_every_process_fails_by_name(open_scorer: Open) ->
         of_victim = schema.stream.jobs.c.job_id.startswith(trajectories[1].trajectory_id)
         async with rig.stream.processor.database.transaction() as tx:
             await tx.execute(update(schema.stream.jobs).where(of_victim).values(attempts=scoring._LEASES_MAX))
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         await rig.run_functions()
         failed = [reward for reward in rig.stream.sent(Reward) if reward.outcome == "failed"]
         assert [reward.trajectory_id for reward in failed] == [trajectories[1].trajectory_id]
@@ -186,24 +186,24 @@ async def test_a_process_that_ends_on_purpose_gives_its_jobs_back(open_scorer: O
     async with open_scorer(half) as rig:
         await in_database(rig, several(1))
         for _ in range(scoring._LEASES_MAX + 2):
-            await rig.scoring.take_over(rig.stream.processor)
+            await rig.scoring.lease_jobs(rig.stream.processor)
             assert rig.scoring._waiting.qsize() == 1
-            await rig.scoring._give_back(rig.stream.processor)
+            await rig.scoring._end_leases(rig.stream.processor)
             rig.scoring._leased.clear()
             rig.scoring._waiting.get_nowait()
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         await rig.run_functions()
         assert [reward.outcome for reward in rig.stream.sent(Reward)] == ["scored"]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("timer", ["end_waiting", "rematch"])
+@pytest.mark.parametrize("timer", ["emit_overdue", "rematch"])
 async def test_timers(open_scorer: Open, monkeypatch: pytest.MonkeyPatch, kind: str, timer: str) -> None:
     async with open_scorer(reward_wait_s=10) as rig:
         trajectories = several(5)
         await rig.stream.deliver(*trajectories)
         poison(monkeypatch, scores, "_experiences", trajectories[2], ERRORS[kind]())
-        if timer == "end_waiting":
+        if timer == "emit_overdue":
             await rig.pass_time(11)
         else:
             async with rig.stream.processor.database.transaction() as tx:
@@ -305,7 +305,7 @@ async def test_jobs_in_the_database_are_leased_for_each_tenant_in_turn(open_scor
     async with open_scorer(half) as rig:
         flood = [_of("flooder", n) for n in range(150)]
         await in_database(rig, [*flood, *[_of(f"t{name}", 0) for name in range(5)]])
-        await rig.scoring.take_over(rig.stream.processor)
+        await rig.scoring.lease_jobs(rig.stream.processor)
         tenants = [rig.scoring._waiting.get_nowait().tenant for _ in range(rig.scoring._waiting.qsize())]
         assert {f"t{name}" for name in range(5)} <= set(tenants)
         assert len(tenants) <= 128
@@ -321,7 +321,7 @@ async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> N
     async with open_scorer(half) as rig:
         await in_database(rig, several(200))
         looks = 0
-        while await rig.scoring.take_over(rig.stream.processor):
+        while await rig.scoring.lease_jobs(rig.stream.processor):
             await rig.run_functions()
             looks += 1
         await rig.run_functions()

@@ -226,7 +226,7 @@ async def test_a_reward_model_goes_on_with_what_it_knew_and_speaks_of_what_is_ne
             rescoring.add_line(*line(thumb, index))
         for item in part:
             rescoring.accept(await rescoring.score(item.to_json()))
-        results.append([experience async for experience in rescoring.learned()])
+        results.append([experience async for experience in rescoring.learned_experiences()])
     assert [item.trajectory_id for item in results[1]] == [item.trajectory_id for item in runs[30:]]
     assert all((item.reward or 0.0) > 0.6 for item in results[1][::2])
     assert all(0.0 < (item.reward or 0.0) < 0.4 for item in results[1][1::2])

@@ -60,7 +60,7 @@ def test_the_fit_is_the_maximum_of_its_objective(monkeypatch: pytest.MonkeyPatch
         replace(run, thumbs=(*run.thumbs, Thumb("second", 1.0 - (n % 3 == 0)))) for n, run in enumerate(thumbed_runs())
     ]
     selected, _ = columns.columns_of([run.features for run in training_runs], [])
-    table = columns.table(selected, [run.features for run in training_runs])
+    table = columns.feature_table(selected, [run.features for run in training_runs])
     thumbs, prior = crowd.thumbs_of(training_runs, 1.0), np.full(len(selected), 0.1)
     monkeypatch.setattr(crowd, "_ROUNDS_MAX", 2000)  # to the end, however slowly it comes nearer
     fitted = crowd.fit(table, thumbs, prior, 2.0)
@@ -252,10 +252,10 @@ class LearnedRig(Rig):
         await self.stream.step(self.made.rematch)
         await self.run_functions()
 
-    async def end_waiting(self) -> None:
+    async def emit_overdue(self) -> None:
         self.stream.clock.advance(self.settings.reward_wait_s + 1)
         for _ in range(2):  # 25 at a time
-            await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, self.scores, self.scoring.policy))
+            await self.stream.step(lambda tx, now: upkeep.emit_overdue(tx, now, self.scores, self.scoring.policy))
 
     def latest_rewards(self) -> dict[str, tuple[str, float | None]]:
         """Return the outcome and value of the reward model's latest reward for each session."""
@@ -308,7 +308,7 @@ async def test_it_speaks_of_runs_that_nobody_spoke_of_once_it_has_learned(databa
     async with learning(database_url, data_dir, quality, peeks) as rig:
         await rig.deliver(*runs)
         assert set(rig.latest_rewards().values()) == {("abstained", None)}, "nothing was learned yet"
-        await rig.end_waiting()
+        await rig.emit_overdue()
         assert {item.no_reward for item in rig.stream.sent(Experience)} == {"no_reward"}
         await rig.deliver(
             *(thumb(item, float(int(item.session_id) % 2 == 0), rater=item.session_id) for item in runs[:30])
@@ -365,7 +365,7 @@ async def test_it_speaks_after_those_who_are_waited_for(database_url: str, data_
         assert rig.latest_rewards() == {}, "people are waited for"
         await rig.deliver(thumb(first, 1.0))
         assert rig.latest_rewards() == {first.trajectory_id: ("abstained", None)}
-        await rig.end_waiting()
+        await rig.emit_overdue()
         assert rig.latest_rewards().keys() == {first.trajectory_id, other.trajectory_id}, "as long as the settings say"
 
 

@@ -191,7 +191,7 @@ async def test_no_experience_while_functions_are_about_to_speak_again(open_score
         await rig.stream.deliver(closed(turn))
         first = await rig.perform()
         await rig.stream.deliver(feedback("s", turn, value=0.0, context={"expected": "Ada"}))
-        await rig.stream.step(rig.scoring.enter(first))
+        await rig.stream.step(rig.scoring.result_step(first))
         assert rig.rewards() == [("feedback", 0, "scored", 0.0)], "what was said without the facts is not entered"
         assert rig.experiences() == []
         await rig.run_functions()

@@ -76,7 +76,7 @@ def several(count: int) -> list[Trajectory]:
 
 
 async def look_for_jobs(rig: Rig) -> None:
-    await rig.scoring.take_over(rig.stream.processor)
+    await rig.scoring.lease_jobs(rig.stream.processor)
 
 
 async def test_what_arrives_is_scored_and_entered_as_long_as_the_process_lives(open_scorer: Open) -> None:
@@ -105,13 +105,13 @@ async def test_a_database_that_is_away_for_a_moment_is_asked_again(
     open_scorer: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_scorer(half) as rig:
-        looks = rig.scoring.take_over
+        looks = rig.scoring.lease_jobs
 
         async def away(_processor: Processor) -> bool:
-            monkeypatch.setattr(rig.scoring, "take_over", looks)
+            monkeypatch.setattr(rig.scoring, "lease_jobs", looks)
             raise Unavailable("the database is away")
 
-        monkeypatch.setattr(rig.scoring, "take_over", away)
+        monkeypatch.setattr(rig.scoring, "lease_jobs", away)
         await rig.stream.deliver(*several(200))
         async with at_work(rig) as work:
             await work.until(lambda: len(rig.experiences()) == 128)
@@ -154,8 +154,8 @@ async def test_a_result_that_is_refused_does_not_hold_up_those_behind_it(open_sc
     async with open_scorer(half) as rig:
         await rig.stream.deliver(*several(2))
         completed = await rig.perform()
-        await rig.stream.step(rig.scoring.enter(completed[:1]))
-        await rig.stream.step(rig.scoring.enter(completed))
+        await rig.stream.step(rig.scoring.result_step(completed[:1]))
+        await rig.stream.step(rig.scoring.result_step(completed))
         assert len(rig.rewards()) == 2
 
 

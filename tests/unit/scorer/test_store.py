@@ -61,9 +61,9 @@ async def test_a_trajectory_is_kept_once_and_waits_for_its_reward(tx: AsyncConne
     await keep(tx, other)
     assert row is not None
     assert row["settle_ms"] == epoch_ms(NOW) + 60_000
-    await store.change(tx, {trajectory.trajectory_id: {"run_id": "7"}})
+    await store.update_rows(tx, {trajectory.trajectory_id: {"run_id": "7"}})
     assert await keep(tx, trajectory) is None
-    locked = await store.lock(tx, [other.trajectory_id, "nobody", trajectory.trajectory_id])
+    locked = await store.lock_rows(tx, [other.trajectory_id, "nobody", trajectory.trajectory_id])
     assert locked.keys() == {other.trajectory_id, trajectory.trajectory_id}
     assert {**row, "run_id": "7", "trajectory_id": trajectory.trajectory_id} == dict(locked[trajectory.trajectory_id])
     assert locked[other.trajectory_id]["run_id"] is None
@@ -95,7 +95,7 @@ async def test_a_turn_is_in_one_trajectory_of_its_tenant(tx: AsyncConnection) ->
 async def test_a_failed_trajectory_is_dead_lettered_with_its_place(tx: AsyncConnection, partition: int | None) -> None:
     trajectory = closed()
     await keep(tx, trajectory, 7)
-    await store.change(tx, {trajectory.trajectory_id: {"partition": partition}})
+    await store.update_rows(tx, {trajectory.trajectory_id: {"partition": partition}})
     (letter,) = await store.fail_scoring(tx, trajectory.trajectory_id, "no room")
     assert (letter.source_partition, letter.source_offset, letter.reason) == (partition, 7, "scoring_failed")
     assert await store.fail_scoring(tx, "nobody's", "no room") == []

@@ -95,18 +95,18 @@ def _entry(row: ledger.Row) -> dict[str, object]:
 
 
 def learned_routes(common: Common, drift: DriftSettings, processor: Processor) -> Sequence[BaseRoute]:
-    """Return the routes of the interface."""
+    """Return the REST routes of reward models and of the agreement between judges and people."""
 
     async def reward_models(request: Request) -> Response:
         require_internal_key(request, common)
         async with processor.database.transaction() as tx:
-            rows = await store.listed(tx, _LISTED_MAX)
+            rows = await store.list_models(tx, _LISTED_MAX)
         return JSONResponse({"data": [_model(row) for row in rows]})
 
     async def agreement(request: Request) -> Response:
         require_internal_key(request, common)
         async with processor.database.transaction() as tx:
-            return JSONResponse({"data": await judge_monitor.listed(tx, drift)})
+            return JSONResponse({"data": await judge_monitor.list_judges(tx, drift)})
 
     async def forget(request: Request) -> Response:
         require_internal_key(request, common)
@@ -116,7 +116,7 @@ def learned_routes(common: Common, drift: DriftSettings, processor: Processor) -
 
         async def step(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             nonlocal forgotten
-            forgotten = await judge_monitor.forget(tx, tenant, source)
+            forgotten = await judge_monitor.reset_judge(tx, tenant, source)
             return []
 
         await processor.step(step)

@@ -46,27 +46,27 @@ async def run(common: Common, settings: ScorerSettings) -> None:
         await pool.close()
 
 
-async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
-    """Do nothing: the gateway follows the same topics and dead-letters invalid records there."""
+async def _ignore_invalid_record(_record: Record, _error: InvalidEvent) -> None:
+    """Ignore an invalid record of a topic of models: the gateway follows the same topics and dead-letters it."""
 
 
 def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
-    """Return the reward model as a source; None if the settings name none."""
+    """Return the source for the reward model of the settings; None if they name none."""
     return LearnedSource(settings.learned, lambda: pool.functions) if settings.learned.model is not None else None
 
 
 def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
-    """Build the scorer from its parts."""
+    """Build the scorer as a stream service."""
     cache = TrajectoryCache()
     learned = _learned(settings, pool)
     scores = ScoreStore(cache, learned, JudgeMonitor(settings.drift))
     scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)
-    versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
+    versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _ignore_invalid_record)
     scorer = Scorer(settings, cache, scores, scoring, versions.models)
 
-    async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        return await upkeep.end_waiting(tx, now, scores, scoring.policy)
+    async def emit_overdue(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        return await upkeep.emit_overdue(tx, now, scores, scoring.policy)
 
     return StreamService(
         name="scorer",
@@ -78,7 +78,7 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
             "feedback": scorer.on_feedback,
         },
         timers=[
-            Timer(_END_WAITING_INTERVAL_S, end_waiting),
+            Timer(_END_WAITING_INTERVAL_S, emit_overdue),
             Timer(_REMATCH_INTERVAL_S, scorer.rematch),
             *(
                 Timer(_FORGET_INTERVAL_S, partial(forget, retention_s=settings.retention_s))

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Queue that serves its tenants in turn.
+    """Bounded queue that serves its tenants in turn.
 
     It holds `size` items. When it is full, each tenant may still have up to `reserve` items, to a total of twice
     `size`.
@@ -34,7 +34,11 @@ class FairQueue(Generic[T]):
         return len(self._items.get(tenant, ()))
 
     def free_slots(self, tenant: str, size: int | None = None) -> int:
-        """Return how many more items of the tenant fit into a queue of `size`, its reserve included."""
+        """Return how many more items a tenant may add.
+
+        Args:
+            size: size of the queue to assume; None for its own size. The tenant's reserve is added.
+        """
         reserved = min(self._reserve - self.count(tenant), 2 * self._size - self._count)
         return max((self._size if size is None else size) - self._count, reserved, 0)
 
@@ -59,8 +63,8 @@ class FairQueue(Generic[T]):
             await self._changed.wait()
         return self.get_nowait()
 
-    async def below(self, size: int) -> None:
-        """Return once fewer than `size` items wait."""
+    async def wait_until_below(self, size: int) -> None:
+        """Wait until fewer than `size` items are queued."""
         while self._count >= size:
             await self._changed.wait()
 

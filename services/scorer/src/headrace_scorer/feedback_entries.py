@@ -40,13 +40,13 @@ class EntryKey(NamedTuple):
 
     @classmethod
     def reward(cls, source: str, turn_id: str = "", choice: int = ANY_CHOICE) -> EntryKey:
-        """Return the key of a reward."""
+        """Return the key of a reward of a source; without a turn, of its reward for the whole trajectory."""
         return cls("reward", turn_id, choice, "", source)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackEntry:
-    """The entry that all feedback with one key results in.
+    """Content of a ledger entry that was computed from all feedback with one key.
 
     `origin` identifies the feedback events, so that the same events do not add a second revision.
     """
@@ -69,12 +69,13 @@ class _RaterValue(NamedTuple):
 def entries_of(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float], corrections_max: int
 ) -> dict[EntryKey, FeedbackEntry]:
-    """Return the ledger entries that the feedback about a trajectory results in.
+    """Compute the ledger entries from all feedback about a trajectory.
 
     Args:
         answers: answers in the branches of the trajectory.
         labels: value of each label that feedback may use.
-        corrections_max: the newest edits that count, and the newest preferences. Older ones are withdrawn.
+        corrections_max: number of edits that count, and of preferences. Only the newest count; older ones are
+            withdrawn.
     """
     return {
         **_rewards(feedback_set, answers, labels),
@@ -88,7 +89,7 @@ def thumbs_of(
 ) -> dict[str, float]:
     """Return the value that each rater of the sources `teachers` gives to the run.
 
-    That is the mean of the rater's values for the whole run, or else the mean over the turns. All people without a name
+    It is the mean of the rater's values for the whole run, or else the mean over the turns. All people without a name
     are one rater with an empty name.
     """
     for_run: dict[str, list[float]] = {}
@@ -126,7 +127,9 @@ def _latest_values(
 
 
 def _targets(event: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
-    """Yield the turns or answers that feedback is about. An empty turn id means the whole trajectory.
+    """Yield the answers that feedback is about, as pairs of turn id and choice.
+
+    An empty turn id stands for the trajectory.
 
     Feedback without a level that lists some of the turns in branches is about those turns. Feedback without a level
     that lists all of them, or none, is about the whole trajectory.
@@ -142,7 +145,11 @@ def _targets(event: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
 
 
 def _combine_raters(rated: Sequence[_RaterValue]) -> FeedbackEntry:
-    """Return the mean of the values that are not withdrawn. `rated` is in the order of the log."""
+    """Combine the raters of a source into one entry: the mean of their values, or a withdrawal if none remains.
+
+    Args:
+        rated: latest value of each rater, in the order of the log.
+    """
     active = [item for item in rated if not item.feedback.withdrawn]
     if not active:
         last = rated[-1].feedback
@@ -210,33 +217,33 @@ Corrections = Mapping[EntryKey, str]
 
 @dataclass(frozen=True, slots=True)
 class AnswerRemarks:
-    """Turn rewards, edits and preference sides of one branch, in the order of its turns."""
+    """Turn rewards, edits and sides of preferences about the answers of one branch, in the order of its turns."""
 
     turn_rewards: tuple[TurnReward, ...] = ()
     edits: tuple[Edit, ...] = ()
     preferences: tuple[PreferenceSide, ...] = ()
 
     @property
-    def need_the_branch(self) -> bool:
-        """Whether the branch can be trained without a reward, by its edits or preferences."""
+    def are_trainable_without_reward(self) -> bool:
+        """Whether edits or preferences can train the branch without a reward."""
         return bool(self.edits or self.preferences)
 
 
-def about(rewards: Sequence[SourceReward], branch: Branch) -> list[SourceReward]:
-    """Return the rewards that apply to the branch. A reward of one choice applies to the branches that contain it."""
+def rewards_about_branch(rewards: Sequence[SourceReward], branch: Branch) -> list[SourceReward]:
+    """Return the rewards that apply to a branch. A reward of one choice applies to the branches that contain it."""
     answers = answers_of(branch)
     return [reward for reward in rewards if reward.choice is None or (reward.turn_id or "", reward.choice) in answers]
 
 
 def answers_of(branch: Branch) -> dict[Answer, int]:
-    """Return the position of each of the model's answers in the branch."""
+    """Return the answers of the model in a branch, each with its position."""
     return {(span.turn_id, span.choice): position for position, span in enumerate(branch.spans)}
 
 
-def remarks(
+def branch_remarks(
     branch: Branch, rewards: Sequence[SourceReward], corrections: Corrections, policy: RewardPolicy
 ) -> AnswerRemarks:
-    """Return the turn rewards, edits and preference sides of the branch.
+    """Return the turn rewards, edits and sides of preferences about a branch.
 
     Args:
         rewards: rewards that apply to the branch.
@@ -268,6 +275,6 @@ def _side(key: EntryKey, detail: str) -> PreferenceSide:
 
 
 def source_reward(key: EntryKey, outcome: str, value: float | None) -> SourceReward:
-    """Return a reward of the ledger in the form that the reward policy reads."""
+    """Convert an entry of the ledger to the reward that the reward policy reads."""
     choice = None if key.choice == ANY_CHOICE else key.choice
     return SourceReward(key.source, key.turn_id or None, cast(Outcome, outcome), value, choice)

@@ -28,7 +28,7 @@ class PlacedFeedback:
 
 @dataclass(frozen=True, slots=True)
 class ClosedTrajectory:
-    """The fields of a closed trajectory that matching reads. Trajectories that were closed together have one time."""
+    """Fields of a closed trajectory that matching reads. Trajectories that were closed together have the same time."""
 
     trajectory_id: str
     time_ms: int
@@ -45,13 +45,13 @@ class ClosedTrajectory:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sort key by beginning. Ingested trajectories come after those that the gateway captured."""
+        """Sort key by the begin of the trajectory. Ingested trajectories come after those that the gateway captured."""
         return (self.began is None, self.offset if self.began is None else self.began)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackSet:
-    """All feedback about one trajectory: first that about its task, then the rest, each in the order of the log.
+    """All feedback about one trajectory: first that about its task, then all other, each in the order of the log.
 
     A later event replaces an earlier one of the same rater, so feedback about a session replaces feedback about its
     task.
@@ -61,12 +61,12 @@ class FeedbackSet:
 
     @property
     def listing(self) -> tuple[Feedback, ...]:
-        """Feedback that lists turns of the trajectory."""
+        """Feedback that lists turns of the trajectory by their ids."""
         return tuple(event for event in self.all if event.msg_ids)
 
     @property
     def general(self) -> tuple[Feedback, ...]:
-        """Feedback about the session as a whole."""
+        """Feedback about the session as a whole, without listed turns."""
         return tuple(event for event in self.all if not event.msg_ids and event.level != "task")
 
     @property
@@ -76,7 +76,7 @@ class FeedbackSet:
 
     @property
     def session_count(self) -> int:
-        """Number of sessions that the run consists of, by the feedback that lists turns; at least 1."""
+        """Number of sessions that the run consists of, as feedback that lists turns states it; at least 1."""
         return max((event.run_sessions for event in self.listing), default=1)
 
     def resolve_id(self, field: str, default: str | None) -> str | None:
@@ -89,10 +89,10 @@ class FeedbackSet:
         return certain or next(general, None)
 
     def context(self, trajectory_context: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return the context for reward functions.
+        """Return the context that reward functions get: that of the trajectory, updated by that of feedback.
 
-        Context of feedback replaces that of the trajectory. Context of narrower feedback replaces that of wider
-        feedback, in the order task, session, turns. The result is bounded like the context of one event.
+        Context of narrower feedback replaces that of wider feedback, in the order task, session, turns. The result is
+        bounded like the context of one event.
         """
         feedback = (*self.of_task, *self.general, *self.listing)
         return merge_contexts([trajectory_context, *(event.context for event in feedback)])
@@ -117,7 +117,10 @@ def feedback_for(
 
 
 def with_task(session_feedback: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
-    """Return the set with the feedback about its task added. The records in `of_task` are of one partition."""
+    """Return the feedback set of a trajectory extended by feedback about its task.
+
+    All of `of_task` is of one partition.
+    """
     ordered = sorted(of_task, key=_log_order)
     return FeedbackSet((*(record.event for record in ordered), *session_feedback.all))
 
@@ -127,11 +130,11 @@ def _log_order(record: PlacedFeedback) -> tuple[int, str]:
 
 
 def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
-    """Return the trajectories that feedback about a session is about.
+    """Return the ids of the trajectories that feedback about their session applies to.
 
-    That is the trajectory that had begun last when the feedback was sent, else the first that began after it, each
-    with those that were closed together with it. Without the offsets of a gateway, times decide: the trajectory that
-    was closed next after the feedback, else the one that was closed last.
+    It applies to the trajectory that had begun last when the feedback was sent, else to the first that began after it,
+    each with those that were closed together with it. Without the offsets of a gateway, times decide: the trajectory
+    that was closed next after the feedback, else the one that was closed last.
     """
     if feedback.turns_until is None:
         at_ms = epoch_ms(feedback.event.time)
@@ -148,8 +151,11 @@ def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajecto
     return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == chosen.time_ms)
 
 
-def displaced(trajectory_id: str, peers: Sequence[ClosedTrajectory], general: Iterable[PlacedFeedback]) -> list[str]:
-    """Return the trajectories that lose feedback about their session to `trajectory_id`, which is new among `peers`."""
+def trajectories_losing_feedback(
+    trajectory_id: str, peers: Sequence[ClosedTrajectory], general: Iterable[PlacedFeedback]
+) -> list[str]:
+    """Return the trajectories to which some session feedback no longer applies, because `trajectory_id` is new among
+    `peers`."""
     earlier = [peer for peer in peers if peer.trajectory_id != trajectory_id]
     lost = (target_trajectories(record, earlier) - target_trajectories(record, peers) for record in general)
     return sorted({name for names in lost for name in names})

@@ -36,13 +36,19 @@ Lookup = Callable[[str], Awaitable[KnownModels]]
 """Function that returns the known models, with the vocabulary of the named one. It may raise `Unavailable`."""
 
 
-async def nothing_known(_model: str) -> KnownModels:
-    """Return no models, for a scorer that does not follow the topics of models."""
+async def no_known_models(_model: str) -> KnownModels:
+    """Return an empty set of models: the look-up of a scorer that does not follow the topics of models."""
     return KnownModels()
 
 
 async def check_ingested(trajectory: Trajectory, received: Received, known_models: Lookup) -> None:
-    """Raise `InvalidEvent` if an ingested trajectory breaks a rule. Trajectories of the collector are not checked."""
+    """Check a trajectory that another program sent against the rules of ingestion.
+
+    Those of the collector are not checked.
+
+    Raises:
+        InvalidEvent: it breaks a rule.
+    """
     from_headrace = received.envelope.source.startswith(OWN_SOURCE)
     if from_headrace and trajectory.end_reason != OWN_END_REASON:
         return
@@ -71,13 +77,13 @@ _REMATCHED_AT_ONCE_MAX = 25
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Handlers of the topics `trajectories`, `feedback` and `rewards`."""
+    """Stream handlers of the topics `trajectories`, `feedback` and `rewards`."""
 
     settings: ScorerSettings
     cache: store.TrajectoryCache
     scores: ScoreStore
     scoring: Scoring
-    known_models: Lookup = nothing_known
+    known_models: Lookup = no_known_models
 
     async def on_trajectory(self, trajectory: Trajectory, handling: Handling) -> Sequence[Event]:
         """Store a trajectory, match it with earlier feedback, and start the reward functions.
@@ -105,7 +111,7 @@ class Scorer:
         return [*events, *await self._feedback_changed(tx, now, matched.displaced)]
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store feedback for later trajectories, and match it with the stored ones.
+        """Store feedback for later trajectories, and apply it to the stored ones that it is about.
 
         Raises:
             InvalidEvent: a value is outside the declared range of its source.
@@ -123,21 +129,21 @@ class Scorer:
         return await self._feedback_changed(tx, now, await ledger.targets_of(tx, placed))
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Match marked trajectories with their feedback again, a limited number in one transaction."""
+        """Match a bounded number of marked trajectories with their feedback again (`store.mark_for_rematch`)."""
         marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
         change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
         events = await process_batch(tx, "scorer.rematch", marked, change, fail)
         return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
-        """Enter a reward from the bus in the ledger.
+        """Add a reward from the bus to the ledger.
 
         `headrace_runtime.kafka.wire` has refused rewards whose source is reserved for another service.
 
         Raises:
             InvalidEvent: the trajectory has too many sources, or the value is outside the declared range of its source.
         """
-        if not await ledger.receive(handling.tx, handling.now, reward):
+        if not await ledger.insert_received(handling.tx, handling.now, reward):
             return []
         self._check_range(reward.source, reward.value)
         score = (await self.scores.open(handling.tx, [reward.trajectory_id])).get(reward.trajectory_id)
@@ -187,4 +193,4 @@ class Scorer:
             answers = store.branch_answers(trajectory)
             values = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
             await store_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, values)
-        return [*ledger.revise(now, trajectory, feedback_set, score.entries, self.settings)]
+        return [*ledger.revise_entries(now, trajectory, feedback_set, score.entries, self.settings)]

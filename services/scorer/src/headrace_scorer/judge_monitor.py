@@ -48,7 +48,7 @@ _WEEK_MS = 7 * 86_400_000
 
 
 class Agreement(BaseModel):
-    """State of the test for one judge. Immutable: `with_pair` returns the next state."""
+    """State of the sequential test for one judge. Immutable: `with_pair` returns the next state."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,7 +63,13 @@ class Agreement(BaseModel):
     """Capital of the bets that have begun, for each of `_STAKES`."""
 
     def with_pair(self, disagreement: float, *, reference: int, error: float) -> Agreement:
-        """Return the state after one more run, with a `disagreement` from 0 to 1."""
+        """Return the state after one more run that judge and people have scored.
+
+        Args:
+            disagreement: difference of their scores, from 0 to 1.
+            reference: number of first runs that determine the bound.
+            error: allowed probability of a false alarm.
+        """
         recent = disagreement if self.recent is None else self.recent + _RECENT * (disagreement - self.recent)
         pairs = self.pairs + 1
         if self.bound is not None:
@@ -74,7 +80,10 @@ class Agreement(BaseModel):
         return Agreement(pairs=pairs, total=total, recent=recent, bound=bound)
 
     def evidence(self, reference: int) -> float:
-        """Return the total capital of all bets, including those that have not begun. It is 1 at the start."""
+        """Return the evidence of a drift: the capital of all bets, also of those that have not begun.
+
+        It is 1 at the start.
+        """
         tested = max(0, self.pairs - reference)
         return math.fsum(self.won) / len(self.won) + 1 / (tested + 1)
 
@@ -84,12 +93,18 @@ class Agreement(BaseModel):
 
 
 def alarm_at(error: float) -> float:
-    """Return the evidence that raises an alarm. The bound of the reference has used the other half of `error`."""
+    """Return the evidence at which an alarm is raised.
+
+    The bound of the reference has used the other half of `error`.
+    """
     return 2 / error
 
 
 def _after(won: Sequence[float], number: int, disagreement: float, bound: float) -> tuple[float, ...]:
-    """Return the capital of each strategy after its bet number `number`. The capital is capped, so it stays finite."""
+    """Return the capital of each betting strategy after the bet with this number.
+
+    It is capped, so that it stays finite.
+    """
     begun = 1 / (number * (number + 1))
     paid = [1 + stake / bound * (disagreement - bound) for stake in _STAKES]
     return tuple(min(1e12, (before + begun) * factor) for before, factor in zip(won, paid, strict=True))
@@ -118,7 +133,7 @@ def _entropy(mean: float, other: float) -> float:
 
 
 class _Pair(NamedTuple):
-    """Difference between the value of a judge and the mean value of people for one run."""
+    """Comparison of one judge with people on one run: the difference between its value and their mean."""
 
     source: str
     judged_by: str
@@ -126,7 +141,7 @@ class _Pair(NamedTuple):
 
 
 class JudgeMonitor:
-    """Counts the disagreement of each judge with people, within the scorer's transactions."""
+    """Monitor that counts how far each judge disagrees with people, within the scorer's transactions."""
 
     def __init__(self, settings: DriftSettings) -> None:
         self._settings = settings
@@ -190,7 +205,7 @@ async def measure(tx: AsyncConnection, now: datetime) -> None:
         return ()
 
     async def discard(row: Row[tuple[object, ...]], _reason: str) -> Sequence[Event]:
-        await forget(tx, row.tenant, row.source)
+        await reset_judge(tx, row.tenant, row.source)
         return ()
 
     await each(tx, "scorer.measure", await _newest(tx, epoch_ms(now) - _WEEK_MS), add, discard)
@@ -199,8 +214,8 @@ async def measure(tx: AsyncConnection, now: datetime) -> None:
         metrics.JUDGE_DRIFTED.labels(source).set(drifted)
 
 
-async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
-    """Return the state of each judge for the REST interface, the most recently compared one first."""
+async def list_judges(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
+    """Return the state of each judge for the REST interface, the most recently compared first."""
     judges: list[dict[str, object]] = []
     for row in await _newest(tx, 0):
         state = Agreement.model_validate_json(row.state)
@@ -218,8 +233,8 @@ async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str,
     return judges
 
 
-async def forget(tx: AsyncConnection, tenant: str, source: str) -> int:
-    """Delete the state of a judge, so that its next runs are a new reference.
+async def reset_judge(tx: AsyncConnection, tenant: str, source: str) -> int:
+    """Delete the state of a judge, so that its next runs become the new reference.
 
     Returns:
         Number of versions of the judge whose state was deleted.

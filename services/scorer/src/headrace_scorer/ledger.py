@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 
 class LedgerEntries:
-    """Ledger rows about one trajectory that belong to the trajectory's tenant."""
+    """The ledger's rows about one trajectory. Rows of other tenants are left out."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._latest: dict[EntryKey, Row] = {}
@@ -54,13 +54,13 @@ class LedgerEntries:
 
     @property
     def open_sources(self) -> set[str]:
-        """Sources of rewards whose names callers choose: all except the names that Headrace's services reserve."""
+        """Sources of rewards with names that callers chose, and not reserved for a service of Headrace."""
         sources = {key.source for key in self._latest if key.kind == "reward"}
         return {source for source in sources if owner_of(source) is None}
 
     @property
     def from_feedback(self) -> dict[EntryKey, Row]:
-        """Newest row of each key among the rows that were computed from feedback."""
+        """Newest row of each key that was computed from feedback."""
         return dict(self._from_feedback)
 
     def next_revision(self, key: EntryKey) -> int:
@@ -69,7 +69,7 @@ class LedgerEntries:
         return 0 if row is None else int(row["revision"]) + 1
 
     def current(self) -> list[SourceReward]:
-        """Return the highest revision of each reward, as the reward policy reads it."""
+        """Return the newest revision of each reward, in the form that the reward policy reads."""
         return [
             source_reward(key, row["outcome"], row["value"])
             for key, row in self._latest.items()
@@ -77,7 +77,7 @@ class LedgerEntries:
         ]
 
     def rewards(self) -> list[Row]:
-        """Return the newest row of each reward, which also has its criteria."""
+        """Return the newest row of each reward. Rows also contain criteria, unlike `current`."""
         return [row for key, row in self._latest.items() if key.kind == "reward"]
 
     def reward(self, key: EntryKey) -> Row | None:
@@ -90,7 +90,11 @@ class LedgerEntries:
 
 
 async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, LedgerEntries]:
-    """Read all rows about trajectories that belong to their tenants. `tenants` has the tenant of each trajectory."""
+    """Load the ledger entries of trajectories. Rows of tenants other than that in `tenants` are left out.
+
+    Args:
+        tenants: the tenant of each trajectory id.
+    """
     query = select(ledger).where(is_one_of(ledger.c.trajectory_id, ledger.c.tenant, tenants.items()))
     rows: dict[str, list[Row]] = {trajectory_id: [] for trajectory_id in tenants}
     for row in (await tx.execute(query)).mappings():
@@ -99,26 +103,26 @@ async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, Led
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
-    """Return every revision of every entry about a trajectory, for the REST interface."""
+    """Return every revision of every entry about a trajectory as rows, for the REST interface."""
     key = (ledger.c.kind, ledger.c.source, ledger.c.turn_id, ledger.c.choice, ledger.c.subject)
     order = (ledger.c.tenant, *key, ledger.c.revision)
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id).order_by(*order)
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
-def enter(now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
-    """Add new revisions of rewards that the scorer computed itself to `entries`."""
+def add_rewards(now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
+    """Add rewards that the scorer computed itself to `entries`."""
     for reward in rewards:
         entries.add(_row(reward, now))
 
 
-def enter_feedback(
+def add_feedback_entries(
     now: datetime,
     trajectory: Trajectory,
     changes: Iterable[tuple[EntryKey, FeedbackEntry]],
     entries: LedgerEntries,
 ) -> list[Reward]:
-    """Add new revisions of the entries that feedback changes to `entries`.
+    """Add a new revision to `entries` for each entry that feedback changes.
 
     Returns:
         The rewards among the new revisions.
@@ -133,7 +137,7 @@ def enter_feedback(
 
 
 async def save(tx: AsyncConnection, ledgers: Iterable[LedgerEntries]) -> None:
-    """Insert the unsaved rows of the entries of several trajectories."""
+    """Insert the new rows of several trajectories into the table."""
     rows = []
     for entries in ledgers:
         rows += entries.unsaved
@@ -144,8 +148,8 @@ async def save(tx: AsyncConnection, ledgers: Iterable[LedgerEntries]) -> None:
         _count(row)
 
 
-async def receive(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
-    """Insert a revision that was read from the bus.
+async def insert_received(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
+    """Insert a reward that was read from the bus.
 
     Returns:
         False if the ledger has this revision already, as it has the scorer's own revisions.
@@ -242,14 +246,14 @@ _NAMED_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class MatchedFeedback:
-    """All feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
+    """Feedback about a new trajectory, and the other trajectories to which some of it no longer applies."""
 
     feedback_set: FeedbackSet
     displaced: Sequence[str]
 
 
 async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) -> dict[str, MatchedFeedback]:
-    """Match stored trajectories with all feedback about them. The result has the trajectory ids as keys."""
+    """Match stored trajectories with all feedback about them. Return the matches by trajectory id."""
     about = await store.feedback_about(tx, trajectories)
     general = {store.session_of(item) for item in trajectories if about[item.trajectory_id][1]}
     peers = await store.closed_in_sessions(tx, general)
@@ -278,14 +282,14 @@ async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[st
     return sorted(feedback_matching.target_trajectories(placed, peers))
 
 
-def revise(
+def revise_entries(
     now: datetime,
     trajectory: Trajectory,
     feedback_set: FeedbackSet,
     entries: LedgerEntries,
     settings: ScorerSettings,
 ) -> list[Reward]:
-    """Add to the ledger entries those that the feedback changes.
+    """Add new revisions of the ledger entries that the feedback about a trajectory changes.
 
     Returns:
         New revisions of rewards, to be published. Edits and preferences are only in the ledger.

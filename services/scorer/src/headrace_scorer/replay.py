@@ -71,7 +71,7 @@ async def run(common: Common, settings: ScorerSettings) -> None:
 
 @dataclass(slots=True)
 class _Output:
-    """Writer of experiences. Those above `largest` bytes go to the blob store."""
+    """Writer of experiences as lines. An experience above `largest` bytes goes to the blob store."""
 
     lines: Lines
     blobs: BlobStore
@@ -86,7 +86,8 @@ class _Output:
 
 
 async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
-    """Read all lines, score up to `_AT_ONCE_MAX` trajectories at a time, and write the results in the order read."""
+    """Read all lines, score up to `_AT_ONCE_MAX` trajectories at a time, and write the results in the order of the
+    lines."""
     working: deque[asyncio.Task[Sequence[Experience] | FeaturedRun]] = deque()
     output = _Output(lines, blobs)
 
@@ -105,7 +106,7 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
             await write_oldest()
     while working:
         await write_oldest()
-    async for experience in rescoring.learned():
+    async for experience in rescoring.learned_experiences():
         await output.put(experience)
     lines.write("scored", rescoring.report().model_dump_json().encode())
     lines.flush()
@@ -113,7 +114,7 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FeaturedRun:
-    """A trajectory that waits for the reward of a reward model."""
+    """A trajectory with its features, which waits until the reward model is fitted."""
 
     trajectory: Trajectory
     features: Mapping[str, float]
@@ -132,10 +133,10 @@ class _Session:
 
 
 class Rescoring:
-    """Scorer of stored trajectories.
+    """Scorer of stored trajectories, without bus and database.
 
     Call `add_line` for all other lines first, then `score` for each trajectory (several calls may run at once), then
-    `accept` with the results in the order of the trajectories, and in the end `learned`.
+    `accept` with the results in the order of the trajectories, and in the end `learned_experiences`.
 
     Args:
         learning: reward model with runs from before these trajectories. By default it learns from these alone.
@@ -158,7 +159,7 @@ class Rescoring:
         self._spool = TemporaryLines()
 
     def add_line(self, word: str, value: bytes) -> None:
-        """Add a line `feedback`, `reward` or `closed`. Raises `InvalidEvent`, and `ValueError` for another word."""
+        """Store a line `feedback`, `reward` or `closed`. Raises `InvalidEvent`, and `ValueError` for another word."""
         if word == "feedback":
             placed = _placed(FeedbackLine.model_validate_json(value))
             event = placed.event
@@ -216,7 +217,7 @@ class Rescoring:
         return FeaturedRun(trajectory, features, thumbs, function_rewards)
 
     def accept(self, scored: Sequence[Experience] | FeaturedRun) -> Sequence[Experience]:
-        """Return experiences that can be written now. Store a `FeaturedRun` until `learned`."""
+        """Return the experiences that can be written now. A `FeaturedRun` waits for `learned_experiences`."""
         if not isinstance(scored, FeaturedRun):
             return scored
         assert self._learning is not None
@@ -225,7 +226,7 @@ class Rescoring:
         self._spool.write(scored.trajectory.to_json(), features, _rewards_to_json(scored.function_rewards))
         return ()
 
-    async def learned(self) -> AsyncIterator[Experience]:
+    async def learned_experiences(self) -> AsyncIterator[Experience]:
         """Fit the reward model to the accepted runs, and yield the experiences of these runs with its rewards."""
         if self._learning is None:
             return
@@ -276,7 +277,7 @@ class Rescoring:
         )
 
     def _add_reward(self, reward: Reward) -> None:
-        """Store the highest revision of each key, unless rescoring computes rewards of this source itself."""
+        """Store a reward line unless a higher revision is known or rescoring computes rewards of its source itself."""
         rewards = self._rewards[reward.trajectory_id, reward.tenant]
         choice = ANY_CHOICE if reward.choice is None else reward.choice
         key = EntryKey.reward(reward.source, reward.turn_id or "", choice)
@@ -309,7 +310,7 @@ class Rescoring:
     def _bus_and_feedback_rewards(
         self, trajectory: Trajectory, entries: Mapping[EntryKey, FeedbackEntry]
     ) -> dict[EntryKey, SourceReward]:
-        """Return the rewards from lines `reward`. Rewards from feedback replace those with the same key."""
+        """Return the rewards from lines `reward`, replaced by those that feedback gives for the same key."""
         bus_rewards = self._rewards.get((trajectory.trajectory_id, trajectory.tenant), {})
         rewards = {key: source_reward(key, reward.outcome, reward.value) for key, reward in bus_rewards.items()}
         for key, entry in entries.items():

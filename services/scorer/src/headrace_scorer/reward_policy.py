@@ -46,7 +46,7 @@ class BranchReward:
 
 @dataclass(frozen=True, slots=True)
 class RewardPolicy:
-    """Weights of sources, and the sources that an experience waits for.
+    """Rules that combine rewards: the weights of sources, and the sources that an experience waits for.
 
     The first pattern in `weights` that fits a source determines its weight.
     """
@@ -65,7 +65,10 @@ class RewardPolicy:
         return first_fitting(self.weights, source) or 0.0
 
     def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
-        """Return whether every expected source has answered, apart from the reward model `learned`, which is last."""
+        """Return whether every expected source except the reward model `learned` has answered.
+
+        The reward model scores last.
+        """
         patterns = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
         return _each_fits(patterns, {reward.source for reward in source_rewards})
 
@@ -136,7 +139,7 @@ class RewardPolicy:
         return {source: fmean(values.values()) for source, values in by_turn.items()} | of_trajectory
 
     def _total(self, parts: Sequence[RewardPart]) -> float:
-        """Return the reward, rounded once.
+        """Combine the parts into the reward, which is rounded once.
 
         Algorithms compare rewards with thresholds, and the rounded shares of `RewardPart.weight` would put a reward of
         exactly 0.5 below 0.5.

@@ -26,7 +26,7 @@ _NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": Fa
 
 @dataclass(slots=True)
 class TrajectoryScore:
-    """Rewards and state of one trajectory. `row` is its row in `trajectories`, locked until the transaction ends.
+    """Rewards and state of one trajectory during a transaction. `row` is its locked row in `trajectories`.
 
     `ScoreStore.emit_if_ready` writes the changes of the row and the new ledger entries.
     """
@@ -37,18 +37,18 @@ class TrajectoryScore:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def change(self, **values: object) -> None:
-        """Set columns of the row."""
+        """Set columns of the trajectory's row."""
         for name, value in values.items():
             if self.row[name] != value:
                 self.row[name] = self.changes[name] = value
 
 
 class ScoreStore:
-    """Opens scores and emits their experiences.
+    """Store that opens trajectory scores and emits the experiences that result.
 
     Args:
-        learned: reward model that adds its reward after all other sources.
-        watch: monitor of the agreement between judges and people.
+        learned: reward model that adds its reward after all other sources; None for none.
+        judge_monitor: monitor of the agreement between judges and people; None for none.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ScoreStore:
     async def open(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, TrajectoryScore]:
         """Lock and return the scores of the stored trajectories among `trajectory_ids`, in their order."""
         names = list(trajectory_ids)
-        rows = await store.lock(tx, names) if names else {}
+        rows = await store.lock_rows(tx, names) if names else {}
         if not rows:
             return {}
         trajectories = await self._cache.get(tx, rows)
@@ -88,7 +88,7 @@ class ScoreStore:
             events += await self._emit(tx, now, score, policy)
             await asyncio.sleep(0)  # so that large trajectories do not block the event loop together
         await ledger.save(tx, [score.entries for score in ready])
-        await store.change(tx, {score.trajectory.trajectory_id: score.changes for score in ready if score.changes})
+        await store.update_rows(tx, {score.trajectory.trajectory_id: score.changes for score in ready if score.changes})
         for score in ready:
             score.changes = {}
         return events
@@ -117,12 +117,15 @@ class ScoreStore:
             return []
         arrived_ms = score.row["arrived_ms"]
         rewards = await self._learned.new_rewards(tx, now, score.trajectory, arrived_ms, score.entries)
-        ledger.enter(now, rewards, score.entries)
+        ledger.add_rewards(now, rewards, score.entries)
         return [*rewards]
 
 
 def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learned: str) -> bool:
-    """Return whether the reward model `learned` may add its reward. False for a trajectory that is not trained."""
+    """Return whether all sources except the reward model `learned` have answered, so that it may add its reward.
+
+    False for a trajectory that is not trained.
+    """
     row = score.row
     called = not policy.functions or row["scored_inputs"] == row["inputs"]
     waits = row["settle_ms"] is not None
@@ -190,17 +193,17 @@ def experience(
     run_id: str | None,
     parts: int,
 ) -> Experience:
-    """Return the experience of the branch with this index.
+    """Build the experience of the branch with this index.
 
     Args:
         rewarded: whether an earlier revision had a reward.
         parts: sessions of the run, among which the weight of the run is divided.
     """
     branch = trajectory.branches[index]
-    branch_rewards = feedback_entries.about(source_rewards, branch)
+    branch_rewards = feedback_entries.rewards_about_branch(source_rewards, branch)
     reward = policy.branch_reward(branch_rewards, branch.turn_ids, rewarded=rewarded)
-    remarks: AnswerRemarks = feedback_entries.remarks(branch, branch_rewards, corrections, policy)
-    with_branch = reward.reward is not None or remarks.need_the_branch or policy.unrewarded_branches
+    remarks: AnswerRemarks = feedback_entries.branch_remarks(branch, branch_rewards, corrections, policy)
+    with_branch = reward.reward is not None or remarks.are_trainable_without_reward or policy.unrewarded_branches
     return Experience(
         time=now,
         experience_id=Experience.id_of(trajectory.trajectory_id, index),
@@ -236,7 +239,7 @@ def _weighed_branches(trajectory: Trajectory, branch: Branch) -> int:
 
 
 def _state(experience: Experience) -> str:
-    """Return a digest of the fields that a later revision may change.
+    """Return a digest of the fields of an experience that a later revision may change.
 
     Fields that the first releases did not have count only where they are set, so that stored digests stay valid.
     """

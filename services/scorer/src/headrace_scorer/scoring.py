@@ -57,7 +57,7 @@ _LEASES_MAX = 10
 
 
 class ScoringJob(BaseModel):
-    """Payload of a job. `inputs` is a digest of the feedback that the functions read."""
+    """Payload of a job that calls reward functions. `inputs` is a digest of the feedback that the functions read."""
 
     trajectory_id: str
     inputs: str
@@ -78,7 +78,7 @@ class LoadedJob:
 
 @dataclass(frozen=True, slots=True)
 class CompletedJob:
-    """A job with the outcome of each of its functions."""
+    """A job whose functions were called, with the outcome of each."""
 
     job: Job
     order: ScoringJob
@@ -86,7 +86,7 @@ class CompletedJob:
 
 
 class Scoring:
-    """Adds jobs for handlers, runs them, and enters their results in the ledger."""
+    """Queue and runner of calls to reward functions. It enters their results in the ledger."""
 
     def __init__(
         self, pool: FunctionPool, settings: ScorerSettings, cache: store.TrajectoryCache, scores: ScoreStore
@@ -116,7 +116,7 @@ class Scoring:
         return self._settings.policy([function.source for function in self.functions])
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
-        """Return a digest of the feedback that functions read. When it changes, they have to be called again."""
+        """Return a digest of the feedback that functions read. When it changes, they must be called again."""
         inputs: object = None
         if any("feedback" in function.parameters for function in self.functions):
             inputs = [event.event_id for event in feedback_set.all]
@@ -128,7 +128,7 @@ class Scoring:
         self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, feedback_set: FeedbackSet, *, first: bool
     ) -> None:
         """Queue calls of the reward functions: all of them the `first` time, later only those that read feedback."""
-        names = tuple(function.name for function in self.functions if first or function.looks_at_feedback)
+        names = tuple(function.name for function in self.functions if first or function.reads_feedback)
         if not names:
             return
         order = ScoringJob(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names)
@@ -143,7 +143,7 @@ class Scoring:
             self._waiting.put_nowait(trajectory.tenant, _loaded_job(job, order, trajectory, feedback_set))
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
-        """Return the tasks that run beside the stream until they are cancelled."""
+        """Return the tasks that call functions and enter results. They run until they are cancelled."""
         callers = [self._call_functions() for _ in range(self._settings.function_workers)]
         return [self._collect(processor), *callers, self._enter_results(processor)]
 
@@ -177,7 +177,7 @@ class Scoring:
         return Outcome.failed(violation).model_copy(update={"judged_by": outcome.judged_by})
 
     async def _collect(self, processor: Processor) -> None:
-        """Lease jobs from the database until cancelled, then end the leases of this process."""
+        """Lease jobs from the database until cancelled. Then end the leases of this process."""
         if processor.database.sqlite:  # a SQLite file has one process, so the process that had the leases is dead
             async with processor.database.transaction() as tx:
                 await self._jobs.release(tx, _KIND, processor.clock.now())
@@ -186,27 +186,27 @@ class Scoring:
             while True:
                 more = False
                 try:
-                    more = await self.take_over(processor)
+                    more = await self.lease_jobs(processor)
                 except (Unavailable, StepFailed) as error:
                     log.warning("jobs_postponed", error=str(error))
                 if more:  # there is a backlog: continue as soon as the functions have finished most of these jobs
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(interval_s):
-                            await self._waiting.below(_REFILL_AT)
+                            await self._waiting.wait_until_below(_REFILL_AT)
                 else:
                     await processor.clock.sleep(interval_s)
         finally:
-            await self._give_back(processor)
+            await self._end_leases(processor)
 
-    async def _give_back(self, processor: Processor) -> None:
+    async def _end_leases(self, processor: Processor) -> None:
         """End the leases of this process, so that its jobs do not count it as a process that died."""
         with contextlib.suppress(Unavailable):
             async with processor.database.transaction() as tx:
                 for job in self._leased.values():
                     await self._jobs.give_back(tx, job, processor.clock.now())
 
-    async def take_over(self, processor: Processor) -> bool:
-        """Renew the leases of this process, and lease waiting jobs: those that did not fit and those of dead processes.
+    async def lease_jobs(self, processor: Processor) -> bool:
+        """Renew the leases of this process, and lease waiting jobs, including those of processes that died.
 
         Returns:
             Whether more jobs may wait than the queue has free slots.
@@ -221,7 +221,7 @@ class Scoring:
                 if self._leased:
                     await self._jobs.renew(tx, self._leased, now + self._lease)
                 await self._jobs.count(tx, _KIND)
-            leased, more = await self._take(tx, now)
+            leased, more = await self._lease_in_turn(tx, now)
 
             async def load(jobs: Sequence[Job]) -> Sequence[Event]:
                 loaded.extend(await self._read(tx, jobs))
@@ -244,8 +244,12 @@ class Scoring:
             self._waiting.put_nowait(work.tenant, work)
         return more
 
-    async def _take(self, tx: AsyncConnection, now: datetime) -> tuple[list[Job], bool]:
-        """Lease jobs of the tenants in turn, for each a part of the free slots. Also return whether more may wait."""
+    async def _lease_in_turn(self, tx: AsyncConnection, now: datetime) -> tuple[list[Job], bool]:
+        """Lease jobs of the tenants in turn, for each a part of the free slots.
+
+        Returns:
+            The jobs, and whether more may wait.
+        """
         leased: list[Job] = []
         tenants = await self._jobs.tenants(tx, _KIND, self._last_tenant, _TENANTS_MAX)
         more = len(tenants) == _TENANTS_MAX
@@ -281,12 +285,12 @@ class Scoring:
             while not self._completed.empty():  # this ends: no result is added before the next await
                 completed.append(self._completed.get_nowait())
             try:
-                await processor.step(self.enter(completed))
+                await processor.step(self.result_step(completed))
             except StepFailed as error:  # the leases of these jobs expire, and the functions are called again
                 log.exception("results_postponed", error=str(error))
 
-    def enter(self, completed: Sequence[CompletedJob]) -> Step:
-        """Return the step that enters results in the ledger, and publishes rewards and experiences that are ready.
+    def result_step(self, completed: Sequence[CompletedJob]) -> Step:
+        """Return the transaction step that enters the results of jobs in the ledger, and publishes what is ready.
 
         If the results of a job cannot be entered, the step enters a failed reward of each function. If that fails as
         well, it dead-letters the trajectory.
@@ -296,7 +300,7 @@ class Scoring:
             for item in completed:
                 self._leased.pop(item.job.job_id, None)
 
-            async def enter(jobs: Sequence[CompletedJob]) -> Sequence[Event]:
+            async def enter_jobs(jobs: Sequence[CompletedJob]) -> Sequence[Event]:
                 return await self._enter_jobs(tx, now, jobs)
 
             async def fail(item: CompletedJob, reason: str) -> Sequence[Event]:
@@ -306,7 +310,7 @@ class Scoring:
             async def drop(item: CompletedJob, reason: str) -> Sequence[Event]:
                 return await self._drop(tx, item.job, reason)
 
-            return await process_batch(tx, "scorer.enter", completed, enter, fail, drop)
+            return await process_batch(tx, "scorer.enter", completed, enter_jobs, fail, drop)
 
         return step
 
@@ -331,14 +335,14 @@ class Scoring:
         self, now: datetime, score: TrajectoryScore, order: ScoringJob, outcomes: dict[str, Outcome]
     ) -> list[Reward]:
         current = score.row["inputs"] == order.inputs
-        outdated = set() if current else {function.name for function in self.functions if function.looks_at_feedback}
+        outdated = set() if current else {function.name for function in self.functions if function.reads_feedback}
         rewards = [
             reward
             for name, outcome in outcomes.items()
             if name not in outdated
             for reward in _rewards(score, now, f"function:{name}", outcome)
         ]
-        ledger.enter(now, rewards, score.entries)
+        ledger.add_rewards(now, rewards, score.entries)
         if current:
             score.change(scored_inputs=order.inputs)
         return rewards
@@ -351,7 +355,8 @@ def _loaded_job(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_se
 
 
 def _rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:
-    """Yield the reward of the run, the rewards of its turns, and withdrawals of turn rewards that are gone."""
+    """Yield the events for a function's outcome: the rewards of the run and of turns, and withdrawals of earlier
+    turn rewards."""
     run_reward = Reward(
         time=now,
         trajectory_id=score.trajectory.trajectory_id,
@@ -386,6 +391,6 @@ def _rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcom
 
 
 def turn_values(trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
-    """Return the values of an outcome for turns that are in a branch."""
+    """Return an outcome's values of turns, without turns that are in no branch."""
     branch_turns = set(store.branch_turns(trajectory))
     return {turn_id: value for turn_id, value in outcome.turns.items() if turn_id in branch_turns}

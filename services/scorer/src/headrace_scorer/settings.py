@@ -79,7 +79,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
     drift: DriftSettings = DriftSettings()
 
     @model_validator(mode="after")
-    def _required_sources_count(self) -> Self:
+    def _check_required_sources(self) -> Self:
         for name in self.required:
             weight = first_fitting(self.weights, name) or 0.0
             if "*" not in name and not weight:

@@ -39,14 +39,18 @@ Task = tuple[str, str]
 
 
 class TrajectoryCache:
-    """Cache of trajectories by id. The most recent ones stay in memory, because a new trajectory is soon read again."""
+    """Cache of the most recent trajectories by id, because a new trajectory is soon read again."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[str, tuple[Trajectory, int]] = OrderedDict()
         self._size_bytes = 0
 
     def keep(self, trajectory: Trajectory, size_bytes: int) -> None:
-        """Keep a trajectory with a JSON text of `size_bytes`, unless it is too large for the cache."""
+        """Add a trajectory to the cache unless it is too large.
+
+        Args:
+            size_bytes: size of its JSON.
+        """
         name = trajectory.trajectory_id
         self._size_bytes -= self._recent.pop(name, (trajectory, 0))[1]
         if size_bytes > _CACHED_BYTES_MAX:
@@ -57,7 +61,10 @@ class TrajectoryCache:
             self._size_bytes -= self._recent.popitem(last=False)[1][1]
 
     async def get(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """Return the trajectories from memory or from the database, except those that the database does not have."""
+        """Return trajectories from memory or else from the database.
+
+        Ids that the database does not have are left out.
+        """
         ids = set(trajectory_ids)
         cached = {name: self._recent[name][0] for name in ids & self._recent.keys()}
         missing = ids - cached.keys()
@@ -149,7 +156,7 @@ async def _claim_turns(tx: AsyncConnection, trajectory: Trajectory) -> None:
 
 
 def branch_turns(trajectory: Trajectory) -> list[str]:
-    """Return the turns that are in a branch, in the order of the branches."""
+    """Return the ids of the turns that are in a branch, in the order of the branches."""
     return list(dict.fromkeys(turn for branch in trajectory.branches for turn in branch.turn_ids))
 
 
@@ -158,7 +165,7 @@ def branch_answers(trajectory: Trajectory) -> frozenset[Answer]:
     return frozenset((span.turn_id, span.choice) for branch in trajectory.branches for span in branch.spans)
 
 
-async def lock(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, RowMapping]:
+async def lock_rows(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, RowMapping]:
     """Return the rows of the stored trajectories without their payloads, locked until the transaction ends.
 
     They are locked in the order of their ids, so that two replicas that lock the same rows cannot deadlock.
@@ -168,8 +175,8 @@ async def lock(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, 
     return {row["trajectory_id"]: row for row in (await tx.execute(query)).mappings()}
 
 
-async def change(tx: AsyncConnection, changes: Mapping[str, Mapping[str, object]]) -> None:
-    """Set columns in the rows of trajectories. `changes` has the new values of each trajectory."""
+async def update_rows(tx: AsyncConnection, changes: Mapping[str, Mapping[str, object]]) -> None:
+    """Update columns in the rows of several trajectories. `changes` has the new values by trajectory id."""
     rows_by_columns: dict[tuple[str, ...], list[dict[str, object]]] = {}
     for trajectory_id, values in changes.items():
         row = {f"new_{name}": value for name, value in sorted(values.items())}
@@ -208,7 +215,8 @@ def session_of(trajectory: Trajectory) -> Session:
 async def feedback_about(
     tx: AsyncConnection, stored: Sequence[Trajectory]
 ) -> dict[str, tuple[list[PlacedFeedback], list[PlacedFeedback]]]:
-    """Return, for each stored trajectory, the feedback that lists its turns, and that about its session as a whole.
+    """Return, for each stored trajectory, the feedback that lists its turns, and the feedback about its session as a
+    whole.
 
     Both are of its tenant. A run with several sessions has a copy of its feedback in each session. Only the copies in
     the session of the trajectory count.
@@ -277,7 +285,10 @@ async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -
 async def _feedback_record(
     payload: bytes, offset: int, turns_until: int | None = None, trajectories_until: int | None = None
 ) -> PlacedFeedback | None:
-    """Return stored feedback. None if an older release accepted it and a present rule refuses it: it does not count."""
+    """Parse stored feedback.
+
+    None if a present rule refuses feedback that an older release accepted; it does not count.
+    """
     try:
         event = await run_off_loop(len(payload), partial(Feedback.from_stored, payload))
         return PlacedFeedback(event, offset, turns_until, trajectories_until)
@@ -294,7 +305,7 @@ async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, parti
 
 
 async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
-    """Remove the mark from up to `most` marked trajectories, and return their ids."""
+    """Unmark up to `most` trajectories that were marked for a rematch, and return their ids."""
     marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
     names = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
     if names:
@@ -319,7 +330,7 @@ async def closed_in_sessions(
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:
-    """Return the ids of the tenant's trajectories that contain any of `turn_ids`."""
+    """Return the ids of a tenant's trajectories that contain one of these turns."""
     query = (
         select(turns.c.trajectory_id)
         .join(trajectories, trajectories.c.trajectory_id == turns.c.trajectory_id)
@@ -337,7 +348,7 @@ async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> l
     row = (await tx.execute(query.where(table.trajectory_id == trajectory_id))).one_or_none()
     if row is None:
         return []
-    await change(tx, {trajectory_id: {"settle_ms": None, "rematch": False}})
+    await update_rows(tx, {trajectory_id: {"settle_ms": None, "rematch": False}})
     partition = -1 if row.partition is None else row.partition
     headers = (("ce_id", trajectory_id.encode("utf-8", "replace")),)
     record = Record("trajectories", partition, row.place, row.session_key.encode(), row.payload, headers)

@@ -33,8 +33,8 @@ _ENDED_AT_ONCE_MAX = 25
 _FORGOTTEN_AT_ONCE_MAX = 5
 
 
-async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, policy: RewardPolicy) -> Sequence[Event]:
-    """Emit the experiences of trajectories whose wait is over, with the rewards that have arrived."""
+async def emit_overdue(tx: AsyncConnection, now: datetime, scores: ScoreStore, policy: RewardPolicy) -> Sequence[Event]:
+    """Emit the experiences of trajectories whose wait for rewards is over, with the rewards that have arrived."""
     overdue = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
     oldest = overdue.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX)
     trajectory_ids = (await tx.execute(oldest)).scalars().all()
@@ -47,7 +47,7 @@ async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, po
     return Unfinished(experiences) if len(trajectory_ids) == _ENDED_AT_ONCE_MAX else experiences
 
 
-async def forget_trajectories(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+async def delete_old_trajectories(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
     """Delete trajectories that are older than `retention_s`, with all their rows. Their experiences become final."""
     horizon = _horizon(now, retention_s)
     arrived = trajectories.c.arrived_ms
@@ -59,7 +59,7 @@ async def forget_trajectories(tx: AsyncConnection, now: datetime, retention_s: f
     return Unfinished() if len(names) == _FORGOTTEN_AT_ONCE_MAX else []
 
 
-async def forget_feedback(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+async def delete_old_feedback(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
     """Delete feedback that is older than `retention_s`."""
     horizon = _horizon(now, retention_s)
     arrived = feedback.c.arrived_ms
@@ -71,8 +71,8 @@ async def forget_feedback(tx: AsyncConnection, now: datetime, retention_s: float
     return Unfinished() if len(events) == _FORGOTTEN_AT_ONCE_MAX else []
 
 
-async def forget_strays(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete ledger entries that are older than `retention_s` and whose trajectories are not stored.
+async def delete_stray_entries(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+    """Delete ledger entries older than `retention_s` of trajectories that are not stored.
 
     An entry that arrived before its trajectory is deleted together with the trajectory.
     """
@@ -90,7 +90,7 @@ async def forget_strays(tx: AsyncConnection, now: datetime, retention_s: float) 
     return Unfinished() if strays else []
 
 
-FORGETTING = (forget_trajectories, forget_feedback, forget_strays)
+FORGETTING = (delete_old_trajectories, delete_old_feedback, delete_stray_entries)
 """Deletions. Each runs in a transaction of its own, so that other transactions do not wait long."""
 
 
@@ -99,7 +99,7 @@ def _horizon(now: datetime, retention_s: float) -> int:
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-    """Set the gauges of waiting trajectories and of judges."""
+    """Update the gauges of waiting trajectories and of judges."""
     waiting = trajectories.c.settle_ms.is_not(None)
     metrics.WAITING.set(await count_rows(tx, waiting, trajectories, COUNTED_MAX))
     await judge_monitor.measure(tx, now)

@@ -26,11 +26,11 @@ REWARDS: Registry[object] = Registry("rewards", object, "reward function")
 
 
 class LoadError(Exception):
-    """A reward function cannot be loaded. The message has its spec and the reason."""
+    """A reward function cannot be loaded. The message names its spec and the reason."""
 
 
 class RewardFunction(BaseModel):
-    """A loaded reward function.
+    """Description of a loaded reward function.
 
     `digest` covers its source and the user's modules that it imports (`ModuleSnapshot`).
     """
@@ -43,17 +43,17 @@ class RewardFunction(BaseModel):
 
     @property
     def source(self) -> str:
-        """Name of the function as a source in the ledger."""
+        """Name of the function as a source of rewards."""
         return f"function:{self.name}"
 
     @property
-    def looks_at_feedback(self) -> bool:
+    def reads_feedback(self) -> bool:
         """Whether new feedback may change the result of the function."""
         return not {"feedback", "context"}.isdisjoint(self.parameters)
 
 
 class FunctionLoader:
-    """Loads functions from specs.
+    """Loader of reward functions from their specs.
 
     Args:
         sources: text of each file that an earlier process loaded. By default the files are read from the disk.
@@ -138,7 +138,7 @@ class FunctionLoader:
             raise LoadError(f"{spec}: {error}") from error
 
     def _add_package(self, first: str, name: str) -> None:
-        """Add the user's package to the snapshot; of an installed package only the folder of the reward module."""
+        """Add the package of a reward module to the snapshot; of an installed package only the folder of the module."""
         top = find_spec(first)
         if top is None or top.origin is None or not top.origin.endswith(".py"):
             return

@@ -25,7 +25,9 @@ _FOREIGN = frozenset({"site-packages", "dist-packages"})
 
 
 class ModuleSnapshot(MetaPathFinder):
-    """Source texts of the user's modules, and the finder that imports them. One instance is active in a process.
+    """Source texts of the user's modules, and the import finder that loads modules from them.
+
+    Only one is active in a process.
 
     Args:
         sources: text of each file of an earlier snapshot. If there is any, no other file is read from the disk.
@@ -44,7 +46,7 @@ class ModuleSnapshot(MetaPathFinder):
         """Namespace packages that this instance found. Their modules do not have its loader."""
 
     def activate(self) -> None:
-        """Make this the active instance, and remove the modules that another instance imported."""
+        """Make this snapshot the active one, and remove the modules that another snapshot has imported."""
         for finder in [finder for finder in sys.meta_path if isinstance(finder, ModuleSnapshot)]:
             sys.meta_path.remove(finder)
         global _active
@@ -91,7 +93,7 @@ class ModuleSnapshot(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the user; None for all other modules."""
+        """Return the import spec of a module of the user; None for all other modules."""
         del target
         if fullname in sys.builtin_module_names:
             return None
@@ -118,7 +120,7 @@ class ModuleSnapshot(MetaPathFinder):
         return self._spec(fullname, spec.origin, spec.submodule_search_locations)
 
     def entry(self, name: str, path: str, locations: Sequence[str] | None) -> ModuleSpec:
-        """Return the spec of a reward module under the name `name`."""
+        """Return the import spec of the module with a reward function, under the name `name`."""
         return self._spec(name, path, locations)
 
     def execute(self, module: ModuleType, path: str) -> None:
@@ -135,7 +137,7 @@ class ModuleSnapshot(MetaPathFinder):
             self._loading.pop()
 
     def digest(self, path: str) -> str:
-        """Return the SHA-256 of a module's text, or of the texts of it and all modules of the user that it imports."""
+        """Return the SHA-256 of a module's text and of the texts of all modules of the user that it imports."""
         covered, pending = {path}, [path]
         while pending:
             for other in self._edges.get(pending.pop(), ()):
@@ -154,7 +156,7 @@ class ModuleSnapshot(MetaPathFinder):
         return tuple(self._data)[:MODULES_MAX]
 
     def note_read(self, path: object) -> None:
-        """Record a file of the user that was opened while modules were loaded."""
+        """Record that user code opened a file while modules were loaded."""
         if self._loading and isinstance(path, str) and not path.endswith((".py", ".pyc")):
             absolute = str(Path(path).absolute())
             if self._owns(absolute) and Path(absolute).is_file():

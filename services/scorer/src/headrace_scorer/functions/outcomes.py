@@ -40,7 +40,7 @@ class Outcome(BaseModel):
 
 
 def outcome_of(returned: object) -> Outcome:
-    """Return the outcome of a return value.
+    """Convert the return value of a reward function to an outcome.
 
     A number is a score, and None abstains. A dict of criteria is a score by its `value`, or else by the mean of the
     criteria.
@@ -86,8 +86,8 @@ def _conversion_error(error: Exception) -> str:
     return describe_error(error).partition(": ")[2]
 
 
-def raised(error: BaseException) -> Outcome:
-    """Return the failed outcome of an exception, with the innermost line of the user's code."""
+def outcome_of_error(error: BaseException) -> Outcome:
+    """Convert an exception of a reward function to a failed outcome, with the innermost line of the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return Outcome.failed(f"{describe_error(error)}{where}")
@@ -98,7 +98,10 @@ def _short(reason: str | None) -> str | None:
 
 
 class LoadRequest(BaseModel):
-    """First message to the process: the functions to load. `sources` has the text of files that were loaded before."""
+    """First message to a function process: the functions to load.
+
+    `sources` has the text of files that were loaded before.
+    """
 
     specs: tuple[str, ...]
     sources: dict[str, str] = {}
@@ -106,7 +109,10 @@ class LoadRequest(BaseModel):
 
 
 class LoadResponse(BaseModel):
-    """Answer to a `LoadRequest`. If `error` is set, no function is loaded and the process ends."""
+    """Answer of a function process to a `LoadRequest`.
+
+    If `error` is set, no function is loaded and the process ends.
+    """
 
     functions: tuple[RewardFunction, ...] = ()
     sources: dict[str, str] = {}
@@ -126,13 +132,13 @@ class CallRequest(BaseModel):
 
 
 def send(stream: BinaryIO, message: bytes) -> None:
-    """Write one message with its length."""
+    """Write one message to a pipe, preceded by its length."""
     stream.write(LENGTH.pack(len(message)) + message)
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> bytes:
-    """Read the next message. Raises `EOFError` when the other side has closed the pipe."""
+    """Read the next message from a pipe. Raises `EOFError` when the other side has closed it."""
     return _read_exactly(stream, LENGTH.unpack(_read_exactly(stream, LENGTH.size))[0])
 
 

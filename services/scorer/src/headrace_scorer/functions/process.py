@@ -29,7 +29,7 @@ _RESTART_S = 1.0
 
 
 class FunctionsRefused(HeadraceError):
-    """A reward function cannot be loaded. The message has its spec and the reason."""
+    """A reward function cannot be loaded. The message names its spec and the reason."""
 
 
 class FunctionProcess:
@@ -83,7 +83,7 @@ class FunctionProcess:
         return started
 
     async def call(self, call: CallRequest, trajectory: bytes, timeout_s: float) -> Outcome:
-        """Call a function and return its outcome, also if the function hangs or ends its process."""
+        """Call a function and return its outcome. A function that hangs or ends its process gives an outcome, too."""
         try:
             async with asyncio.timeout(timeout_s):
                 return Outcome.model_validate_json(await self._exchange(call.model_dump_json().encode(), trajectory))
@@ -101,10 +101,8 @@ class FunctionProcess:
             return Outcome.failed(reason_of(error))
 
     def digest(self, function: str) -> str | None:
-        """Return the digest of the function's source in this process.
-
-        None if the process does not have the function.
-        """
+        """Return the digest of the function's source in this process; None if the process does not have the
+        function."""
         return next((f"sha256:{loaded.digest}" for loaded in self.loaded.functions if loaded.name == function), None)
 
     @property
@@ -131,7 +129,10 @@ class FunctionProcess:
 
 
 class FunctionPool:
-    """Pool of `scorer.function_workers` processes. `functions` are the reward functions that are loaded now."""
+    """Pool of `scorer.function_workers` processes that call reward functions.
+
+    `functions` are those that are loaded now.
+    """
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings
@@ -146,7 +147,7 @@ class FunctionPool:
             await process.stop()
 
     async def reload(self) -> None:
-        """Read the files of the functions, and replace all processes.
+        """Read the source files of the functions again, and replace all processes.
 
         Raises:
             FunctionsRefused: a function cannot be loaded. The processes from before stay in use.
@@ -219,7 +220,12 @@ class FunctionPool:
 
 
 async def check(_common: Common, settings: ScorerSettings) -> list[str]:
-    """Load the functions in a process of their own, as a start does. Raises `SettingError` or `Unavailable`."""
+    """Check before a start that all reward functions can be loaded, in a separate process.
+
+    Raises:
+        SettingError: a function cannot be loaded.
+        Unavailable: the process ended before it answered.
+    """
     pool = FunctionPool(settings.model_copy(update={"function_workers": 1}))
     try:
         await pool.reload()

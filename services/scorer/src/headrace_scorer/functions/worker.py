@@ -64,7 +64,7 @@ def run(function: Callable[..., object], call: outcomes.CallRequest, trajectory:
             returned = asyncio.run(_awaited(returned))
         return outcomes.outcome_of(returned)
     except BaseException as error:  # noqa: BLE001 (a reward function may do anything)
-        return outcomes.raised(error)
+        return outcomes.outcome_of_error(error)
 
 
 def _restore(folder: Path) -> None:

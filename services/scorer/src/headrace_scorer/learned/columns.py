@@ -28,14 +28,14 @@ _FOREIGN_MAX = 0.1
 FEATURES_MAX = 128
 
 
-def table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
-    """Return the feature table: a row of `_D` numbers for each run."""
+def feature_table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
+    """Return the feature table of runs, `[R, D]`: a row for each run and a number for each column."""
     rows = [[column.of(run) for column in columns] for run in runs]
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(columns))
 
 
 def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tuple[list[Column], list[str]]:
-    """Return the columns to learn from, and the features refused because they reveal whether a run has a thumb.
+    """Choose the columns to learn from, and return the features refused because they reveal whether a run has a thumb.
 
     The features that most runs have come first, up to `COLUMNS_MAX` columns.
     """
@@ -75,14 +75,14 @@ def foreign_share(name: str, thumbed: Sequence[Features], unrated: Sequence[Feat
 
 
 def _count_bins(values: Array, edges: Array, *, exact: bool) -> Array:
-    """Count the values that equal each edge (`exact`), or else those between two edges."""
+    """Count the values in each bin: those equal to an edge (`exact`), or else those between two edges."""
     if exact:
         return np.array([(np.abs(values - edge) < 1e-9).sum() for edge in edges], dtype=np.float64)
     return np.histogram(values, edges)[0].astype(np.float64)
 
 
 def _standardized(name: str, count: int, all_runs: Sequence[Features]) -> Iterable[Column]:
-    """Yield the columns of a feature that `count` runs have. Constant columns are left out."""
+    """Yield the standardized columns of a feature that `count` runs have. Constant columns are left out."""
     values = [run[name] for run in all_runs if name in run]
     mean = math.fsum(values) / count
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / count)
@@ -94,7 +94,8 @@ def _standardized(name: str, count: int, all_runs: Sequence[Features]) -> Iterab
 
 
 def shape_of(trajectory: Trajectory) -> dict[str, float]:
-    """Return the lengths and counts of a run, each as log(1 + count), and whether it repeated a tool call."""
+    """Return features of the shape of a run: lengths and counts as log(1 + count), and whether it repeated a tool
+    call."""
     messages = trajectory.messages
     roles = [message.role for message in messages]
     counts = {
@@ -115,7 +116,7 @@ def shape_of(trajectory: Trajectory) -> dict[str, float]:
 def features_of(
     trajectory: Trajectory, rows: Iterable[Mapping[str, Any]], counts: Callable[[str], bool]
 ) -> dict[str, float]:
-    """Return the features of a run, at most `FEATURES_MAX`, sorted by name.
+    """Return all features of a run, at most `FEATURES_MAX`, sorted by name.
 
     Rewards from feedback are never features, because they are the target of the model.
 

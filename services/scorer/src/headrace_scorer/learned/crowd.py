@@ -41,7 +41,7 @@ _RATER_WEIGHT_MIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Thumbs:
-    """All thumbs as arrays: index of the run, index of the rater, value, and weight."""
+    """Thumbs (ratings of runs by people) as arrays: index of the run, index of the rater, value, and weight of each."""
 
     run_T: Index
     rater_T: Index
@@ -53,7 +53,11 @@ class Thumbs:
 
 @dataclass(frozen=True, slots=True)
 class CrowdFit:
-    """Fitted weights, the intercept first, with their covariance and the reliability of each rater and of the crowd."""
+    """Fitted regression weights (the intercept first) with their covariance, and the reliability of each rater and of
+    the crowd.
+
+    A reliability is the probability that a rater's thumb is right.
+    """
 
     weights_D: Array
     covariance_DD: Array
@@ -62,9 +66,10 @@ class CrowdFit:
 
 
 def thumbs_of(runs: Sequence[ThumbedRun], share_max: float) -> Thumbs:
-    """Return the thumbs of `runs` with weights. Anonymous raters are not limited.
+    """Return all thumbs of `runs` with their weights.
 
     The weights of one named rater add up to at most `share_max` of all thumbs, or to five thumbs where that is more.
+    The weights of people without a name are not limited.
     """
     thumbs = [(index, thumb.rater, thumb.value) for index, run in enumerate(runs) for thumb in run.thumbs]
     raters = tuple(sorted({rater for _, rater, _ in thumbs}))
@@ -83,7 +88,9 @@ def thumbs_of(runs: Sequence[ThumbedRun], share_max: float) -> Thumbs:
 
 
 def fit(table_RD: Array, thumbs: Thumbs, prior_D: Array, precision: float) -> CrowdFit:
-    """Fit weights and reliabilities by expectation maximization. Deterministic.
+    """Fit the regression weights and the reliabilities of raters by expectation maximization.
+
+    The result is deterministic.
 
     Args:
         table_RD: feature table, without the intercept.
@@ -119,7 +126,7 @@ def with_intercept(table_RD: Array) -> Array:
 
 
 def sigmoid(value: Array) -> Array:
-    """Return the logistic function of log odds."""
+    """Return the logistic function, which converts log odds to probabilities."""
     return 1 / (1 + np.exp(-np.clip(value, -35, 35)))
 
 
@@ -134,13 +141,17 @@ def thumb_up_probability(good_T: Array, right_T: Array) -> Array:
 
 
 def _log_odds(thumbs: Thumbs, right_A: Array) -> Array:
-    """Return the weighted log odds that each thumb adds for its run being good."""
+    """Return for each thumb the weighted log odds that it adds to its run being good."""
     right_T = right_A[thumbs.rater_T]
     return thumbs.weight_T * (2 * thumbs.value_T - 1) * np.log(right_T / (1 - right_T))
 
 
 def _reliabilities(thumbs: Thumbs, good_R: Array) -> tuple[float, Array]:
-    """Return the reliability of the crowd and of each rater, given the probability that each run is good."""
+    """Estimate the reliability of the crowd and of each rater.
+
+    Args:
+        good_R: probability that each run is good.
+    """
     good_T = good_R[thumbs.run_T]
     agreed_T = thumbs.weight_T * (good_T * thumbs.value_T + (1 - good_T) * (1 - thumbs.value_T))
     crowd = float((_CROWD_PRIOR[0] + agreed_T.sum()) / (sum(_CROWD_PRIOR) + thumbs.weight_T.sum()))
@@ -153,7 +164,7 @@ def _reliabilities(thumbs: Thumbs, good_R: Array) -> tuple[float, Array]:
 def _newton(
     rows_RD: Array, good_R: Array, run_weight_R: Array, weights_D: Array, means_D: Array, precisions_D: Array
 ) -> Array:
-    """Return the weights after one Newton step of the regression on `good_R`."""
+    """Return the regression weights after one Newton step towards the targets `good_R`."""
     predicted_R = sigmoid(rows_RD @ weights_D)
     slope_D = rows_RD.T @ (run_weight_R * (good_R - predicted_R)) - precisions_D * (weights_D - means_D)
     curve_DD = rows_RD.T @ (rows_RD * (run_weight_R * np.maximum(predicted_R * (1 - predicted_R), 1e-6))[:, None])

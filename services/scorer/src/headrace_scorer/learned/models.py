@@ -24,7 +24,7 @@ Features = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Thumb:
-    """Value that one person gives to a run, from 0 (bad) to 1 (good). `rater` is empty for people without a name."""
+    """Rating that one person gives to a run, from 0 (bad) to 1 (good). `rater` is empty for people without a name."""
 
     rater: str
     value: float
@@ -84,7 +84,7 @@ class FittedModel(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """Return a description of the training data and the quality of the fit as JSON, for the REST interface."""
+        """Return the training data's size and the quality of the fit as JSON, for the REST interface."""
 
 
 Fit = Callable[[Sequence[ThumbedRun], Sequence[Features], FitRequirements], FittedModel]
@@ -92,7 +92,7 @@ Fit = Callable[[Sequence[ThumbedRun], Sequence[Features], FitRequirements], Fitt
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """A kind of reward model: functions that fit it and read it back."""
+    """A kind of reward model that a package announces: functions that fit a model and read it back."""
 
     fit: Fit
     """Fits a model to runs that people have rated, and to the features of runs without ratings. It is deterministic,
@@ -109,7 +109,7 @@ _CLIPPED_AT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Standardized column of one feature."""
+    """Standardized column of the feature table, computed from one feature."""
 
     name: str
     presence: bool
@@ -122,7 +122,10 @@ class Column:
     """Whether the agent controls the feature, so that it does not change the reward."""
 
     def of(self, features: Features) -> float:
-        """Return the column's number for a run, in deviations from the mean. It is clipped, so outliers move little."""
+        """Return the column's number for a run, in standard deviations from the mean.
+
+        It is clipped, so outliers move little.
+        """
         present = self.name in features
         if not present and not self.presence:
             return 0.0

@@ -54,7 +54,7 @@ _CACHED_MAX = 64
 
 
 class LearnedSource:
-    """The source `learned:<model>`.
+    """A reward model of the settings as the source `learned:<model>`.
 
     Args:
         functions: returns the reward functions that are loaded now.
@@ -69,7 +69,7 @@ class LearnedSource:
         self._fitted: OrderedDict[str, FittedModel] = OrderedDict()
 
     def counts(self, source: str) -> bool:
-        """Return whether the rewards of a source are features.
+        """Return whether the rewards of a source are features of the model.
 
         Sources that read feedback or learn from it are never features.
         """
@@ -79,13 +79,14 @@ class LearnedSource:
         return selected and not is_teacher and source not in readers and not source.startswith(PREFIX)
 
     def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:
-        """Return the features of a run."""
+        """Return the features of a run, computed from the trajectory and its ledger entries."""
         return features_of(trajectory, entries.rewards(), self.counts)
 
     async def new_rewards(
         self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, arrived_ms: int, entries: LedgerEntries
     ) -> list[Reward]:
-        """Store the features of a run for later fits. Return its reward if it is new or has changed by `change_min`."""
+        """Store the features of a run for later fits, and return the model's reward if it has changed by
+        `change_min` or is new."""
         features = self.features(trajectory, entries)
         await store.store_features(tx, trajectory.trajectory_id, trajectory.tenant, arrived_ms, features)
         fitted = await self.fitted(tx, trajectory.tenant)
@@ -93,12 +94,12 @@ class LearnedSource:
         return [reward] if self._has_changed(reward, entries) else []
 
     async def fitted(self, tx: AsyncConnection, tenant: str) -> FittedModel | None:
-        """Return the tenant's fitted model; None before the first fit."""
-        model_id = await store.current(tx, tenant, self.name)
+        """Return the model fitted for a tenant; None before the first fit."""
+        model_id = await store.current_model_id(tx, tenant, self.name)
         if model_id is None:
             return None
         if model_id not in self._fitted:
-            self._fitted[model_id] = self.model.read(await store.payload(tx, tenant, self.name))
+            self._fitted[model_id] = self.model.read(await store.model_payload(tx, tenant, self.name))
             while len(self._fitted) > _CACHED_MAX:
                 self._fitted.popitem(last=False)
         return self._fitted[model_id]
@@ -120,9 +121,9 @@ def reward_of(
     features: Features,
     entries: LedgerEntries,
 ) -> Reward:
-    """Return the next revision of a reward model's reward.
+    """Return the next revision of the reward that a reward model gives a trajectory.
 
-    It abstains without a model, or if the model is uncertain.
+    It abstains before the first fit (`fitted` is None), or if the model is uncertain.
     """
     likely: QualityEstimate | None = None if fitted is None else fitted.judge(features)
     reason = None
@@ -166,7 +167,7 @@ async def run(learned: LearnedSource, processor: Processor) -> None:
 
 
 async def refit(learned: LearnedSource, processor: Processor) -> None:
-    """Refit the reward models that have enough new thumbs. If a model has changed, mark its runs for rescoring."""
+    """Fit the reward models with enough new thumbs again. If a model has changed, mark its runs for rescoring."""
     async with processor.database.transaction() as tx:
         tenants = await store.tenants_to_refit(tx, learned.name, REFIT_SHARE)
     for tenant in tenants:
@@ -203,7 +204,7 @@ async def _store_model(learned: LearnedSource, processor: Processor, data: Train
 
 @dataclass(slots=True)
 class _Tenant:
-    """Newest runs of one tenant, in the order of the trajectories."""
+    """Newest runs of one tenant in a replay, in the order of the trajectories."""
 
     rated: deque[ThumbedRun]
     unrated: deque[Features]
@@ -211,14 +212,17 @@ class _Tenant:
 
 @dataclass(slots=True)
 class LearnedReplay:
-    """Reward model of a replay. Call `add_run` for every run, then `fit`, then `reward` for each run."""
+    """Reward models of a replay, one for each tenant.
+
+    Call `add_run` for every run, then `fit`, then `reward` for each run.
+    """
 
     source: LearnedSource
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _fitted: dict[str, FittedModel] = field(default_factory=dict)
 
     def add_run(self, trajectory: Trajectory, features: Features, rater_values: Mapping[str, float]) -> None:
-        """Add a run with the value of each rater; without any it is an unrated run."""
+        """Add a run, with the value of each person who rated it; without values it is an unrated run."""
         empty = _Tenant(deque(maxlen=THUMBS_MAX), deque(maxlen=UNRATED_RUNS_MAX))
         runs = self._tenants.setdefault(trajectory.tenant, empty)
         if rater_values:
@@ -228,14 +232,14 @@ class LearnedReplay:
             runs.unrated.append(features)
 
     async def fit(self) -> None:
-        """Fit the model of each tenant, on a thread."""
+        """Fit the reward model of each tenant in a thread."""
         fit, requirements = self.source.model.fit, self.source.settings.requirements
         for tenant, runs in sorted(self._tenants.items()):
             if runs.rated:
                 self._fitted[tenant] = await asyncio.to_thread(fit, list(runs.rated), list(runs.unrated), requirements)
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
-        """Return the reward that the stream would give to the run after it has seen all thumbs."""
+        """Return the reward that the service would give to the run after it has seen all thumbs."""
         fitted = self._fitted.get(trajectory.tenant)
         likely = None if fitted is None else fitted.judge(features)
         outcome, value = ("abstained", None) if likely is None else ("scored", likely.paid)
@@ -244,7 +248,7 @@ class LearnedReplay:
 
 
 class TemporaryLines:
-    """Lines that are first written and then read. They are in memory while they are few, else in a temporary file."""
+    """Lines that are written once and then read. Many lines are in a temporary file, few in memory."""
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 (`close`)
@@ -260,5 +264,5 @@ class TemporaryLines:
             yield [first[:-1], *(self._file.readline()[:-1] for _ in range(count - 1))]
 
     def close(self) -> None:
-        """Delete the lines."""
+        """Delete the lines and their file."""
         self._file.close()

@@ -22,7 +22,7 @@ _RATERS_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Stored data that a reward model of one tenant is fitted to."""
+    """Stored thumbs and features from which the reward model of one tenant is fitted."""
 
     tenant: str
     thumbs: tuple[tuple[str, str, str, float], ...]
@@ -33,7 +33,7 @@ class TrainingData:
     """Number of thumbs that had changed since the last fit."""
 
     def rated_runs(self) -> list[ThumbedRun]:
-        """Parse the runs with thumbs. This may be some megabytes of JSON, so do not call it on an event loop."""
+        """Parse the runs with thumbs. Do not call it on an event loop, because the JSON may have some megabytes."""
         by_run: dict[str, tuple[str, list[Thumb]]] = {}
         for trajectory_id, features, rater, value in self.thumbs:
             by_run.setdefault(trajectory_id, (features, []))[1].append(Thumb(rater, value))
@@ -55,7 +55,7 @@ async def store_features(
 async def store_thumbs(
     tx: AsyncConnection, now: datetime, source: str, trajectory_id: str, tenant: str, values: Mapping[str, float]
 ) -> None:
-    """Store the present value of each rater for a run. Thumbs of raters without a value are withdrawn."""
+    """Store the present value of each rater for a run. Earlier thumbs of raters without a value are withdrawn."""
     table = thumbs.c
     query = select(table.rater, table.value).where(table.trajectory_id == trajectory_id)
     before: dict[str, float | None] = {row.rater: row.value for row in await tx.execute(query)}
@@ -71,7 +71,7 @@ async def store_thumbs(
 
 
 async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Sequence[str]:
-    """Return the tenants with new thumbs, at least `share` of the thumbs that their model was fitted to."""
+    """Return the tenants whose new thumbs are at least the `share` of the thumbs that their model was fitted to."""
     table = reward_models.c
     fresh = (table.source == source) & (table.fresh > 0) & (table.fresh >= share * table.counted)
     query = select(table.tenant).where(fresh).order_by(table.tenant).limit(_TENANTS_MAX)
@@ -81,7 +81,7 @@ async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Se
 async def training_data(
     tx: AsyncConnection, tenant: str, source: str, thumbs_max: int, others_max: int
 ) -> TrainingData:
-    """Read the newest `thumbs_max` runs with thumbs, and the newest `others_max` runs without."""
+    """Load the newest `thumbs_max` runs with thumbs, and the newest `others_max` runs without."""
     table, runs = thumbs.c, run_features.c
     fresh: int | None = await tx.scalar(select(reward_models.c.fresh).where(_of_model(tenant, source)))
     newest = (
@@ -109,14 +109,14 @@ async def training_data(
     return TrainingData(tenant, thumb_rows, tuple((await tx.execute(unrated)).scalars()), fresh or 0)
 
 
-async def current(tx: AsyncConnection, tenant: str, source: str) -> str | None:
-    """Return the id of the tenant's reward model; None before the first fit."""
+async def current_model_id(tx: AsyncConnection, tenant: str, source: str) -> str | None:
+    """Return the id of the reward model that is fitted for a tenant; None before the first fit."""
     model_id: str | None = await tx.scalar(select(reward_models.c.model_id).where(_of_model(tenant, source)))
     return model_id
 
 
-async def payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
-    """Return the tenant's serialized reward model, which must exist."""
+async def model_payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
+    """Return the serialized reward model of a tenant, which must exist."""
     serialized: bytes | None = await tx.scalar(select(reward_models.c.payload).where(_of_model(tenant, source)))
     assert serialized is not None
     return serialized
@@ -125,8 +125,8 @@ async def payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
 async def store_model(
     tx: AsyncConnection, now: datetime, source: str, data: TrainingData, model_id: str, serialized: bytes
 ) -> bool:
-    """Store a fitted model, and return whether it differs from the one before."""
-    before = await current(tx, data.tenant, source)
+    """Store a fitted model. Return whether it differs from the one before."""
+    before = await current_model_id(tx, data.tenant, source)
     row = {
         "fresh": reward_models.c.fresh - data.new_thumbs,  # more thumbs may have arrived during the fit
         "counted": len(data.thumbs),
@@ -139,12 +139,12 @@ async def store_model(
 
 
 async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None:
-    """Count no thumb as new, so that a model that could not be fitted is not tried again before new thumbs arrive."""
+    """Mark all thumbs as old, so that a model that could not be fitted is tried again only after new thumbs."""
     await tx.execute(update(reward_models).where(_of_model(tenant, source)).values(fresh=0))
 
 
 async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> None:
-    """Mark the newest `most` runs of a tenant, so that they are matched and scored again (`store.take_for_rematch`)."""
+    """Mark the newest `most` runs of a tenant for `store.take_for_rematch`, which matches and scores them again."""
     runs = run_features.c
     newest = (
         select(runs.trajectory_id)
@@ -157,8 +157,8 @@ async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> Non
     await tx.execute(update(trajectories).where(is_newest).values(rematch=True))
 
 
-async def listed(tx: AsyncConnection, most: int) -> list[Mapping[str, object]]:
-    """Return up to `most` fitted reward models, for the REST interface."""
+async def list_models(tx: AsyncConnection, most: int) -> list[Mapping[str, object]]:
+    """Return up to `most` fitted reward models as JSON, for the REST interface."""
     fitted = select(reward_models).where(reward_models.c.model_id.is_not(None))
     query = fitted.order_by(reward_models.c.tenant, reward_models.c.source).limit(most)
     return [dict(row) for row in (await tx.execute(query)).mappings()]

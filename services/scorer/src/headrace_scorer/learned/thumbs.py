@@ -53,7 +53,7 @@ _MISFIT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class FitFacts:
-    """Size of the training data, and the quality of the model on held-out thumbs."""
+    """Report of a fit: size of the training data, and the quality of the model on held-out thumbs."""
 
     thumbs: int
     runs: int
@@ -73,7 +73,7 @@ class FitFacts:
 
 @dataclass(frozen=True)
 class FittedThumbs(FittedModel):
-    """A fitted logistic regression. The first weight is the intercept. A silent model has no weights."""
+    """A fitted logistic regression, whose first weight is the intercept. A model that scores no run has no weights."""
 
     fit_facts: FitFacts
     requirements: FitRequirements
@@ -96,7 +96,11 @@ class FittedThumbs(FittedModel):
         return QualityEstimate(value, low, high, self._likely([1.0, *rewarded])[0])
 
     def _likely(self, row: Sequence[float]) -> tuple[float, float, float]:
-        """Return the moderated probability and its interval. A 0 in a column is the mean of all runs."""
+        """Return the probability that a run is good, moderated by the uncertainty of the weights, and its interval.
+
+        Args:
+            row: the run's row of the feature table. A 0 in a column is the mean of all runs.
+        """
         middle = math.fsum(weight * value for weight, value in zip(self.weights_D, row, strict=True))
         variance = _MISFIT**2 + math.fsum(
             left * math.fsum(entry * right for entry, right in zip(line, row, strict=True))
@@ -124,7 +128,7 @@ class FittedThumbs(FittedModel):
 
 
 def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: FitRequirements) -> FittedThumbs:
-    """Fit the model (`RewardModel.fit`). The result is silent if the thumbs do not meet the requirements."""
+    """Fit the reward model (`RewardModel.fit`). The result scores no run if the thumbs do not meet the requirements."""
     from headrace_scorer.learned import columns, crowd
 
     ordered = sorted(_usable(runs), key=lambda run: run.trajectory_id)
@@ -137,22 +141,22 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
     )
     if facts.thumbs < requirements.thumbs_min:
         reason = f"{facts.thumbs} thumbs; scorer.learned.thumbs_min requires {requirements.thumbs_min}"
-        return _silent(facts, requirements, reason)
+        return _unfitted_model(facts, requirements, reason)
     selected, refused = columns.columns_of([run.features for run in ordered], unrated)
     selected = [replace(column, controlled=fits_any(requirements.controlled, column.name)) for column in selected]
     facts = replace(facts, refused=tuple(refused))
     if not selected:
-        return _silent(facts, requirements, "no feature differs between runs")
+        return _unfitted_model(facts, requirements, "no feature differs between runs")
     if all(column.controlled for column in selected):
-        return _silent(facts, requirements, "the agent controls all features (scorer.learned.controlled)")
-    table_RD = columns.table(selected, [run.features for run in ordered])
+        return _unfitted_model(facts, requirements, "the agent controls all features (scorer.learned.controlled)")
+    table_RD = columns.feature_table(selected, [run.features for run in ordered])
     thumbs, prior_D = crowd.thumbs_of(ordered, requirements.rater_share_max), _prior(selected)
     folds = [_fold(run.trajectory_id) for run in ordered]
     precision, held_out_T = _select_precision(table_RD, thumbs, prior_D, folds)
     auroc, low = _auroc(held_out_T, thumbs.value_T, requirements.confidence)
     facts = replace(facts, auroc=auroc, auroc_low=low, precision=precision)
     if low is None or low <= 0.5:
-        return _silent(facts, requirements, "the features predict held-out thumbs no better than chance")
+        return _unfitted_model(facts, requirements, "the features predict held-out thumbs no better than chance")
     crowd_fit = crowd.fit(table_RD, thumbs, prior_D, precision)
     reliabilities = zip(thumbs.raters, crowd_fit.right_A.tolist(), strict=True)
     unheard = tuple(name for name, right in reliabilities if name and right <= 0.5)
@@ -165,8 +169,8 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
     )
 
 
-def _silent(facts: FitFacts, requirements: FitRequirements, reason: str) -> FittedThumbs:
-    """Return a model that scores no run."""
+def _unfitted_model(facts: FitFacts, requirements: FitRequirements, reason: str) -> FittedThumbs:
+    """Return a model that scores no run, for this reason."""
     return FittedThumbs(replace(facts, silent=reason), requirements)
 
 
@@ -191,7 +195,10 @@ THUMBS = RewardModel(fit, read)
 
 
 def _usable(runs: Sequence[ThumbedRun]) -> list[ThumbedRun]:
-    """Return the runs with the thumbs that are between 0 and 1, sorted by rater. Runs without any are left out."""
+    """Return the runs with those of their thumbs that are between 0 and 1, sorted by rater.
+
+    Runs without any are left out.
+    """
     usable = []
     for run in runs:
         thumbs = sorted((thumb for thumb in run.thumbs if 0 <= thumb.value <= 1), key=lambda thumb: thumb.rater)
