@@ -249,7 +249,7 @@ class FakeModelSession:
         self._answers = answers
         self.version: str | None = None
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+    async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
         await self._answers.open.wait()
         if self._answers.failing:
             self._answers.failing -= 1

@@ -141,8 +141,8 @@ def test_summarize_audit_equals_a_computation_by_hand() -> None:
     assert summarize_audit([("a", 1.0)]).statistics() == {"score": 1.0, "tasks": 1.0}
 
 
-@pytest.mark.parametrize(("hurried", "share"), [(False, 1), (True, 8)])
-async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays_or_half(hurried: bool, share: int) -> None:
+@pytest.mark.parametrize(("prioritized", "share"), [(False, 1), (True, 8)])
+async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays_or_half(prioritized: bool, share: int) -> None:
     class Watched(FakeSession):
         async def play(self, version: str, task: str, seed: int) -> float:
             beside.append(self.under_way + 1)
@@ -155,7 +155,7 @@ async def test_audit_beside_a_trial_gets_a_sixteenth_of_the_plays_or_half(hurrie
     auditing = asyncio.create_task(run_audit(audits, CHAMPION, plays=plays, limiter=limiter))
     while len(audits.requests) < 20:  # noqa: ASYNC110 (a play tells nobody)
         await asyncio.sleep(0)
-    limiter.hurry(hurried)
+    limiter.prioritize_audits(prioritized)
     with limiter.trial():
         begun = len(audits.requests)
         await run_trial(trials, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=16, timeout_s=60)

@@ -49,7 +49,7 @@ _STORAGE_LIMIT_INTERVAL_S = 30.0
 
 
 async def run(common: Common, settings: RegistrySettings) -> None:
-    """Run until cancelled. A standby answers reads; only the leader makes decisions."""
+    """Run the registry until cancelled. A standby answers reads; only the leader makes decisions."""
     blobs = BlobStore.open(common)
     database = Database.open("registry", common)
     producer = EventProducer(common.bus, "headrace/registry", blobs)

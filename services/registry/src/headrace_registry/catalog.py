@@ -70,7 +70,7 @@ async def register(
     ref: BlobRef,
     label: str | None,
 ) -> VersionRecord:
-    """Add the version, or bring it back if it was retired. Raises `Refused` when it could never serve its model."""
+    """Register a version, or bring it back if it was retired. Raises `Refused` if it can never serve its model."""
     existing = await store.load_version(tx, manifest.version)
     await _check_label(tx, manifest, label, existing)
     if existing is None:
@@ -126,7 +126,10 @@ async def _check_fit(tx: AsyncConnection, model: ModelRecord, version: VersionRe
 
 
 async def _base_problem(tx: AsyncConnection, version: VersionRecord) -> str | None:
-    """Return why the base does not fit: an adapter must have the tokenizer and template of its base."""
+    """Return why an adapter does not fit its base, or None if it does.
+
+    Both must have the same tokenizer and template.
+    """
     base = await store.load_version(tx, version.base or "")
     if base is None:
         return f"its base {version.base} is not registered"
@@ -154,7 +157,10 @@ async def retire(
 
 
 async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: VersionRecord) -> list[str]:
-    """Return why the registry's own state needs a version."""
+    """Return the reasons why a version must not be retired; empty if there is none.
+
+    They are its roles, rollouts and aliases, an operator's request to serve it, and its adapters.
+    """
     name = version.version
     roles = {
         "the champion": model.champion,
@@ -205,7 +211,11 @@ async def add_note(tx: AsyncConnection, now: datetime, version: VersionRecord, t
 
 
 async def check_served_limit(tx: AsyncConnection, served_max: int) -> None:
-    """Raise `Refused` 409 when more versions are requested than `registry.served_max`. Bases of adapters count."""
+    """Check the number of versions that operators request, bases of adapters included.
+
+    Raises:
+        Refused: 409, there are more than `registry.served_max`.
+    """
     requested = await store.all_requested_versions(tx)
     bases = [version.base for name in requested if (version := await store.load_version(tx, name)) and version.base]
     counted = [name for name in dict.fromkeys([*requested, *bases]) if not await _has_a_role(tx, name)]
@@ -240,8 +250,11 @@ async def move_aliases(
     moves: Mapping[str, AliasMove],
     served_max: int,
 ) -> str:
-    """Make all `moves` and return them as JSON for the audit log. Raises `Refused` 409 when one alias is not as
-    expected."""
+    """Make all `moves`, and return them as JSON for the audit log.
+
+    Raises:
+        Refused: 409, an alias does not name the version that its move expects. Then none is moved.
+    """
     current = await store.aliases(tx, model.model)
     for alias, move in moves.items():
         await _check(tx, model, alias, move, current.get(alias))
@@ -274,7 +287,7 @@ async def _check(tx: AsyncConnection, model: ModelRecord, alias: str, move: Alia
 
 
 async def check_servable(tx: AsyncConnection, model: ModelRecord, name: str) -> None:
-    """Raise `Refused` for a version that could not serve this model."""
+    """Raise `Refused` for a version that was withdrawn or rejected, or can never serve this model."""
     version = await store.require_version(tx, model, name)
     if version.state in ("withdrawn", "rejected"):
         raise Refused(409, version.state, f"{name} was {version.state}; it cannot be served", "version")
@@ -302,7 +315,10 @@ async def _move(tx: AsyncConnection, now: datetime, model: str, alias: str, move
 async def serve(
     tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord, served_max: int
 ) -> None:
-    """Let replicas load and probe the version. The first version of a model without a trainer becomes its champion."""
+    """Record that an operator wants a version served, so that replicas load and probe it.
+
+    The first version of a model without a trainer becomes its champion.
+    """
     await check_servable(tx, model, version.version)
     await _set_served(tx, version.version, True)
     await check_served_limit(tx, served_max)
@@ -312,8 +328,11 @@ async def serve(
 
 
 async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord) -> None:
-    """Let replicas drop the version. Raises `Refused` 409 if an alias names it or a role of a trained model needs
-    it."""
+    """Record that an operator no longer wants a version served, so that replicas unload it.
+
+    Raises:
+        Refused: 409, an alias names it, or a role of a trained model needs it.
+    """
     aliases_naming = await store.aliases_of(tx, version.version)
     if aliases_naming:
         raise Refused(

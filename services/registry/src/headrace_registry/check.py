@@ -26,7 +26,8 @@ _BODY_BYTES_MAX = 16_777_216
 
 @contextlib.contextmanager
 def run_stand_in() -> Iterator[str]:
-    """Serve on loopback while the body runs, and yield the base URL. Every chat completion has the same text."""
+    """Context with a stand-in for the gateway on loopback; yields its base URL. It answers every chat with the same
+    text."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -99,9 +100,12 @@ _TASKS = 8
 
 
 async def check(_common: Common, settings: RegistrySettings) -> list[str]:
-    """Play a few tasks of the gate's program against a stand-in gateway, for one minute at most. Raises `SettingError`.
+    """Check before a start that the gate's program plays a few tasks, against a stand-in for the gateway.
 
-    A program that still runs after a minute has passed, because it may stay silent for `gate.silence_s`.
+    A program that still runs after a minute has passed, because it may print nothing for `gate.silence_s`.
+
+    Raises:
+        SettingError: the program fails, or prints invalid lines.
     """
     gate = settings.gate
     if not gate.command:

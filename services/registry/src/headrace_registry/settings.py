@@ -78,12 +78,12 @@ class GateSettings(Section):
 
     @property
     def passed_on(self) -> tuple[str, ...]:
-        """Names of the environment variables that the program gets in addition to the system's own."""
+        """Names of the environment variables that the gate's program gets in addition to the system's own."""
         return (*self.environment, *self.ray.environment)
 
     @field_validator("command")
     @classmethod
-    def _has_no_model_placeholder(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
         if any("{model}" in argument for argument in command):
             raise ValueError(
                 "names {model}: a program is started once for all versions that are compared, and reads version, "

@@ -314,7 +314,7 @@ def revise_entries(
     if left_out:
         names = [printable(name, 64) for name in sorted(left_out)[:_NAMED_MAX]]
         log.warning("sources_left_out", trajectory=trajectory.trajectory_id, count=len(left_out), sources=names)
-    return enter_feedback(now, trajectory, changes, entries)
+    return add_feedback_entries(now, trajectory, changes, entries)
 
 
 def _differs(row: Row, entry: FeedbackEntry) -> bool:

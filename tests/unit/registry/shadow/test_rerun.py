@@ -106,7 +106,7 @@ class Script:
     answers: list[Message]
     requests: list[Sequence[Message]] = field(default_factory=list)
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+    async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
         self.requests.append(tuple(messages))
         return ModelAnswer(self.answers.pop(0), 100)
 

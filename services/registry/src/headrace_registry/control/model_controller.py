@@ -51,7 +51,9 @@ _STEPS_MAX = 100
 
 
 class ModelController:
-    """Decides about all models. Call `tick` after every change and periodically, from one task at a time.
+    """Controller that decides about all models.
+
+    Call `tick` after every change and periodically, from one task at a time.
 
     The loading time of a candidate and the runs of the gate are kept in memory only, and start again after a crash.
     """
@@ -70,11 +72,10 @@ class ModelController:
         """Create a controller.
 
         Args:
-            replicas: Returns the replicas that were seen on the bus.
-            watching: Switches the reading of live traffic on or off, and returns whether traffic is being
-                read.
-            reports: Draws a chart of each step of a rollout, or is None.
-            answers: Calls models and tools for shadows, or is None if no tenant allows that.
+            replicas: returns the replicas that were seen on the bus.
+            watching: switches the reading of live traffic on or off, and returns whether traffic is being read.
+            reports: writer of a chart for each step of a rollout; None for no charts.
+            answers: calls models and tools for shadows; None if no tenant allows that.
         """
         self._processor = processor
         self._lease = lease
@@ -126,7 +127,7 @@ class ModelController:
                 await self._isolated_shadows.run(model, partial(self._shadow.tick, model), None)
 
     async def _reject_candidate(self, model: str, reason: str) -> None:
-        """Reject a candidate about which no decision can be made, so that the next version is tried."""
+        """Reject a candidate for which no decision can be computed, so that the next version is tried."""
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
@@ -153,7 +154,7 @@ class ModelController:
         raise AssertionError(f"the plan for model {model} never waits")
 
     async def _step(self, model: str) -> tuple[Action, RunAudit | None, Roles]:
-        """Read, decide and write in one transaction.
+        """Load the state of a model, compute its next action, and carry it out, in one transaction.
 
         Returns:
             The action, the audit that may run during a trial, and the versions that have a role now.
@@ -216,8 +217,10 @@ class ModelController:
         )
 
     def _probe_timed_out(self, view: ModelView, live_replicas: Sequence[Replica]) -> bool:
-        """Return whether live replicas have had `probe_timeout_s` for this candidate. Time without a live replica does
-        not count."""
+        """Return whether live replicas have had `probe_timeout_s` to load and probe this candidate.
+
+        Time without a live replica does not count.
+        """
         model, candidate = view.model.model, view.model.candidate
         now_s = self._processor.clock.monotonic_s()
         progress = self._load_waits.get(model)

@@ -1,4 +1,4 @@
-"""Carries out the rollouts of a model: takes the readings that are due, evaluates the evidence, applies the
+"""Controller of the rollouts of a model: takes the readings that are due, evaluates the evidence, applies the
 decisions."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _POINTS_MAX = 120
 
 @dataclass(slots=True)
 class _RolloutStatistics:
-    """The statistics of one rollout. Each process computes them again from the stored readings."""
+    """Statistics of one rollout in memory. A new process computes them again from the stored readings."""
 
     evidence: Evidence
     last: int = 0
@@ -72,8 +72,10 @@ class _RolloutStatistics:
 
 
 class RolloutController:
-    """Carries out the rollouts of all models. Call `tick` after every round of the traffic reader, from one task at a
-    time."""
+    """Controller of the rollouts of all models.
+
+    Call `tick` after every round of the traffic reader, from one task at a time.
+    """
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class RolloutController:
         """Models without rows of ended rollouts that must still be deleted."""
 
     async def tick(self, model: str) -> bool:
-        """Advance the rollouts of a model. Return whether a decision was made."""
+        """Take readings for the rollouts of a model, and decide about them. Return whether a decision was made."""
         async with self._processor.database.transaction() as tx:
             rollouts = await rollout_store.rollouts_under_way(tx, model)
         UNDER_WAY.labels(model).set(len(rollouts))
@@ -189,7 +191,7 @@ class RolloutController:
         return decision is not None and await self._apply_decision(rollout, decision)
 
     async def _share_out_traffic(self, model: str) -> bool:
-        """Set the shares of an adaptive split. Return whether a share changed."""
+        """Set the shares of the candidates of an adaptive split. Return whether a share changed."""
         async with self._processor.database.transaction() as tx:
             canaries = [
                 rollout for rollout in await rollout_store.rollouts_under_way(tx, model) if rollout.phase == "canary"
@@ -245,7 +247,7 @@ class RolloutController:
         return bool(published)
 
     async def _write_reports(self, model: str, reports: ReportWriter) -> None:
-        """Write a report of each rollout that has entered another phase, stage or share, whoever moved it."""
+        """Write a chart for each rollout whose phase, stage or share has changed, also by an operator."""
         async with self._processor.database.transaction() as tx:
             current = {rollout.rollout_id: rollout for rollout in await rollout_store.rollouts_under_way(tx, model)}
             for rollout_id in [name for name in self._reported if name not in current]:
@@ -369,7 +371,7 @@ class RolloutController:
 
 
 def _intervals(findings: Findings) -> dict[str, list[float]]:
-    """Return difference, lower and upper end of each metric that has an interval."""
+    """Return for each metric with an interval its difference and the lower and upper end."""
     names = [name.removesuffix(".lower") for name in findings.statistics if name.endswith(".lower")]
     return {name: [findings.statistics[f"{name}.{end}"] for end in ("difference", "lower", "upper")] for name in names}
 
@@ -379,7 +381,7 @@ def _count_units(findings: Findings) -> int:
 
 
 def _read_unit(unit: DueUnit, metrics: Mapping[str, Metric], expected: Expectations) -> UnitReading:
-    """Return the reading of a unit. Raises `MetricFailed`."""
+    """Compute the metrics of a unit that is due. Raises `MetricFailed`."""
     sessions = unit_store.session_records(unit.sessions)
     first_turn = next((turn for session in sessions for turn in session.turns), None)
     expected_values = expected.of(prompt_kinds(first_turn)) if first_turn is not None else {}

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 class ReportWriter:
-    """Writer of charts. Call `write` after each step; a step that has a chart is skipped.
+    """Writer of charts of rollouts as PNG files. Call `write` after each step; a step that has a chart is skipped.
 
     A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. Without
     matplotlib, or on a full disk, only the chart is missing.
@@ -68,8 +68,10 @@ def name_of(state: RolloutState) -> str:
 
 
 class RolloutGauges:
-    """Gauges of all models. Call `show` after each evaluation, and `remove_ended` with the rollouts that are still
-    under way."""
+    """Prometheus gauges of the rollouts of all models.
+
+    Call `show` after each evaluation, and `remove_ended` with the rollouts that are still under way.
+    """
 
     def __init__(self) -> None:
         self._series: dict[str, set[tuple[Level, tuple[str, ...]]]] = {}
@@ -86,7 +88,7 @@ class RolloutGauges:
             self._set(rollout, ROLLOUT_HARM, (*labels, guardrail), evidence)
 
     def remove_ended(self, model: str, rollouts: Iterable[RolloutRecord]) -> None:
-        """Remove the series of that model's rollouts that are not in `rollouts`."""
+        """Remove the series of a model's rollouts that are not in `rollouts`."""
         kept_ids = {rollout.rollout_id for rollout in rollouts}
         for rollout_id in [name for name in self._series if name not in kept_ids]:
             if any(labels[0] != model for _, labels in self._series[rollout_id]):
@@ -101,10 +103,10 @@ class RolloutGauges:
 
 
 def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, float]:
-    """Return the evidence of harm of each guardrail, relative to the evidence that rolls the candidate back.
+    """Return for each guardrail how much evidence of harm there is, relative to what rolls the candidate back.
 
-    The value is the log of the wealth over the value that its first reading on live traffic needs. Below 0, the
-    sessions are evidence against harm.
+    The value is the log of the wealth divided by the value that the first reading on live traffic requires. Below 0,
+    the sessions are evidence against harm.
     """
     plan = rollout.plan
     shares = {}

@@ -41,7 +41,7 @@ async def begin(
     reason: str,
     statistics: Mapping[str, float],
 ) -> None:
-    """Begin the rollout of the candidate, which leaves the gate. Raises `NotAllowed`."""
+    """Begin the rollout of a candidate that has passed the gate. Raises `NotAllowed`."""
     tx, now = transition.tx, transition.now
     active = await rollout_store.rollouts_under_way(tx, model.model)
     if active:  # units stay where they are: one salt, one number of slots, one kind of unit
@@ -85,7 +85,7 @@ async def begin(
 
 
 async def apply_decision(transition: Transition, rollout: RolloutRecord, decision: RolloutDecision) -> None:
-    """Apply a decision about a rollout with all its consequences. Raises `NotAllowed`."""
+    """Apply a decision about a rollout, and end the other rollouts that it affects. Raises `NotAllowed`."""
     model = await store.load_model(transition.tx, rollout.model)
     assert model is not None
     if rollout.phase == "shadow":
@@ -153,7 +153,7 @@ async def promote(
 async def roll_back(
     transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str, statistics: Mapping[str, float]
 ) -> None:
-    """Withdraw the candidate and its descendants for good."""
+    """Withdraw the candidate and its descendants, so that they never serve again."""
     await state_changes.end(transition, rollout, "rolled_back", reason)
     step = _step(rollout, "roll_back", rollout.stage).model_copy(
         update={"excludes": rollout.plan.experiences == "exclude"}
@@ -162,7 +162,7 @@ async def roll_back(
 
 
 def _step(rollout: RolloutRecord, kind: Kind, stage: int) -> RolloutStep:
-    """Return the published step of a rollout, with the share that follows from it."""
+    """Return the step of a rollout as it is published, with the share that follows from it."""
     final_shares = {"promote": Fraction(1), "hold": Fraction(0), "roll_back": Fraction(0)}
     share = final_shares.get(kind, min(rollout.plan.stages[stage].share, Fraction(1, rollout.slots + 1)))
     return RolloutStep(rollout_id=rollout.rollout_id, kind=kind, stage=stage, share=str(share))

@@ -36,7 +36,7 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """Enrolls a unit with its first turn in an arm, and counts turns by the version that answered.
+    """Stream handler that enrolls units in the arms of rollouts, and counts turns by the version that answered.
 
     A unit belongs to the arm that it was assigned to, whichever version answered. Call `write_counts` after each batch,
     in its transaction.
@@ -91,7 +91,10 @@ class TurnHandler:
 
 
 class SessionEventHandler:
-    """Stores a reward, feedback or trajectory of a session in an arm. Events of other sessions are not stored."""
+    """Stream handler that stores events of sessions in an arm: rewards, feedback and trajectories.
+
+    It ignores other sessions.
+    """
 
     def __init__(self, lease: LeaderLease, events_max: int) -> None:
         self._lease = lease
@@ -200,7 +203,7 @@ class TrafficReader:
         self._read()
 
     async def _read_to(self, reader: AIOKafkaConsumer, ends: dict[TopicPartition, int]) -> None:
-        """Process everything before `ends`; later records are left for the next round."""
+        """Process the records before the offsets `ends`; later ones are left for the next round."""
         while True:
             behind = [partition for partition, end in ends.items() if await reader.position(partition) < end]
             if not behind:
@@ -224,4 +227,4 @@ class TrafficReader:
 
 
 class _BusAway(Exception):
-    """A topic does not exist yet. Unlike `Unavailable` from the processor, this calls for another connection."""
+    """Raised while a topic does not exist. Unlike `Unavailable` from the processor, it requires a new connection."""

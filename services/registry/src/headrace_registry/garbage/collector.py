@@ -39,7 +39,10 @@ RETIRED_MAX = 1000
 
 
 class GarbageCollector:
-    """Garbage collector of version files. Only the leader calls `run`. `lock` is held while files are removed."""
+    """Collector of the files of retired versions.
+
+    Only the leader calls `run`. `lock` is held while files are removed.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,12 @@ class GarbageCollector:
         retired_for_s: float,
         bytes_max: int | None = None,
     ) -> None:
-        """Create the collector. `bytes_max` limits the bytes of all versions, by default to
-        `storage_limit.default_limit`."""
+        """Create the collector.
+
+        Args:
+            retired_for_s: seconds that a version must have been retired before its files are removed.
+            bytes_max: largest total size of all versions' files; None: `plan.default_limit` computes it.
+        """
         self._blobs = blobs
         self._processor = processor
         self._lease = lease
@@ -81,10 +88,9 @@ class GarbageCollector:
         )
 
     async def keep_limit(self) -> tuple[str, ...]:
-        """Retire and remove versions beyond the storage limit (`storage_limit.versions_over_limit`). Return the removed
-        ones.
+        """Retire and remove versions beyond the storage limit (`plan.versions_over_limit`). Return the removed ones.
 
-        Raises as `run` does.
+        Raises the errors of `run`.
         """
         async with self.lock:
             versions = await self._uncollected()
@@ -151,7 +157,7 @@ class GarbageCollector:
         return needed
 
     async def _retire(self, version: str) -> bool:
-        """Retire a version unless something needs it by now. Return whether it is retired."""
+        """Retire a version unless it has come into use. Return whether it is retired."""
         outcomes: list[bool] = []
 
         async def retire(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -181,7 +187,11 @@ class GarbageCollector:
         }
 
     async def _plan(self, chosen: Collection[str] = ()) -> GarbagePlan:
-        """Return the plan. `chosen` versions may be removed however recently they were retired."""
+        """Return the plan of a collection.
+
+        Args:
+            chosen: versions that may be removed however recently they were retired.
+        """
         retired: list[VersionRecord] = []
         kept_versions: list[VersionRecord] = []
         needs: dict[str, list[str]] = {}
@@ -225,7 +235,7 @@ class GarbageCollector:
             statement = update(VERSIONS).where(VERSIONS.c.version == version, VERSIONS.c.retired_ms.is_not(None))
             await tx.execute(statement.values(collected_ms=epoch_ms(now)))
             if not record.collected:
-                action = audit.AuditedAction(act.asker, act.action, version, act.why, detail)
+                action = audit.AuditedAction(act.requester, act.action, version, act.why, detail)
                 await audit.add_entry(tx, now, record.model, action)
             return ()
 

@@ -24,7 +24,7 @@ from headrace_schemas.values.blobs import BlobRef, Manifest
 
 @dataclass(frozen=True, slots=True)
 class CollectableVersion:
-    """A retired version that is not needed, with those of its files that no other version has."""
+    """A retired version that may be removed, with those of its files that no other version has."""
 
     version: str
     blobs: tuple[BlobRef, ...]
@@ -37,7 +37,7 @@ class CollectableVersion:
 
 @dataclass(frozen=True, slots=True)
 class GarbagePlan:
-    """The versions to remove and the versions to keep."""
+    """Plan of a collection: the versions to remove and the versions to keep."""
 
     collectable: tuple[CollectableVersion, ...]
     kept: tuple[KeptVersion, ...]
@@ -46,12 +46,12 @@ class GarbagePlan:
 def make_plan(
     retired: Sequence[Manifest], active: Sequence[Manifest], needs: Mapping[str, Sequence[str]]
 ) -> GarbagePlan:
-    """Return which retired versions may be removed. If an adapter is needed, its base is needed too.
+    """Decide which retired versions may be removed. If an adapter is needed, its base is needed, too.
 
     Args:
-        retired: Manifests of the retired versions.
-        active: Manifests of all other versions.
-        needs: Reasons why each version is needed.
+        retired: manifests of the retired versions.
+        active: manifests of all other versions.
+        needs: reasons why each version is needed.
     """
     retired_by_version = {manifest.version: manifest for manifest in retired}
     needed_by = {version: list(reasons) for version, reasons in needs.items()}
@@ -86,23 +86,23 @@ Blobs = Mapping[str, int]
 
 
 def default_limit(blobs: Mapping[str, Blobs]) -> int:
-    """Return the limit where none is configured: 2 GiB, or five times the largest version."""
+    """Return the storage limit in bytes without a setting: 2 GiB, or five times the largest version if that is more."""
     return max(_BYTES_MIN, _OF_SIZE * max((sum(files.values()) for files in blobs.values()), default=0))
 
 
 def versions_over_limit(
     versions: Sequence[VersionRecord], blobs: Mapping[str, Blobs], needed: Set[str], bytes_max: int
 ) -> tuple[str, ...]:
-    """Return the versions whose removal brings the rest to `bytes_max`, as far as enough may be removed.
+    """Choose versions to remove, so that the files of the rest take at most `bytes_max` bytes, as far as possible.
 
     Versions that never served are removed first, then former champions, the oldest of each first. Versions that a user
     has registered or labelled stay, and so do versions that still wait for a decision.
 
     Args:
-        versions: Versions with files in the store, in the order of arrival.
-        blobs: The files of each version.
-        needed: Versions that an alias, a role, a rollout, an adapter or a lineage needs.
-        bytes_max: Bytes that distinct files may take.
+        versions: versions with files in the store, in the order of arrival.
+        blobs: files of each version.
+        needed: versions that an alias, a role, a rollout, an adapter or a lineage needs.
+        bytes_max: bytes that distinct files may take.
     """
     users = Counter(digest for version in versions for digest in blobs[version.version])
     total = sum({digest: size for files in blobs.values() for digest, size in files.items()}.values())
@@ -125,7 +125,7 @@ def versions_over_limit(
 
 
 def _rollback_targets(versions: Sequence[VersionRecord]) -> set[str]:
-    """Return the last champions of each model, including the present one, which is needed anyway."""
+    """Return the last champions of each model, to which the registry may roll back."""
     by_model: dict[str, list[VersionRecord]] = {}
     for version in versions:
         if version.state == "promoted" and not version.retired:
@@ -176,7 +176,11 @@ class _State(_Part):
 
 
 def needed_versions(blobs: BlobStore) -> dict[str, set[str]]:
-    """Return the versions that each lineage needs. Blocks. Raises `Refused` 409 for a lineage that cannot be read."""
+    """Return the versions that each lineage needs, according to its saved state. Blocks.
+
+    Raises:
+        Refused: 409, the state of a lineage cannot be read.
+    """
     return {lineage: _needed(blobs, lineage) for lineage in _names(blobs)}
 
 

@@ -33,7 +33,7 @@ _AHEAD = 2
 
 
 class PlaySession(Protocol):
-    """A session with the gate's program, as trials and audits use it."""
+    """Interface of a session with the gate's program, for trials and audits."""
 
     @property
     def tasks(self) -> Tasks: ...
@@ -43,7 +43,7 @@ class PlaySession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The scores of one version on audit tasks. Audit tasks take part in no decision, so the mean is unbiased."""
+    """Scores of one version on audit tasks. Audit tasks take part in no decision, so their mean is unbiased."""
 
     scores: Mapping[str, float]
     """Mean score of each task."""
@@ -58,7 +58,7 @@ class Audit:
 
 
 def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
-    """Yield an endless sequence of independent gate tasks and seeds. Equal seeds give equal draws.
+    """Yield an endless sequence of independently drawn gate tasks and seeds. Equal `seed`s give equal sequences.
 
     The differences of a trial are therefore exchangeable, and each has the mean over all tasks.
     """
@@ -68,10 +68,10 @@ def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
 
 
 async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, timeout_s: float) -> TrialResult:
-    """Play `trial` to its end. All versions play the same tasks, which depend on the candidate and the trial number
-    alone.
+    """Play `trial` to its end.
 
-    Scores are added in the order of the draws, not of the answers. Raises the errors of `session.play`.
+    All versions play the same tasks, which depend on the candidate and the trial number alone. Scores are added in the
+    order of the draws, not of the answers. Raises the errors of `session.play`.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -105,23 +105,23 @@ async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> N
 
 
 class AuditLimiter:
-    """Limits how many plays of audits run at once. Use `async with` around each play.
+    """Limiter of the number of audit plays that run at once. Use `async with` around each play.
 
     At most `concurrency` plays run while no trial does. During a trial it is a sixteenth of that, because only trials
-    decide which version serves, and half of it while `hurried`. A play that has begun is finished, so none is lost or
-    counted twice.
+    decide which version serves, and half of it while audits have priority. A play that has begun is finished, so none
+    is lost or counted twice.
     """
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
-        self._hurried = False
+        self._prioritized = False
         self._trials = 0
         self._plays = 0
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Leave most plays to the trial that the body of the `with` statement runs."""
+        """Context of a trial, during which audits get only a small part of the plays."""
         self._trials += 1
         try:
             yield
@@ -129,15 +129,15 @@ class AuditLimiter:
             self._trials -= 1
             self._changed.set()
 
-    def hurry(self, hurried: bool) -> None:
-        """Give audits half of the plays during trials, or a sixteenth again."""
-        self._hurried = hurried
+    def prioritize_audits(self, prioritized: bool) -> None:
+        """Set the part of the plays that audits get during trials: half if `prioritized`, else a sixteenth."""
+        self._prioritized = prioritized
         self._changed.set()
 
     def _limit(self) -> int:
         if not self._trials:
             return self._concurrency
-        return max(1, self._concurrency // (2 if self._hurried else _SHARE_BESIDE_TRIAL))
+        return max(1, self._concurrency // (2 if self._prioritized else _SHARE_BESIDE_TRIAL))
 
     async def __aenter__(self) -> None:
         while self._plays >= self._limit():
@@ -177,7 +177,7 @@ async def play_audit_tasks(
 
 
 async def _cancel(plays: Iterable[asyncio.Task[T]]) -> None:
-    """Cancel plays that are no longer needed."""
+    """Cancel plays that are no longer needed, and wait for their ends."""
     tasks = list(plays)
     for task in tasks:
         task.cancel()
@@ -185,7 +185,7 @@ async def _cancel(plays: Iterable[asyncio.Task[T]]) -> None:
 
 
 def summarize_audit(scores: list[tuple[str, float]]) -> Audit:
-    """Return mean and standard error of at least one play."""
+    """Return the mean of the scores of one or more plays, and its standard error."""
     by_task: dict[str, list[float]] = defaultdict(list)
     for task, score in scores:
         by_task[task].append(score)
@@ -200,7 +200,7 @@ def summarize_audit(scores: list[tuple[str, float]]) -> Audit:
 
 
 async def play_audits(_common: Common, settings: RegistrySettings) -> None:
-    """Run the filter until its input ends."""
+    """Run the filter on standard input and output until the input ends."""
     gate = Gate(settings.gate)
     if not gate.configured:
         raise SettingError(

@@ -41,7 +41,7 @@ _SHAPES = {
 
 
 class GateFailed(HeadraceError):
-    """The program returned no score: it ended, stayed silent for too long, or printed a wrong line.
+    """The gate's program returned no score: it ended, printed nothing for too long, or printed an invalid line.
 
     A failure never counts as a score.
     """
@@ -52,7 +52,8 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """Starts `gate.command` once for each session, or with `gate.ray.workers` a program that runs copies of it."""
+    """Starter of the gate's program: `gate.command`, or with `gate.ray.workers` a program that runs copies of it on
+    a cluster."""
 
     def __init__(self, settings: GateSettings) -> None:
         """Create the gate. Raises `SettingError` where workers are configured and Ray is not installed."""
@@ -79,13 +80,16 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def session(self, *, use_spare: bool = False) -> AsyncIterator[GateSession]:
-        """Start the program and yield the session once the program has named its tasks. Raises `GateFailed`.
+        """Context with a running program, once it has named its tasks.
 
-        When the body ends, the program and its children are killed.
+        At the end the program and its children are killed.
 
         Args:
             use_spare: whether the program that `prepare` started is used. If its files have changed since, or it has
                 ended, the program is started again.
+
+        Raises:
+            GateFailed: the program did not name its tasks.
         """
         async with contextlib.AsyncExitStack() as stack:
             session = await self._take_spare(stack) if use_spare else None
@@ -145,7 +149,7 @@ class Gate:
 
 
 class GateSession:
-    """A running program. `play` may be called concurrently; the caller limits how many plays run."""
+    """Session with a running program. `play` may be called concurrently; the caller limits how many plays run."""
 
     def __init__(self, process: Process, name: str, settings: GateSettings, sha256: str) -> None:
         assert process.stdin is not None
@@ -172,7 +176,10 @@ class GateSession:
         await self._wait_for(self._tasks, "its tasks")
 
     async def play(self, version: str, task: str, seed: int) -> float:
-        """Return the score of one play. Raises `GateFailed`, as do all other plays that are running then."""
+        """Play a task with a version, and return its score.
+
+        Raises `GateFailed`, as do all other plays that are running then.
+        """
         if self.problem is not None:
             raise self.problem
         play = Play(version=version, task=task, seed=seed)
@@ -200,8 +207,10 @@ class GateSession:
         return future.result()
 
     async def read(self) -> None:
-        """Read the output of the program until it ends. Errors are passed to every waiting play and never raised
-        here."""
+        """Read the output of the program until it ends.
+
+        An error is passed to every waiting play and never raised here.
+        """
         errors = asyncio.create_task(_read_tail(self._stderr))
         problem = GateFailed("the run was cancelled")
         try:

@@ -32,7 +32,7 @@ log = get_logger(__name__)
 
 
 class GateProgram(Protocol):
-    """The gate's program as `GateRunner` uses it."""
+    """Interface of the gate's program for `GateRunner`."""
 
     configured: bool
     sha256: str
@@ -44,7 +44,7 @@ class GateProgram(Protocol):
 
 @dataclass(slots=True)
 class Attempts:
-    """Attempts of each version, and why the versions failed that have used up `gate.attempts`."""
+    """Attempts that each version has begun, and the error of each version that has used up `gate.attempts`."""
 
     begun: Counter[str] = field(default_factory=Counter)
     failed: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Roles:
     anchor: str | None
 
     def of(self, kind: RunKind) -> set[str | None]:
-        """Return the versions that a trial or an audit may play."""
+        """Return the versions that a run of this kind may play."""
         if kind is RunAudit:
             return {self.champion, self.previous}
         return {self.champion, self.candidate, self.anchor}
@@ -85,7 +85,7 @@ class _Run:
 
 
 class GateRunner:
-    """Runs trials of candidates and audits of champions with the gate's program, and stores their results.
+    """Runner of trials of candidates and audits of champions. It stores their results.
 
     Both run at the same time; `AuditLimiter` bounds the task plays of the audit. With a program whose copies run on a
     Ray cluster one waits for the other, because they need the same CPUs. Progress and failed attempts are in memory
@@ -116,7 +116,7 @@ class GateRunner:
         self.audits = Attempts()
 
     def reap(self, model: str) -> None:
-        """Remove runs that are done. Raises errors that should end the process."""
+        """Remove the runs of a model that have ended. Raises the errors of runs that should end the process."""
         for kind in self._turns:
             run = self._runs.get((model, kind))
             if run is not None and run.task.done():
@@ -124,7 +124,7 @@ class GateRunner:
                 run.task.result()
 
     def follow_roles(self, model: str, roles: Roles) -> None:
-        """Cancel runs that play a version which has lost its role, and hurry the audit of the champion before.
+        """Cancel runs that play a version which has lost its role, and prioritize the former champion's audit.
 
         The next promotion would end that audit, so that no version would be measured where trials follow each other.
         """
@@ -139,10 +139,10 @@ class GateRunner:
             self._overtaken.add(model)
         else:
             self._overtaken.discard(model)
-        self._audit_limiter.hurry(bool(self._overtaken))
+        self._audit_limiter.prioritize_audits(bool(self._overtaken))
 
     def begin(self, model: str, action: RunTrial | RunAudit) -> None:
-        """Start the run of the plan, unless the model has one of its kind.
+        """Start a trial or an audit, unless the model has a run of this kind.
 
         Call `reap` before the plan is made, so that a run that has just ended is not started again.
         """

@@ -32,7 +32,7 @@ task. With a half, an equal version takes up to a third more tasks until it pass
 
 
 class Comparison:
-    """The candidate against one opponent: a version, or a score that it has to reach."""
+    """Tests of the candidate against one opponent: a version, or a score that it must reach."""
 
     def __init__(self, opponent: str | float, margin: float, alpha: float, beta: float) -> None:
         self.opponent = opponent
@@ -44,7 +44,7 @@ class Comparison:
         self.state: State = "open"
 
     def add_scores(self, scores: Mapping[str, float], candidate: str) -> None:
-        """Add the scores of one task. A decision is final."""
+        """Add the scores of one task by version. A decision that was reached does not change any more."""
         if self.state != "open":
             return
         opponent_score = scores[self.opponent] if isinstance(self.opponent, str) else self.opponent
@@ -59,7 +59,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class SuccessionEvidence:
-    """Evidence that version `of` is better than the anchor, collected over as many trials as needed."""
+    """Evidence that the version `of` is better than the anchor, collected over as many trials as needed."""
 
     of: str
     anchor: str
@@ -86,7 +86,9 @@ class SuccessionEvidence:
 
 
 class Trial:
-    """The test of one candidate. Call `add_scores` for each task in the order of the draws, until `state` is not open.
+    """Sequential test of one candidate.
+
+    Call `add_scores` for each task in the order of the draws, while `state` is open.
 
     The order of the answers must not matter, because quick tasks differ from slow ones.
     """
@@ -99,8 +101,11 @@ class Trial:
         champion: str | None,
         anchor_state: AnchorState = CHAMPION_IS_ANCHOR,
     ) -> None:
-        """Create the `number`-th trial of its family. `anchor_state` has the anchor and the champion's evidence against
-        it."""
+        """Create the `number`-th trial of its family.
+
+        Args:
+            anchor_state: the anchor, and the champion's evidence that it is better.
+        """
         self.rule = rule
         self.number = number
         self.candidate = candidate
@@ -123,7 +128,7 @@ class Trial:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """The versions that still have to play: the candidate, and each opponent without a decision."""
+        """Versions that still have to play: the candidate, and each opponent without a decision."""
         open_opponents = [
             comparison.opponent
             for comparison in self.comparisons
@@ -141,7 +146,7 @@ class Trial:
         return "undecided" if self.tasks >= self.rule.tasks_max else "open"
 
     def add_scores(self, scores: Mapping[str, float]) -> None:
-        """Add the scores of one task and seed, in [0, 1]. `scores` maps each of `players`, at least, to its score."""
+        """Add the scores of one task and seed, each from 0 to 1, by version. All `players` must have one."""
         assert self.state == "open"
         self.tasks += 1
         self.plays += len(scores)
@@ -152,8 +157,11 @@ class Trial:
                 evidence.add_scores(scores)
 
     def result(self, stopped_by: str = "gate.tasks_max") -> TrialResult:
-        """Return the outcome with its statistics. `stopped_by` names the setting that ended a trial that is still
-        open."""
+        """Return the outcome of the trial with its statistics.
+
+        Args:
+            stopped_by: name of the setting that ended a trial without a decision.
+        """
         state = "undecided" if self.state == "open" else self.state
         return TrialResult(
             champion=self.champion,
@@ -205,8 +213,7 @@ class Trial:
         return numbers
 
     def _new_evidence(self) -> SuccessionEvidence | None:
-        """Return the empty evidence that the candidate is better than the anchor, or than the champion without an
-        anchor."""
+        """Return empty evidence that the candidate is better than the anchor, which is the champion by default."""
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None
@@ -214,8 +221,10 @@ class Trial:
         return SuccessionEvidence(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _next_anchor_state(self, promoted: bool) -> AnchorState:
-        """Return the anchor after this trial. A version that is better than the anchor replaces it, and a new family
-        begins."""
+        """Return the anchor after this trial.
+
+        A version that is better than the anchor replaces it and begins a new family.
+        """
         succeeded = self._champion_evidence is not None and self._champion_evidence.won
         if promoted:
             if self._candidate_evidence is None or self._candidate_evidence.won:

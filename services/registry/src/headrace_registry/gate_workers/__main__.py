@@ -23,8 +23,11 @@ _LINE_BYTES_MAX = 1_048_576
 
 
 async def serve(dealer: PlayDispatcher, lines: AsyncIterable[str | bytes], out: TextIO, start_s: float) -> None:
-    """Answer requests for plays until `lines` end. Raises `GateFailed`, in a group, for the first play without a
-    score."""
+    """Answer requests for plays until `lines` end.
+
+    Raises:
+        GateFailed: in an exception group, for the first play without a score.
+    """
     try:
         async with asyncio.timeout(start_s):
             tasks = await dealer.tasks()
@@ -56,8 +59,7 @@ def main() -> None:
 
 
 def _claim_standard_output() -> TextIO:
-    """Return standard output for this program's answers, and redirect everything else that is printed to standard
-    error."""
+    """Return standard output for this program's answers, and redirect all other output to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answers
@@ -72,8 +74,10 @@ async def _on_ray(settings: GateSettings, answers: TextIO) -> None:
 
 
 async def _standard_input() -> asyncio.StreamReader:
-    """Return a reader of standard input. A thread would keep a failed run from ending until the registry closes the
-    input."""
+    """Return an asynchronous reader of standard input.
+
+    A thread would keep a failed run from ending until the registry closes the input.
+    """
     reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     return reader

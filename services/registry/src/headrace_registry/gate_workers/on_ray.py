@@ -26,12 +26,17 @@ _CONNECT_S = 20.0
 
 
 class WorkerLost(HeadraceError):
-    """A worker is gone, perhaps with its machine. Its program has not failed, so another worker may do its plays."""
+    """A worker is gone, perhaps with its machine.
+
+    Its program has not failed, so other workers may take over its plays.
+    """
 
 
 class GateWorker(Protocol):
-    """A running copy of the gate's program. Each method may raise `WorkerLost`, and `GateFailed` if the program
-    failed."""
+    """Interface of a running copy of the gate's program.
+
+    Each method may raise `WorkerLost`, and `GateFailed` if the program failed.
+    """
 
     async def tasks(self) -> Tasks: ...
 
@@ -39,16 +44,22 @@ class GateWorker(Protocol):
 
 
 class PlayDispatcher:
-    """Gives each play to the worker that has the fewest. The plays of a lost worker go to the others, because version,
-    task and seed fully describe a play."""
+    """Dispatcher that sends each play to the worker with the fewest plays.
+
+    The plays of a lost worker go to the others, because version, task and seed fully describe a play.
+    """
 
     def __init__(self, workers: Mapping[str, GateWorker]) -> None:
         self._workers = dict(workers)
         self._playing = dict.fromkeys(workers, 0)
 
     async def tasks(self) -> Tasks:
-        """Return the tasks, once all workers have started and named the same ones. Raises `GateFailed` and
-        `WorkerLost`."""
+        """Return the tasks that all workers have named, once all have started.
+
+        Raises:
+            GateFailed: the workers have named different tasks, or a program failed.
+            WorkerLost: a worker is gone.
+        """
         task_lists = await asyncio.gather(*(worker.tasks() for worker in self._workers.values()))
         return _require_equal_tasks(dict(zip(self._workers, task_lists, strict=True)))
 
@@ -129,7 +140,7 @@ async def _answer(reference: Any) -> Any:
 
 
 def connect(address: str) -> None:
-    """Join the cluster. Blocks. Raises `Unavailable`."""
+    """Join the Ray cluster. Blocks. Raises `Unavailable`."""
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdecimal():  # Ray itself would try for minutes

@@ -27,7 +27,7 @@ def upgrade() -> None:
     )
     _remember_champions()
     _rollouts()
-    _what_they_keep()
+    _rollout_rows()
 
 
 def _remember_champions() -> None:
@@ -78,7 +78,7 @@ def _rollouts() -> None:
     op.create_index("ix_rollouts_model_phase", "rollouts", ["model", "phase"])
 
 
-def _what_they_keep() -> None:
+def _rollout_rows() -> None:
     op.create_table(
         "rollout_units",
         sa.Column("rollout_id", sa.Text, primary_key=True),

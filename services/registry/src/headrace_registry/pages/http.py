@@ -68,7 +68,7 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 def limit_parameter(parameters: Mapping[str, str]) -> int:
-    """Return the query parameter `limit`. Raises `Refused` 400."""
+    """Return the query parameter `limit`, the number of entries of a list. Raises `Refused` 400."""
     return number_parameter(parameters, "limit", 100, _LIST_MAX)
 
 
@@ -83,7 +83,11 @@ def number_parameter(parameters: Mapping[str, str], name: str, default: int, mos
 async def model_state(
     tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica] | None = None
 ) -> ModelState:
-    """Return the state of a model. `replicas` are the live ones; without them `trouble` is left out."""
+    """Return the state of a model as the REST interface shows it.
+
+    Args:
+        replicas: the live replicas; None leaves out the field `trouble`.
+    """
     return ModelState(
         id=record.model,
         champion=record.champion,
@@ -95,12 +99,12 @@ async def model_state(
         trials=record.trials,
         aliases=await store.aliases(tx, record.model),
         revision=record.revision,
-        trouble=None if replicas is None else await _trouble(tx, record, replicas),
+        trouble=None if replicas is None else await _unserved_reason(tx, record, replicas),
     )
 
 
-async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
-    """Return why no replica serves the model, or None.
+async def _unserved_reason(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
+    """Return why no replica serves the model, or None if one does.
 
     Without a champion, the reason is the delay of the candidate, or the refusal of the newest version.
     """
@@ -148,7 +152,7 @@ def _version(version: VersionRecord, decided: Sequence[ModelEvent], tags: tuple[
 
 
 class RegistryChanges:
-    """Changes requested over REST. Only the leader makes any. `changed` is called after each of them."""
+    """Executor of changes that operators request over REST, on the leader. `changed` is called after each change."""
 
     def __init__(self, processor: Processor, lease: LeaderLease, changed: Callable[[], None]) -> None:
         self._processor = processor
@@ -156,11 +160,10 @@ class RegistryChanges:
         self._changed = changed
 
     async def make(self, name: str, action: audit.AuditedAction, work: Work) -> ModelState:
-        """Apply `work` to the model `name` in one transaction, and return the model's state afterwards.
+        """Carry out the change `work` of the model `name` in one transaction, and return the model's state afterwards.
 
         Raises:
-          Refused: The change is not allowed, this registry is a standby, or the bus or the database is
-              unavailable.
+            Refused: the change is not allowed, this registry is a standby, or the bus or the database is unavailable.
         """
         self.require_leadership()
         model_states: list[ModelState] = []
@@ -172,11 +175,11 @@ class RegistryChanges:
             await self._lease.check(tx)
             try:
                 async with tx.begin_nested():
-                    transition = Transition(tx, now, action.asker.who or None)
+                    transition = Transition(tx, now, action.requester.who or None)
                     detail = await work(tx, now, transition)
                     events = await transition.finish()
                     audited_action = audit.AuditedAction(
-                        action.asker, action.action, action.version, action.why, detail or action.detail
+                        action.requester, action.action, action.version, action.why, detail or action.detail
                     )
                     await audit.add_entry(tx, now, name, audited_action)
                     model_states.append(await model_state(tx, await store.require_model(tx, name)))

@@ -97,7 +97,7 @@ class RegistryApi:
             return http.json_response(VersionList(data=await http.version_states(tx, versions)))
 
     async def promote(self, request: Request) -> Response:
-        """Make a version the next candidate. Answer 202: the decision is published later, as an event."""
+        """Make a version the next candidate. Answer 202, because the decision about it follows later, as an event."""
         body = await http.read_body(request, AuditedPromoteRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
@@ -178,7 +178,7 @@ class RegistryApi:
         return await self._hold(request, "paused", lambda transition, model: transition.pause(model, True))
 
     async def stop(self, request: Request) -> Response:
-        """Pause the model and hold every rollout under way, so that the champion serves all traffic."""
+        """Pause the model, and end every rollout under way in hold, so that the champion serves all traffic."""
         body = await http.read_body(request, HoldRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:

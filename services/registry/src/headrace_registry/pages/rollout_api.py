@@ -128,12 +128,12 @@ async def _require_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecor
 
 
 async def _stop(transition: Transition, _model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """Hold the rollout: the version serves no more traffic, and it is not judged."""
+    """End the rollout in hold: the version gets no more traffic, and no verdict."""
     await state_changes.hold(transition, rollout, reason, dict(rollout.statistics))
 
 
 async def _promote(transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """Make the version champion at once, without waiting for the results that the plan requires."""
+    """Make the version champion at once, even if the plan requires more evidence."""
     if model.pinned not in (None, rollout.version):
         raise Refused(409, "pinned", f"model {model.model} is pinned to {model.pinned}; unpin it first")
     await steps.promote(transition, model, rollout, reason, rollout.statistics, family=model.family)

@@ -27,17 +27,20 @@ _WIDE = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A candidate's mean minus its control's, larger being better. `standard_error` is None before the first units."""
+    """Estimated difference of a candidate and its control, larger being better.
+
+    `standard_error` is None before the first units.
+    """
 
     mean: float
     standard_error: float | None
 
 
 def probabilities_of_best(estimates: Mapping[str, Estimate], expected: float) -> dict[str, float]:
-    """Return the probability of each candidate to be the best one.
+    """Return the probability that each candidate is the best one.
 
     Args:
-        expected: Standard deviation of the prior around no difference: how far versions usually are apart.
+        expected: standard deviation of the prior, whose mean is 0: the usual difference between versions.
     """
     beliefs = {name: _posterior(belief, expected) for name, belief in estimates.items()}
     lowest = min(belief.mean - _WIDE * belief.stdev for belief in beliefs.values())
@@ -56,14 +59,21 @@ def probabilities_of_best(estimates: Mapping[str, Estimate], expected: float) ->
 
 
 def share_parts(probabilities: Mapping[str, float], floor: Fraction) -> dict[str, Fraction]:
-    """Return each candidate's part of the share of its stage: 1 for the leader, the others in proportion to it."""
+    """Return for each candidate the part of its stage's share that it gets: 1 for the leader, less for the others.
+
+    The parts are in proportion to the probabilities, and at least `floor`.
+    """
     highest = max(probabilities.values())
     parts = {name: Fraction(math.ceil(_STEPS * part / highest), _STEPS) for name, part in probabilities.items()}
     return {name: max(floor, min(Fraction(1), part)) for name, part in parts.items()}
 
 
 def _posterior(estimate: Estimate, expected: float) -> NormalDist:
-    """Return the normal posterior: prior and estimate, each weighted by its precision."""
+    """Return the normal posterior of a candidate's difference: prior and estimate, each weighted by its precision.
+
+    Args:
+        expected: standard deviation of the prior, whose mean is 0.
+    """
     if not estimate.standard_error:
         return NormalDist(0.0, expected)
     prior, evidence = 1.0 / expected**2, 1.0 / estimate.standard_error**2

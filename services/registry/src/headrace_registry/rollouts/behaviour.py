@@ -23,7 +23,7 @@ _REFUSAL = re.compile(
 
 @metric(higher_is_better=False)
 def tool_errors(session: SessionRecord) -> float | None:
-    """Share of tool calls that failed: arguments that are not JSON, or a result that reports an error.
+    """Return the share of tool calls that failed: with arguments that are not JSON, or a result that reports an error.
 
     Abstains when no tool was called.
     """
@@ -37,7 +37,7 @@ def tool_errors(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False)
 def loops(session: SessionRecord) -> float | None:
-    """1 when the model repeated the same message or the same call three times or more in one session, else 0."""
+    """Return 1 if the model repeated the same message or the same call three times or more in the session, else 0."""
     if not session.answers:
         return None
     repetitions = Counter(
@@ -50,26 +50,26 @@ def loops(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False)
 def refusals(session: SessionRecord) -> float | None:
-    """Share of answers that refuse, recognised by a list of English phrases."""
+    """Return the share of answers that refuse, recognised by a list of English phrases."""
     texts = [message.text for message in session.answers if not message.tool_calls]
     return fmean(bool(_REFUSAL.search(text)) for text in texts) if texts else None
 
 
 @metric(higher_is_better=False, bounds=(0.0, _TOKENS_MAX))
 def length(session: SessionRecord) -> float | None:
-    """Sampled tokens of the session."""
+    """Return the number of tokens that were sampled in the session."""
     return float(sum(turn.usage.completion_tokens for turn in session.turns)) if session.turns else None
 
 
 @metric(higher_is_better=False, bounds=(0.0, _LATENCY_MAX_S))
 def latency(session: SessionRecord) -> float | None:
-    """Mean seconds from a request to the end of its answer, over the turns."""
+    """Return the mean time in seconds from a request to the end of its answer, over the turns."""
     return fmean((turn.time - turn.started_at).total_seconds() for turn in session.turns) if session.turns else None
 
 
 @metric(higher_is_better=False, bounds=(0.0, _SESSION_TOKENS_MAX))
 def cost(session: SessionRecord) -> float | None:
-    """Tokens read and written in the session. Prices of tokens need a metric of your own."""
+    """Return the number of prompt and sampled tokens of the session. Prices of tokens need a metric of your own."""
     if not session.turns:
         return None
     return float(sum(turn.usage.prompt_tokens + turn.usage.completion_tokens for turn in session.turns))

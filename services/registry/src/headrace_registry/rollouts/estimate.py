@@ -59,11 +59,11 @@ MEAN_LOW, MEAN_HIGH = 0.5, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Statistics of the importance weights by which recorded answers of one version stand for another version."""
+    """Statistics of importance weights: how well recorded answers of one version can stand for another version."""
 
     answers: int
     effective: float
-    """n_eff."""
+    """Effective number of answers, n_eff."""
     mean: float
     """Mean of the weights."""
 
@@ -79,12 +79,16 @@ class Overlap:
 
 
 def weight(log_weight: float) -> float:
-    """Return the weight of one answer from the sum of the differences of its logprobs."""
+    """Return the importance weight of one answer.
+
+    Args:
+        log_weight: sum of the differences of its tokens' logprobs under both versions.
+    """
     return math.exp(min(log_weight, _LOG_MAX))
 
 
 def overlap(log_weights: Sequence[float]) -> Overlap:
-    """Return the overlap from the log weights of the answers."""
+    """Return the overlap statistics of answers with these log weights."""
     weights = [weight(log_weight_of_answer) for log_weight_of_answer in log_weights]
     squares = math.fsum(log_weight_of_answer * log_weight_of_answer for log_weight_of_answer in weights)
     total = math.fsum(weights)
@@ -97,7 +101,7 @@ FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """y = level + slope (x - centre)."""
+    """Regression line, y = level + slope (x - centre)."""
 
     level: float
     slope: float
@@ -108,8 +112,10 @@ class Line:
 
 
 def fit(pairs: Sequence[tuple[float, float]]) -> Line:
-    """Fit a line to pairs of judgement and feedback. Without pairs, it predicts 1/2; if all judgements are equal, the
-    mean."""
+    """Fit a line that predicts feedback from a judgement, by least squares.
+
+    Without pairs, it predicts 1/2; if all judgements are equal, the mean.
+    """
     if not pairs:
         return Line(0.5, 0.0, 0.5)
     centre = math.fsum(judged for judged, _ in pairs) / len(pairs)
@@ -120,7 +126,7 @@ def fit(pairs: Sequence[tuple[float, float]]) -> Line:
 
 
 def fold(number: int) -> int:
-    """Return the fold of the `number`-th prompt."""
+    """Return the fold of the prompt with this number, for cross-fitting."""
     return number % FOLDS
 
 
@@ -154,7 +160,7 @@ _LEVEL = 0.975
 
 @dataclass(frozen=True, slots=True)
 class ShadowPair:
-    """Scores of both new answers to one prompt, and of the user's own session."""
+    """Scores of both new answers to one prompt, and of the user's own session. All scores are from 0 to 1."""
 
     number: int
     candidate: float
@@ -175,7 +181,8 @@ class ShadowPair:
 
 @dataclass(frozen=True, slots=True)
 class ShadowEstimate:
-    """Difference in users' feedback, candidate minus champion, with its 95 % interval, or why there is no estimate."""
+    """Estimated difference in users' feedback, candidate minus champion, with its 95 % interval, or why there is
+    none."""
 
     pairs: int
     spoke: int
@@ -221,7 +228,7 @@ def _refusal(pairs: int, spoke: int, weights_overlap: Overlap, requirements: Est
 def _doubly_robust(
     pairs: Sequence[ShadowPair], observed: Sequence[ShadowPair], mean_weight: float
 ) -> tuple[float, float]:
-    """Return the difference and its standard error."""
+    """Return the doubly robust estimate of the difference, and its standard error."""
     lines = fit_lines(
         [(observation.number, observation.judged or 0.0, observation.user_value or 0.0) for observation in observed]
     )

@@ -27,7 +27,7 @@ errors. A metric with a value for one unit in ten is left out wrongly once in 50
 
 
 class Wealth(Protocol):
-    """The wealth of an e-process or of a mixture of them."""
+    """Interface of an e-process, or of a mixture of them: the wealth of bets against a null hypothesis."""
 
     @property
     def log_wealth(self) -> float: ...
@@ -37,7 +37,7 @@ class Wealth(Protocol):
 
 @dataclass(slots=True)
 class SequentialTest:
-    """One e-process with its error probability. With `sign` -1 it tests the opposite of the contrast."""
+    """One e-process with its error probability. `sign` -1 tests the opposite of the contrast."""
 
     wealth: Wealth
     error: float
@@ -50,7 +50,7 @@ class SequentialTest:
 
 
 class MetricMonitor:
-    """One metric at one age: its contrast and the tests on it.
+    """Contrasts of one metric at one reading age, and the sequential tests on them.
 
     In the shadow, a contrast is the difference of two answers to one prompt. Otherwise it is half the difference of the
     arms, so margins are halved too.
@@ -101,8 +101,10 @@ class MetricMonitor:
             test.update(contrast)
 
     def difference(self) -> Interval:
-        """Return the interval for candidate minus champion, in the metric's own unit. It is valid at all times
-        together."""
+        """Return the interval for candidate minus champion, in the metric's own unit.
+
+        It is valid at all times together.
+        """
         interval = self._sequence.interval()
         ends = [(2.0 * end - 1.0) * self._unit for end in (interval.lower, interval.upper)]
         return Interval(min(ends), max(ends))
@@ -121,7 +123,7 @@ class MetricMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Input of the rules in `state_machine`."""
+    """Findings from a rollout's evidence, by which the rules of `state_machine` decide."""
 
     harmed: tuple[str, ...] = ()
     """Guardrails with harm, each with the age at which it was found."""
@@ -142,7 +144,10 @@ class Findings:
 
 
 class Evidence:
-    """Evidence about one candidate against its control. `number` is the candidate's position in the family, from 1."""
+    """Evidence about one candidate compared with its control.
+
+    `number` is the candidate's position in its family, from 1.
+    """
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
@@ -185,14 +190,14 @@ class Evidence:
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """The metrics that a reading must contain."""
+        """Metrics that a reading must contain, by name."""
         return {name: monitor.metric for (name, _), monitor in self._monitors.items()}
 
     def monitor(self, metric: str, age: ReadingAge) -> MetricMonitor:
         return self._monitors[metric, age]
 
     def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
-        """Add the next unit at that age. Raises `ValueError` when the unit did not arrive after the one before."""
+        """Add the next reading at this age. Raises `ValueError` if its unit did not arrive after the one before."""
         previous = self._last.get(age)
         if previous is not None and reading.unit.order_key <= previous.unit.order_key:
             raise ValueError(
@@ -218,7 +223,11 @@ class Evidence:
                 monitor.add_pair(candidate[name], champion[name])
 
     def findings(self, *, numbers: bool = True) -> Findings:
-        """Return the findings. `numbers`: whether to include the statistics, which take some time."""
+        """Evaluate the evidence.
+
+        Args:
+            numbers: whether to include the statistics, which take some time to compute.
+        """
         successes = [success for success, test in self._successes if test.null_rejected]
         return Findings(
             harmed=tuple(name for name, test in self._harms if test.null_rejected),
@@ -238,17 +247,18 @@ class Evidence:
 
     @property
     def measured(self) -> int:
-        """Units with a value of a success metric, in the arm that has fewer of them."""
+        """Number of units with a value of a success metric, in the arm that has fewer of them."""
         successes = {success.metric for success, _ in self._successes}
         return max(min(monitor.units_with_value) for (name, _), monitor in self._monitors.items() if name in successes)
 
     @property
     def units(self) -> int:
-        """Units of both arms that were read at maturity."""
+        """Number of units of both arms that were read at maturity."""
         return self._ratio.candidates + self._ratio.controls
 
     def estimate(self) -> Estimate:
-        """Return the estimate of the first success metric as a share of its width, larger being better."""
+        """Return the estimated difference of the first success metric, as a share of the metric's range, larger
+        being better."""
         success, _ = self._successes[0]
         monitor = self._monitors[success.metric, "maturity"]
         error = monitor.contrasts.standard_error
@@ -284,8 +294,8 @@ class Evidence:
         return numbers
 
     def _entry_tests(self, share: Fraction) -> list[tuple[str, SequentialTest]]:
-        """Return the tests that must succeed at the first reading on live traffic before the candidate gets that
-        share."""
+        """Return the tests that must succeed before the candidate gets a traffic share, at the first reading on live
+        traffic."""
         loss = self.plan.loss_to_rule_out(min(share, Fraction(1, self.plan.slots + 1)))
         if loss is None:
             return []

@@ -31,7 +31,7 @@ _KINDS_MAX = 4096
 
 
 def prompt_kinds(turn: Turn) -> tuple[str, ...]:
-    """Return the kinds of a session's first turn, from the general to the special."""
+    """Return the kinds of prompt that a session's first turn belongs to, from the general to the special."""
     users = next((index for index, item in enumerate(turn.messages) if item.role == "user"), len(turn.messages))
     agent = hashlib.sha256()
     for message in turn.messages[:users]:
@@ -49,12 +49,15 @@ def prompt_kinds(turn: Turn) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Expectations:
-    """Observed values of one rollout. `table`: metric, then kind, then the number of values and their sum."""
+    """Observed metric values by kind of prompt, from which the values of further sessions are predicted.
+
+    `table` has for each metric and kind the number of values and their sum.
+    """
 
     table: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def update(self, kinds: Sequence[str], values: Mapping[str, float]) -> None:
-        """Add the values of one session of these kinds, whichever version answered."""
+        """Add the metric values of one session with these kinds of prompt, whichever version answered."""
         for metric, value in values.items():
             by_kind = self.table.setdefault(metric, {})
             for kind in (_ALL, *kinds):
@@ -63,7 +66,7 @@ class Expectations:
                     by_kind[kind] = (count + 1.0, total + value)
 
     def of(self, kinds: Sequence[str]) -> dict[str, float]:
-        """Return the expected value of each metric that was ever observed."""
+        """Return the predicted value of each metric for a session with these kinds of prompt."""
         return {metric: self._expected(by_kind, kinds) for metric, by_kind in self.table.items()}
 
     @staticmethod
@@ -77,7 +80,7 @@ class Expectations:
 
 
 def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) -> Expectations:
-    """Return the expectations from sessions with their kinds and the values of their metrics."""
+    """Compute expectations from sessions, each with its kinds of prompt and the values of its metrics."""
     table = Expectations()
     for kinds, values in sessions:
         table.update(kinds, values)
@@ -85,7 +88,7 @@ def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) 
 
 
 class ShadowFindings(Model):
-    """Findings as JSON; empty without a shadow and while it is under way."""
+    """Findings of a shadow, stored as JSON. Empty without a shadow and while it is under way."""
 
     state: ShadowState | None = None
     expected: dict[Text, dict[str, tuple[Finite, Finite]]] = Field(default_factory=dict)
@@ -126,7 +129,7 @@ class ShadowFindings(Model):
         return Expectations({metric: dict(by_kind) for metric, by_kind in self.expected.items()})
 
     def statistics(self) -> dict[str, float]:
-        """Return the statistics for the decision that ends the shadow."""
+        """Return the numbers that are published with the decision that ends the shadow."""
         state = self.state
         if state is None:
             return {}
@@ -144,7 +147,7 @@ class ShadowFindings(Model):
         return {name: value for name, value in numbers.items() if value is not None}
 
     def in_words(self) -> str:
-        """Return the findings as part of the decision's reason."""
+        """Return the findings as a text for the reason of the decision."""
         state = self.state
         if state is None:
             return "no shadow"

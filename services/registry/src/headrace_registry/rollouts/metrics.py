@@ -22,7 +22,7 @@ from headrace_schemas.values.errors import HeadraceError
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """The events of one session, each in the order of its topic."""
+    """Record of one session: its events, each kind in the order of its topic."""
 
     session_key: str
     turns: tuple[Turn, ...] = ()
@@ -32,7 +32,7 @@ class SessionRecord:
     feedback: tuple[Feedback, ...] = ()
 
     def as_of(self, time: datetime) -> SessionRecord:
-        """Return the record as it was known at `time` by the producers' clocks."""
+        """Return the record without events later than `time`, by the producers' clocks."""
         return SessionRecord(
             self.session_key,
             tuple(event for event in self.turns if event.time <= time),
@@ -53,10 +53,9 @@ class SessionRecord:
 
     @property
     def standing_feedback(self) -> tuple[Feedback, ...]:
-        """The last feedback of each rater of a source on each target, without withdrawn feedback and feedback without a
-        value.
+        """The last feedback of each rater of a source on each target, without withdrawals and feedback without a value.
 
-        An edit or a preference has no value and leaves the value that was given to the same answer.
+        An edit or a preference has no value, and leaves the value that was given to the same answer.
         """
         latest: dict[tuple[object, ...], Feedback] = {}
         for item in self.feedback:
@@ -91,7 +90,7 @@ class MetricFailed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A function of a session, the better direction, and the bounds of its values.
+    """Metric of a session: a function, the better direction, and the bounds of its values.
 
     A value outside `bounds` counts as the nearer bound: the mean of the clipped values is compared.
     """
@@ -120,7 +119,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricOfSource:
-    """A metric for each source, and for all of them together when no source is given."""
+    """Metric that exists for each source of rewards or feedback, and for all of them together when no source is
+    given."""
 
     compute: ComputeOfSource
     higher_is_better: bool
@@ -134,23 +134,24 @@ METRICS: Registry[object] = Registry("rollout_metrics", object, "metric")
 
 
 def metric(*, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)) -> Callable[[Compute], Metric]:
-    """Mark a function as a metric, with its direction and bounds."""
+    """Return a decorator that makes a function of a session a metric, with its direction and bounds."""
     return lambda compute: Metric(compute, higher_is_better, bounds)
 
 
 def of_source(
     *, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> Callable[[ComputeOfSource], MetricOfSource]:
-    """Mark a function that also takes the name of a source; an empty name stands for all sources."""
+    """Return a decorator for metrics whose function also takes the name of a source; an empty name stands for all
+    sources."""
     return lambda compute: MetricOfSource(compute, higher_is_better, bounds)
 
 
 @cache
 def metric_named(name: str) -> Metric:
-    """Return the metric of that name, which is looked up once in a process.
+    """Return the metric of that name. It is looked up once in a process.
 
     Raises:
-        ValueError: No package announces the name, or the announced object is not a metric.
+        ValueError: no package announces the name, or the announced object is not a metric.
     """
     stem, _, source = name.partition(":")
     metric = METRICS.get(stem)
@@ -166,10 +167,12 @@ def metric_named(name: str) -> Metric:
 
 
 def compute_metrics(sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the mean of each metric over the sessions that did not abstain, without metrics that always abstained.
+    """Return the mean of each metric over the sessions in which it did not abstain.
+
+    Metrics that always abstained are left out.
 
     Raises:
-        MetricFailed: A metric raised an error or returned a value that is not a finite number.
+        MetricFailed: a metric raised an error or returned a value that is not a finite number.
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():

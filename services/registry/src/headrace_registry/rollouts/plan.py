@@ -59,7 +59,7 @@ class Guardrail(Model):
 
     @property
     def measured(self) -> Metric:
-        """The metric within these bounds. Raises `ValueError` if no package announces it."""
+        """The guardrail's metric with these bounds. Raises `ValueError` if no package announces it."""
         return metrics.metric_named(self.metric).within(self.bounds)
 
 
@@ -79,7 +79,7 @@ class Success(Model):
 
 
 class RolloutStage(Model):
-    """A share of the units, and the conditions for the next stage or, in the last one, for the end."""
+    """Stage of a rollout: the candidate's share of the units, and the conditions for the next stage or the end."""
 
     share: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)]
     """The control gets the same share. Only a promotion gives a version all units."""
@@ -167,7 +167,7 @@ class RolloutPlan(Section):
     it."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.closing_s < self.maturity_s:
             raise ValueError(f"closing_s = {self.closing_s:g} is before maturity_s = {self.maturity_s:g}")
         if self.unit == "session" and self.window_s:
@@ -189,10 +189,10 @@ class RolloutPlan(Section):
                     f"tolerated = {guardrail.tolerated:g} of {guardrail.metric}: set it below the margin "
                     f"{guardrail.margin:g}, which must not be exceeded"
                 )
-        self._distinct()
+        self._check_distinct()
         return self
 
-    def _distinct(self) -> None:
+    def _check_distinct(self) -> None:
         guarded = [rule.metric for rule in self.guardrails]
         for names in (guarded, [rule.metric for rule in self.successes]):
             if len(set(names)) < len(names):
@@ -220,8 +220,7 @@ class RolloutPlan(Section):
             )
 
     def loss_to_rule_out(self, share: Fraction) -> Fraction | None:
-        """Return the loss that a candidate's sessions must rule out before it gets `share`, as a part of the worst
-        value.
+        """Return the loss that sessions must rule out before a candidate gets `share`, as a part of the worst value.
 
         None: any loss is allowed. Share times loss is never more than `exposure_max` times the worst value.
         """
@@ -229,7 +228,7 @@ class RolloutPlan(Section):
 
     @property
     def reading_ages(self) -> Mapping[ReadingAge, Fraction]:
-        """The ages at which a unit is read, each with its share of β."""
+        """Ages at which the metrics of a unit are computed, each with its share of β."""
         shadow = _SHADOW if self.shadow_units else Fraction(0)
         closing = _CLOSING if self.closing_s > self.maturity_s else Fraction(0)
         shares: dict[ReadingAge, Fraction] = {"shadow": shadow, "maturity": 1 - shadow - closing, "closing": closing}
@@ -237,15 +236,15 @@ class RolloutPlan(Section):
 
     @property
     def last_reading_age(self) -> ReadingAge:
-        """The age of the reading that promotions depend on."""
+        """Name of the last age at which a unit is read, on which promotions depend."""
         return "closing" if "closing" in self.reading_ages else "maturity"
 
     def age_s(self, age: ReadingAge) -> float:
-        """Return the age of a unit at a reading, in seconds after its first session."""
+        """Return the time in seconds from a unit's first session to its reading at this age."""
         return self.window_s + (self.closing_s if age == "closing" else self.maturity_s)
 
     def harm_error(self, guardrail: Guardrail, age: ReadingAge) -> float:
-        """Return the error of one test for harm. All of them add up to β."""
+        """Return the error probability of one test for harm. Those of all tests add up to β."""
         weights = sum(rule.weight for rule in self.guardrails)
         return e_process.harm_error(self.beta, guardrail.weight / weights * float(self.reading_ages[age]))
 
@@ -256,7 +255,7 @@ def _stem(metric: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A session or a user in one of the two arms."""
+    """A session or a user that was assigned to an arm of a rollout (see `RolloutPlan.unit`)."""
 
     name: str
     candidate: bool
@@ -265,24 +264,30 @@ class Unit:
 
     @property
     def order_key(self) -> tuple[datetime, str]:
-        """Sort key of the order of readings. Units of one instant are sorted by name, which is independent of the
-        arm."""
+        """Sort key of the order in which units are read.
+
+        Units of one instant are sorted by name, independent of the arm.
+        """
         return self.enrolled, self.name
 
 
 @dataclass(frozen=True, slots=True)
 class UnitReading:
-    """Metric values of a unit at an age. A metric that abstained is not in `values`."""
+    """Reading of a unit: its metric values at one age. A metric that abstained is not in `values`."""
 
     unit: Unit
     values: Mapping[str, float]
     expected: Mapping[str, float] = field(default_factory=dict)
-    """Values that were expected before the arm was known, where there were any."""
+    """Values that were predicted before the arm was known, as far as there are any."""
 
 
 def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
-    """Return the units of that age in the order of readings. `now` is how far all topics have been read, not a clock's
-    time."""
+    """Return the units that have reached an age, in the order in which they are read.
+
+    Args:
+        now: time up to which all topics have been read, which is not a clock's time.
+        age_s: the age, in seconds after the begin of the unit's first session.
+    """
     age = timedelta(seconds=age_s)
     return sorted((unit for unit in units if unit.enrolled + age <= now), key=lambda unit: unit.order_key)
 
@@ -290,13 +295,18 @@ def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
 def read_unit(
     unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float
 ) -> UnitReading:
-    """Return the unit's reading at that age: of a user, the mean over the sessions that did not abstain."""
+    """Compute the reading of a unit from the events that were known at an age.
+
+    Args:
+        sessions: the unit's sessions; of a user, each metric is the mean over those that did not abstain.
+        age_s: the age, in seconds after the begin of the unit's first session.
+    """
     time = unit.enrolled + timedelta(seconds=age_s)
     return measure_unit(unit, [session.as_of(time) for session in sessions], metrics)
 
 
 def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
-    """Return the metric values of a unit from the sessions as they were known at that age."""
+    """Compute the metric values of a unit from its sessions, as they were known at the age of the reading."""
     values = {}
     for name, metric in metrics.items():
         metric_values = [value for value in map(metric.compute, sessions) if value is not None]

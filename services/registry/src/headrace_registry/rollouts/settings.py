@@ -25,7 +25,7 @@ _RERUN_TOKENS_MAX = 32_768
 
 @dataclass(frozen=True, slots=True)
 class RerunBounds:
-    """Limits of one rerun."""
+    """Limits of one rerun of a prompt: model calls and tokens."""
 
     steps_max: int
     tokens_max: int
@@ -75,7 +75,7 @@ class ShadowSettings(Section):
         return {tenant.tenant: tenant.key.get_secret_value() for tenant in self.tenants}
 
     @model_validator(mode="after")
-    def _has_program_for_tools(self) -> Self:
+    def _check_tool_program(self) -> Self:
         if self.read_only_tools and not self.tools_command:
             raise ValueError(
                 f"read_only_tools names {', '.join(self.read_only_tools)} and tools_command is empty; set the "
@@ -118,7 +118,7 @@ class RolloutSettings(RolloutPlan):
     shadow: ShadowSettings = ShadowSettings()
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Self:
+    def _check_feasibility(self) -> Self:
         if self.shadow_units and not self.shadow.tenants:
             raise ValueError(
                 f"shadow_units = {self.shadow_units}, but shadow.tenants names no tenant whose prompts may be answered "
@@ -135,12 +135,13 @@ class RolloutSettings(RolloutPlan):
         return self
 
     def requested_rollout(self, stored: str | None) -> RequestedRollout:
-        """Return the stored request of an operator, with the configured kind where it has none."""
+        """Return an operator's request that is stored as JSON (None without one), with the configured kind if it
+        names none."""
         request = RequestedRollout.model_validate_json(stored) if stored else RequestedRollout()
         return request if request.kind else request.model_copy(update={"kind": self.kind})
 
     def plan(self, request: RequestedRollout) -> RolloutPlan:
-        """Return the rules of a rollout that begins now. Raises `ValueError` for a share that is not allowed."""
+        """Return the plan of a rollout that begins now. Raises `ValueError` for a share that is not allowed."""
         kind = request.kind or self.kind
         stages = self.stages
         if request.share is not None:

@@ -30,8 +30,7 @@ LEFT_TO_OPERATOR = "the plan leaves it to an operator"
 
 
 class NotAllowed(HeadraceError):
-    """A step that the state machine does not have, for example of a version that is barred, over, or already under
-    way."""
+    """The state machine does not allow a step, for example for a version that is barred or already under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutDecision:
-    """One step with its reason and statistics."""
+    """Decision about one rollout: the step, with its reason and statistics."""
 
     kind: Kind
     version: str
@@ -66,7 +65,7 @@ class RolloutDecision:
 
 @dataclass(frozen=True, slots=True)
 class ModelRolloutState:
-    """The champion and the rollouts of one model.
+    """Champion and rollouts of one model.
 
     `parents` has all versions of the model: a version that descends from a rolled-back version is barred.
     """
@@ -83,14 +82,14 @@ class ModelRolloutState:
         return tuple(rollout for rollout in self.rollouts.values() if rollout.phase in UNDER_WAY)
 
     def split(self, plan: RolloutPlan, salt: str) -> Split:
-        """Return which version has which block of units."""
+        """Return the assignment of blocks of units to the versions under way."""
         slots: list[str | None] = [None] * plan.slots
         for rollout in self.under_way:
             slots[rollout.slot] = rollout.version
         return Split(salt, self.champion, tuple(slots))
 
     def shares(self, plan: RolloutPlan) -> Mapping[str, Fraction]:
-        """Return the shares of the candidates that get users: none in the shadow or after the rollout."""
+        """Return the traffic share of each candidate that gets users: none in the shadow or after the rollout."""
         share_max = Fraction(1, plan.slots + 1)
         canaries = [rollout for rollout in self.under_way if rollout.phase == "canary"]
         return {rollout.version: min(plan.stages[rollout.stage].share, share_max) for rollout in canaries}
@@ -117,7 +116,7 @@ class ModelRolloutState:
         return None
 
     def _lineage(self, version: str) -> Iterable[str]:
-        """Yield the version, its parent, and so on, each once."""
+        """Yield the version and its ancestors, each once."""
         seen: set[str] = set()
         ancestor: str | None = version
         while ancestor is not None and ancestor not in seen:
@@ -160,7 +159,7 @@ def roll_back(state: ModelRolloutState, version: str, reason: str, now: datetime
 
 
 def decide(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: datetime) -> RolloutDecision | None:
-    """Return the next step that the evidence calls for, or None to continue."""
+    """Return the next step of a rollout that the evidence requires, or None to continue."""
     if rollout.phase not in UNDER_WAY:
         return None
     step = _harm_step(findings) or (
@@ -215,10 +214,13 @@ def _canary_step(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: d
 def apply(
     plan: RolloutPlan, state: ModelRolloutState, decision: RolloutDecision
 ) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
-    """Return the state after a decision, and all decisions that this makes: the given one, then those for other
-    rollouts.
+    """Apply a decision.
 
-    Raises `NotAllowed` when the state has no such step.
+    Returns:
+        The new state, and all decisions that follow: the given one, then those that end other rollouts.
+
+    Raises:
+        NotAllowed: the state has no such step.
     """
     if decision.kind == "begin":
         return _begin_state(plan, state, decision), (decision,)
@@ -245,8 +247,7 @@ def apply(
 def _end_affected(
     state: ModelRolloutState, decision: RolloutDecision, kind: Kind
 ) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
-    """End the rollouts that a decision affects: after a rollback, those of descendants; after a promotion, all
-    others."""
+    """End the rollouts that a decision affects: after a rollback those of descendants, after a promotion all others."""
     decisions = [decision]
     for rollout in state.under_way:
         if kind == "roll_back" and state.barred_by(rollout.version) is None:

@@ -51,7 +51,10 @@ class _Response(BaseModel):
 
 
 class GatewayAnswers:
-    """A `runner.ShadowAnswers`. `base_url` ends in `/v1`; `replicas` returns the replicas on the bus."""
+    """Source of answers for shadows (`runner.ShadowAnswers`): the gateway, and replicas for logprobs.
+
+    `base_url` ends in `/v1`; `replicas` returns the replicas on the bus.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class GatewayAnswers:
 
 
 class GatewaySession:
-    """The model calls of one new answer: a `rerun.ModelSession`."""
+    """Model calls of one rerun over the gateway (`rerun.ModelSession`)."""
 
     def __init__(
         self,
@@ -140,9 +143,12 @@ class GatewaySession:
         self._settings = settings
         self._clock = clock
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
-        """Return the model's answer. Waits while users need the replicas, `patience_s` at most. Raises
-        `RerunFailed`."""
+    async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+        """Call the model, and return its answer. Waits while users need the replicas, `patience_s` at most.
+
+        Raises:
+            RerunFailed: the gateway did not answer.
+        """
         body = repeated_request(version, prompt, messages, _ANSWER_TOKENS_MAX)
         headers = self._headers | ({"X-Task-Id": prompt.task_id} if prompt.task_id else {})
         waited_s, pause_s = 0.0, _PAUSE_MIN_S
@@ -191,7 +197,7 @@ log = get_logger(__name__)
 
 
 class ToolRequest(BaseModel):
-    """A line of input for the program."""
+    """Line that the tool program reads: a call of a tool."""
 
     id: int
     name: str
@@ -199,14 +205,14 @@ class ToolRequest(BaseModel):
 
 
 class ToolResult(BaseModel):
-    """A line of output of the program."""
+    """Line that the tool program prints: the result of a call."""
 
     id: int
     result: str
 
 
 class ToolProgram:
-    """The running program, which starts at the first call, and again after it ended.
+    """Process of the tool program, which starts at the first call, and again after it ended.
 
     The process has a group of its own and ends with the registry.
     """
@@ -220,7 +226,7 @@ class ToolProgram:
         self._starting = asyncio.Lock()
 
     async def call(self, function: FunctionCall) -> str:
-        """Return the result of a tool that is marked read-only. Raises `RerunFailed`."""
+        """Call a tool that is marked read-only, and return its result. Raises `RerunFailed`."""
         if function.name not in self._settings.read_only_tools:
             raise AssertionError(f"{function.name} is not marked read-only")
         async with self._starting:

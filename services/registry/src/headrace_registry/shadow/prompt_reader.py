@@ -43,7 +43,7 @@ _PROMPTS_MAX = 100_000
 
 
 class PromptReading(Model):
-    """Metrics of a prompt's sessions. The row is stored until its rollout is deleted."""
+    """Metrics of the three sessions of a prompt: the candidate's, the champion's and the user's own."""
 
     kinds: tuple[Text, ...] = ()
     candidate: dict[Text, Finite]
@@ -60,7 +60,7 @@ class PromptReading(Model):
 
 
 def pair_of(prompt: PromptRecord, reading: PromptReading) -> ShadowPair | None:
-    """Return the pair for the estimate, or None if there are no two answers with a judgement each."""
+    """Return the scores of a prompt for the estimate, or None unless both new answers were judged."""
     if not reading.both_judged or set(prompt.ended.values()) != {"answered"}:
         return None
     return ShadowPair(
@@ -74,7 +74,7 @@ def pair_of(prompt: PromptRecord, reading: PromptReading) -> ShadowPair | None:
 
 
 def metric_pair(prompt: PromptRecord) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the metrics of both answers; empty unless both are complete."""
+    """Return the metrics of the candidate's and the champion's answer; empty unless both were completed."""
     reading = PromptReading.model_validate(prompt.found)
     both_answered = set(prompt.ended.values()) == {"answered"}
     return (dict(reading.candidate), dict(reading.champion)) if both_answered else ({}, {})
@@ -83,7 +83,7 @@ def metric_pair(prompt: PromptRecord) -> tuple[dict[str, float], dict[str, float
 def read_prompt(
     prompt: PromptRecord, sessions: Mapping[Side, Sequence[SessionRecord]], rollout_metrics: Mapping[str, Metric]
 ) -> PromptReading:
-    """Compute the reading of a prompt. Raises `MetricFailed`."""
+    """Compute the metrics of a prompt's sessions. Raises `MetricFailed`."""
     turns = [turn for session in sessions["logged"] for turn in session.turns]
     opening = next((turn for turn in turns if is_opening(turn)), None)
     judge, user = metrics.metric_named(JUDGE_METRIC), metrics.metric_named(USER_METRIC)
@@ -114,14 +114,14 @@ def _without_users(session: SessionRecord) -> SessionRecord:
 
 
 class PromptReader:
-    """Reads prompts after their answers had time to be judged. Call `read_due` in each round."""
+    """Reader of the metrics of prompts whose answers had time to be judged. Call `read_due` in each round."""
 
     def __init__(self, processor: Processor, lease: LeaderLease) -> None:
         self._processor = processor
         self._lease = lease
 
     async def read_due(self, rollout: RolloutRecord, rollout_metrics: Mapping[str, Metric]) -> None:
-        """Read the prompts of a rollout that are due. Raises `MetricFailed`."""
+        """Compute and store the metrics of the prompts of a rollout that are due. Raises `MetricFailed`."""
         failed: list[MetricFailed] = []
         age_ms = round(rollout.plan.maturity_s * 1000)
 
@@ -150,8 +150,10 @@ class PromptReader:
 
 
 async def record_outcome(tx: AsyncConnection, rollout: RolloutRecord, decision: RolloutDecision) -> RolloutDecision:
-    """Store the findings of the shadow and return the decision with them. Its sessions may be drawn into arms from now
-    on."""
+    """Store the findings of a shadow that has ended, and return the decision extended by them.
+
+    From now on its sessions may be assigned to arms.
+    """
     findings = await load_findings(tx, rollout)
     await prompts.release_sessions(tx, rollout.rollout_id)
     values = {"shadow": findings.model_dump_json(exclude_none=True)}
@@ -166,7 +168,7 @@ async def load_findings(tx: AsyncConnection, rollout: RolloutRecord) -> ShadowFi
 
 
 def summarize_prompts(prompts_taken: Sequence[PromptRecord], rollout: RolloutRecord) -> ShadowFindings:
-    """Return the findings from the prompts in their order."""
+    """Compute the findings of a shadow from its prompts, in their order."""
     readings = [
         (prompt, PromptReading.model_validate(prompt.found))
         for prompt in prompts_taken

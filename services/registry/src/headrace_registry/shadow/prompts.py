@@ -1,4 +1,4 @@
-"""Rows about the prompts of a shadow, with times of the rollout's own clock.
+"""Rows about the prompts of a shadow. All times are those of the rollout's own clock.
 
 Each prompt has three units in the tables of `unit_store`, which no reading of a canary uses: the user's session, and
 one session for each of the two new answers. So rewards and feedback about them are stored as those of arms are.
@@ -51,13 +51,13 @@ class PromptRecord:
         return f"{_UNIT}{self.number}-{side}"
 
     def session_id(self, side: Side, attempt: int) -> str:
-        """Return the session id of a new answer."""
+        """Return the session id under which one side answers the prompt in an attempt."""
         return f"{_UNIT}{self.rollout_id}-{self.number}-{side}-{attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowPhase:
-    """The fields of a rollout in the shadow that the sampling of a turn needs."""
+    """Fields of a rollout in the shadow by which turns are sampled."""
 
     rollout_id: str
     control: str
@@ -86,7 +86,7 @@ async def prompt_totals(tx: AsyncConnection, rollout_id: str) -> tuple[int, int,
 async def add_prompt(
     tx: AsyncConnection, rollout_id: str, number: int, session_key: str, tenant: str, now_ms: int, tokens: int
 ) -> bool:
-    """Take a user's session as a prompt. Return False if the session belongs to a prompt already."""
+    """Add a user's session as a prompt of the shadow. Return False if it belongs to a prompt already."""
     session = {"rollout_id": rollout_id, "session_key": session_key}
     unit = f"{_UNIT}{number}-logged"
     if not await upsert(tx, SESSIONS, session, {"unit": unit, "tenant": tenant}, update=False):
@@ -111,13 +111,14 @@ async def add_prompt(
 
 
 async def due_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
-    """Return waiting prompts whose session had `age_ms` to continue, in their order."""
+    """Return waiting prompts, in their order, that were sampled at least `age_ms` ago, so that their sessions could
+    continue."""
     conditions = (PROMPTS.c.state == "waiting", PROMPTS.c.sampled_ms <= rollout.observed_ms - age_ms)
     return await _select(tx, rollout.rollout_id, *conditions, limit=limit)
 
 
 async def readable_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
-    """Return answered prompts of that age, strictly in their order.
+    """Return prompts that were answered at least `age_ms` ago, strictly in their order.
 
     A prompt waits for all prompts before it, because prompts that are answered quickly differ from the others.
     """
@@ -130,7 +131,7 @@ async def readable_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: 
 
 
 async def read_prompts(tx: AsyncConnection, rollout_id: str, after: int, limit: int) -> list[PromptRecord]:
-    """Return up to `limit` prompts that were read, after number `after`."""
+    """Return up to `limit` prompts with a number above `after` whose metrics are stored."""
     return await _select(tx, rollout_id, PROMPTS.c.state == "read", PROMPTS.c.place > after, limit=limit)
 
 
@@ -140,9 +141,9 @@ async def all_prompts(tx: AsyncConnection, rollout_id: str, limit: int) -> list[
 
 
 async def begin_attempt(tx: AsyncConnection, prompt: PromptRecord, now_ms: int) -> int | None:
-    """Begin another attempt and return its number. Its sessions are stored before any answer is requested.
+    """Begin another attempt to answer a prompt, and return its number. Its sessions are stored before any answer.
 
-    Returns None if the prompt is not open any more or its rollout is not in the shadow.
+    Returns None if the prompt is no longer open or its rollout is no longer in the shadow.
     """
     active = select(ROLLOUTS.c.rollout_id).where(
         ROLLOUTS.c.rollout_id == prompt.rollout_id, ROLLOUTS.c.phase == "shadow"
@@ -169,7 +170,7 @@ async def record_answers(
     tokens: int,
     log_weight: float | None,
 ) -> None:
-    """Record the answers of both versions. The result of a superseded attempt is discarded."""
+    """Record that both versions have answered a prompt. The result of a superseded attempt is discarded."""
     now = select(ROLLOUTS.c.observed_ms).where(ROLLOUTS.c.rollout_id == prompt.rollout_id).scalar_subquery()
     conditions = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.attempts == attempt)
     values = {"state": "answered", "ended": json.dumps(dict(ended)), "log_weight": log_weight}
@@ -185,21 +186,25 @@ async def leave_out(tx: AsyncConnection, prompt: PromptRecord, reason: str) -> N
 
 
 async def record_reading(tx: AsyncConnection, prompt: PromptRecord, reading: Mapping[str, Any]) -> None:
-    """Store the reading of a prompt, and delete the events of its sessions."""
+    """Store the metrics of a prompt, and delete the events of its sessions."""
     await tx.execute(update(PROMPTS).where(*_row(prompt)).values(state="read", found=json.dumps(dict(reading))))
     for side in _SIDES:
         await _close(tx, prompt.rollout_id, prompt.unit(side))
 
 
 async def side_events(tx: AsyncConnection, prompt: PromptRecord, side: Side) -> list[tuple[str, bytes]]:
-    """Return topic and value of each event of one side, in the order in which they were read."""
+    """Return topic and value of each event of one side's session, in the order in which they were read.
+
+    Args:
+        side: the candidate's, the champion's or the user's own session.
+    """
     conditions = (EVENTS.c.rollout_id == prompt.rollout_id, EVENTS.c.unit == prompt.unit(side))
     rows = await tx.execute(select(EVENTS.c.topic, EVENTS.c.value).where(*conditions).order_by(EVENTS.c.id))
     return [(row.topic, row.value) for row in rows]
 
 
 async def release_sessions(tx: AsyncConnection, rollout_id: str) -> None:
-    """Delete the units of the shadow, so that its sessions may be drawn into an arm later."""
+    """Delete the units of a shadow, so that its sessions may be assigned to an arm later."""
     for table in (SESSIONS, EVENTS, UNITS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit.like(f"{_UNIT}%")))
 

@@ -26,10 +26,10 @@ def is_opening(turn: Turn) -> bool:
 
 
 def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return the opening turn and the following ones up to the first answer without a tool call. Empty without an
-    opening.
+    """Return the turns of the first run of a session: from the opening turn to the first answer without a tool call.
 
-    The user's next message was a reply to that answer, so later turns cannot be repeated with another version.
+    Empty without an opening turn. The user's next message was a reply to that answer, so later turns cannot be repeated
+    with another version.
     """
     run: list[Turn] = []
     for turn in turns:
@@ -43,7 +43,7 @@ def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def is_single_run(turns: Sequence[Turn]) -> bool:
-    """Return whether the session consists of its first run alone. Only then its rewards and feedback are about that
+    """Return whether the session has no turns after its first run, so that its rewards and feedback are about that
     run."""
     return bool(turns) and len(first_run(turns)) == len(turns)
 
@@ -70,13 +70,13 @@ def canonical_arguments(arguments: str) -> str:
 
 @dataclass(slots=True)
 class Recording:
-    """The results of a run's calls, by tool and arguments."""
+    """Recorded results of the tool calls of a session, by tool and arguments."""
 
     results: dict[tuple[str, str], deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Recording:
-        """Record the results of all turns of a session: a call that it made later has the same result."""
+        """Record the tool results of all turns of a session, also of calls after its first run."""
         recording = cls()
         longest: Sequence[Message] = max((turn.messages for turn in turns), key=len, default=())
         calls = {call.id: call.function for item in longest for call in item.tool_calls or ()}
@@ -108,8 +108,10 @@ class ScorableAnswer:
 
 
 def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
-    """Return the answers of a run, or None if one was not sampled from the version's own distribution and has no
-    weight."""
+    """Return the sampled answers of a run with their prompts, for importance weights.
+
+    None if one was not sampled from the version's own distribution, so that it has no weight.
+    """
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
         return None
     if any(turn.extends is not None for turn in turns):  # its prompt is not known
@@ -127,7 +129,11 @@ def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None
 
 
 def log_weight(answers: Sequence[ScorableAnswer], logprobs: Sequence[Sequence[float]]) -> float:
-    """Return the log weight of all answers together, from the other version's logprobs of each token."""
+    """Return the log importance weight of all answers of a run together.
+
+    Args:
+        logprobs: logprobs of the answers' tokens under the other version.
+    """
     return math.fsum(
         candidate_logprob - logged_logprob
         for answer, answer_logprobs in zip(answers, logprobs, strict=True)
@@ -147,29 +153,29 @@ class RerunFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """The model's message, and the tokens that the call took."""
+    """Message that the model answered, and the number of tokens that the call took."""
 
     message: Message
     tokens: int
 
 
 class ModelSession(Protocol):
-    """Calls the model in one session of the shadow."""
+    """Interface for calls of the model in one session of the shadow."""
 
-    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
-        """Return the model's answer. Raises `RerunFailed`."""
+    async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
+        """Call a version, and return its answer to `messages`. Raises `RerunFailed`."""
 
 
 class ReadOnlyTools(Protocol):
     """Interface that executes tools which have no side effects."""
 
     async def call(self, function: FunctionCall) -> str:
-        """Return the result of the tool. Raises `RerunFailed`."""
+        """Call a tool, and return its result. Raises `RerunFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """Results for tool calls: from the tool itself where it is marked read-only, else from the recording."""
+    """Provider of tool results: from the tool itself if it is marked read-only, else from the recording."""
 
     read_only: Collection[str]
     tools: ReadOnlyTools
@@ -184,7 +190,7 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The outcome of one rerun."""
+    """Outcome of one rerun: how it ended, and what it took."""
 
     ended: Ended
     tokens: int
@@ -192,12 +198,17 @@ class Rerun:
     """Calls of the model."""
 
 
-async def rerun(asking: ModelSession, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:
-    """Answer the prompt of an opening turn. Raises `RerunFailed`."""
+async def rerun(
+    model_session: ModelSession, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds
+) -> Rerun:
+    """Answer the prompt of an opening turn with a version, with up to `bounds.steps_max` model calls.
+
+    Raises `RerunFailed`.
+    """
     messages = list(prompt.messages)
     tokens = 0
     for step in range(1, bounds.steps_max + 1):
-        answered = await asking.ask(version, prompt, messages)
+        answered = await model_session.call_model(version, prompt, messages)
         tokens += answered.tokens
         calls = answered.message.tool_calls or ()
         if not calls:

@@ -51,13 +51,18 @@ _PROMPT_TOKENS_MAX = 8192
 
 
 class ShadowAnswers(Protocol):
-    """Source of answers: the gateway, a program with tools, and a replica for logprobs."""
+    """Interface of the sources of a shadow's answers: model calls, read-only tools, and logprobs."""
 
     @property
     def tools(self) -> ReadOnlyTools: ...
 
     def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[ModelSession]:
-        """Open a session of the shadow of session `of`. It is ended when the body is left."""
+        """Context of a new session for a version's answers.
+
+        Args:
+            session_id: id of the new session.
+            of: id of the user's session whose prompt is answered.
+        """
 
     async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
         """Return the version's logprobs of the answers, or None if no replica can compute them. Raises
@@ -67,7 +72,7 @@ class ShadowAnswers(Protocol):
 
 
 class ShadowRunner:
-    """Runs the prompts of all shadows. Call `tick` in each round.
+    """Runner of the prompts of all shadows. Call `tick` in each round.
 
     After a crash, the prompts that were running are begun again as another attempt.
     """
@@ -88,7 +93,10 @@ class ShadowRunner:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def tick(self, model: str) -> None:
-        """Begin the prompts that are due, within `shadow.concurrency`. Raises errors that should end the process."""
+        """Begin to answer the prompts of a model that are due, `shadow.concurrency` at a time.
+
+        Raises errors that end the process.
+        """
         self._reap()
         async with self._processor.database.transaction() as tx:
             rollouts = [
@@ -193,14 +201,17 @@ class ShadowRunner:
 
 
 class PromptSampler:
-    """Sampler of prompts. `sample` is called with every turn, in the transaction that processes it."""
+    """Sampler that chooses prompts for shadows.
+
+    `sample` is called with every turn, in the transaction that processes it.
+    """
 
     def __init__(self, lease: LeaderLease, settings: RolloutSettings) -> None:
         self._lease = lease
         self._settings = settings
 
     async def sample(self, tx: AsyncConnection, turn: Turn) -> None:
-        """Take the first turns of users' sessions as they come, within the rate; of sessions taken, store all turns."""
+        """Add the session of a turn as a prompt if it may be sampled. Of sessions that were added, store all turns."""
         phases = await prompts.in_shadow(tx, turn.model)
         if not phases:
             return

@@ -30,9 +30,9 @@ class Requester:
 
 @dataclass(frozen=True, slots=True)
 class AuditedAction:
-    """A requested change, as the audit log stores it."""
+    """Change that a user requested, as the audit log stores it."""
 
-    asker: Requester
+    requester: Requester
     action: str
     version: str | None = None
     why: str = ""
@@ -49,8 +49,8 @@ async def add_entry(tx: AsyncConnection, now: datetime, model: str, act: Audited
     """Store the action in the transaction of the change."""
     values = {
         "at_ms": epoch_ms(now),
-        "principal": act.asker.principal,
-        "who": act.asker.who,
+        "principal": act.requester.principal,
+        "who": act.requester.who,
         "action": act.action,
         "model": model,
         "version": act.version,

@@ -28,14 +28,14 @@ _NAME = "leader"
 
 
 class LostLeadership(Unavailable):
-    """Another registry is the leader. `LeaderLease.keep` ends this process.
+    """Another registry has become the leader. `LeaderLease.keep` ends this process.
 
     The error is `Unavailable`, because the event at hand is valid: it is not processed, and never dead-lettered.
     """
 
 
 class LeaderLease:
-    """Lease of the one registry that may write.
+    """Lease in the database that one registry holds, which alone may write.
 
     `acquire` waits for the lease, `keep` renews it, `check` fences a transaction, `release` gives it up.
     """
@@ -65,8 +65,11 @@ class LeaderLease:
         log.info("leading")
 
     async def keep(self) -> None:
-        """Renew the lease until cancelled. Raises `LostLeadership` if another process took it or it could not be
-        renewed in time."""
+        """Renew the lease until cancelled.
+
+        Raises:
+            LostLeadership: another process took the lease, or it could not be renewed in time.
+        """
         renewed = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(self._lease_s / 4)
@@ -115,8 +118,10 @@ class LeaderLease:
         return False
 
     async def _renew(self) -> bool:
-        """Renew the lease. Return False if it was lost: another leader may have written since, so it is not taken
-        again."""
+        """Renew the lease.
+
+        Return False if it was lost; it is not taken again, because another leader may have written since.
+        """
         async with self._database.transaction() as tx:
             row = await self._row(tx)
             if row is None or row[0] != self.holder:
@@ -130,7 +135,7 @@ class LeaderLease:
         return None if row is None else (row["holder"], row["expires_ms"])
 
     def _values(self, mark: int) -> dict[str, str | int]:
-        """Return the row of a renewed lease.
+        """Return the columns of a renewed lease.
 
         Each renewal changes the mark, even when the clock stands still or was set back. The mark is a time because
         earlier releases compare it with their clock.

@@ -54,7 +54,10 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class AnchorState:
-    """The anchor of a model: a version that candidates are compared with besides the champion. None: the champion."""
+    """Anchor of a model: the version that candidates are compared with besides the champion.
+
+    None: the champion itself.
+    """
 
     anchor: str | None = None
     """The last version that was shown to be better than the anchor before it."""
@@ -101,7 +104,7 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """Result of a trial: the opponents, whether the candidate passed, and the anchor from now on."""
+    """Result of a candidate's trial: its opponents, whether it passed, and the anchor from then on."""
 
     champion: str | None
     anchor: str | None
@@ -113,7 +116,7 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The part of the database that the next decision about a model depends on."""
+    """Data from the database by which the next action for a model is chosen."""
 
     model: ModelRecord
     versions: Mapping[str, VersionRecord]

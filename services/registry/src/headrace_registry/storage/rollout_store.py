@@ -60,7 +60,7 @@ class RolloutRecord:
 
     @property
     def points(self) -> list[dict[str, object]]:
-        """Points of the chart."""
+        """Points of the rollout's chart."""
         points: list[dict[str, object]] = json.loads(self.chart)
         return points
 
@@ -85,11 +85,11 @@ class RolloutRecord:
 
     @property
     def now(self) -> datetime:
-        """Present time by the rollout's own clock, which started when the rollout began."""
+        """Present time by the rollout's own clock, which runs only while traffic is read."""
         return self.began + timedelta(milliseconds=self.observed_ms)
 
     def rollout(self) -> Rollout:
-        """Return the rollout in the form of `state_machine`, with times of its own clock."""
+        """Convert the record to the form of `state_machine`, with times of the rollout's own clock."""
         changed = self.began + timedelta(milliseconds=self.stage_observed_ms)
         return Rollout(self.version, self.phase, self.stage, self.slot, self.number, self.began, changed)
 
@@ -123,8 +123,7 @@ async def count_recent_rollouts(tx: AsyncConnection, model: str, now: datetime) 
 
 
 async def load_model_state(tx: AsyncConnection, model: ModelRecord) -> ModelRolloutState:
-    """Return the state that `state_machine` decides with: the last rollout of each version, and the parents of all
-    versions."""
+    """Load the state of a model by which `state_machine` decides: the last rollout of each version, and all parents."""
     assert model.champion
     parent_rows = await tx.execute(select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.model == model.model))
     query = select(ROLLOUTS).where(ROLLOUTS.c.model == model.model).order_by(ROLLOUTS.c.number_id)

@@ -86,12 +86,12 @@ def _may_serve(version: VersionRecord) -> bool:
 
 
 async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
-    """Return the versions with one of `names` as parent."""
+    """Return the versions whose parent is one of `names`."""
     return list((await _versions(tx, select(VERSIONS).where(VERSIONS.c.parent.in_(list(names))))).values())
 
 
 async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
-    """Return a version and all its registered ancestors."""
+    """Return the names of a version and all its registered ancestors."""
     line = select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.version == name).cte(recursive=True)
     line = line.union(select(VERSIONS.c.version, VERSIONS.c.parent).join(line, VERSIONS.c.version == line.c.parent))
     return set((await tx.execute(select(line.c.version))).scalars())
@@ -105,12 +105,13 @@ async def load_view(
     *,
     now: datetime | None = None,
 ) -> ModelView:
-    """Return the input of the next decision about a model.
+    """Load the data by which the next action for a model is chosen.
 
-    A version without a trainer waits until an operator requests it. Without `now`, the number of recent rollouts is 0.
+    A version without a trainer waits until an operator requests it.
 
     Args:
-        requested: A version in an operator's request; its base is loaded too.
+        requested: version that an operator requests; its base is loaded, too.
+        now: present time, by which recent rollouts are counted; None counts none.
     """
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))
@@ -135,7 +136,7 @@ async def load_view(
 
 
 async def trial_result(tx: AsyncConnection, name: str, gate_sha256: str) -> TrialResult | None:
-    """Return the result of the candidate's trial by the present gate, or None if there is none yet."""
+    """Return the result of a version's trial by the gate program with this digest, or None if there is none yet."""
     query = select(VERDICTS.c.verdict).where(VERDICTS.c.version == name, VERDICTS.c.gate_sha256 == gate_sha256)
     text = (await tx.execute(query)).scalar_one_or_none()
     if text is None:
@@ -241,7 +242,7 @@ async def version_with_label(tx: AsyncConnection, model: str, label: str) -> str
 
 
 async def routing_names(tx: AsyncConnection, model: str) -> dict[str, str]:
-    """Return the names in the routing: aliases, and the labels of versions that may be served."""
+    """Return the names in the routing and their versions: aliases, and labels of versions that may be served."""
     conditions = and_(VERSIONS.c.model == model, VERSIONS.c.label.is_not(None), _may_be_served())
     query = select(VERSIONS.c.label, VERSIONS.c.version).where(conditions).order_by(VERSIONS.c.number.desc())
     labels = await tx.execute(query)
@@ -249,7 +250,7 @@ async def routing_names(tx: AsyncConnection, model: str) -> dict[str, str]:
 
 
 async def requested_versions(tx: AsyncConnection, model: str) -> list[str]:
-    """Return the versions that an operator serves or an alias names, in the order of arrival."""
+    """Return the versions of a model that an operator requested or an alias names, in the order of arrival."""
     aliased = select(ALIASES.c.version).where(ALIASES.c.model == model)
     query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, _may_be_served())
     query = query.where(or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
@@ -257,7 +258,7 @@ async def requested_versions(tx: AsyncConnection, model: str) -> list[str]:
 
 
 async def all_requested_versions(tx: AsyncConnection) -> list[str]:
-    """Return the requested versions of all models."""
+    """Return the versions of all models that an operator requested or an alias names, in the order of arrival."""
     aliased = select(ALIASES.c.version)
     query = select(VERSIONS.c.version).where(_may_be_served(), or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
     return list((await tx.execute(query.order_by(VERSIONS.c.number))).scalars())

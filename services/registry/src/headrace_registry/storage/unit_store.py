@@ -1,4 +1,4 @@
-"""Rows about the units of rollouts: arm, events and readings of each, with times of the rollout's own clock."""
+"""Rows about the units of rollouts: their arms, events and readings. All times are those of the rollout's own clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace_schemas.values.errors import InvalidEvent
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The unit of a rollout under way that an event is about, and the time by the rollout's clock."""
+    """Unit of a rollout under way to which an event belongs, and the present time of the rollout's clock."""
 
     rollout_id: str
     unit: str
@@ -34,7 +34,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class DueUnit:
-    """A unit that has reached an age, with all events about it up to then."""
+    """A unit whose reading at an age is due, with the events about it up to that age."""
 
     unit: Unit
     sessions: tuple[tuple[str, bytes], ...]
@@ -42,13 +42,18 @@ class DueUnit:
 
 
 async def advance_clocks(tx: AsyncConnection, milliseconds: int) -> None:
-    """Advance the clocks of the rollouts under way by a time for which all topics have been read."""
+    """Advance the clocks of all rollouts under way by the time for which all topics have been read."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
 
 
 async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: Mapping[tuple[str, str], int]) -> None:
-    """Count turns that the split has drawn, by model, and turns that were answered, by model and version."""
+    """Add to the counts of turns of rollouts.
+
+    Args:
+        drawn: number of turns that the split has assigned, by model.
+        answered: number of turns by model and the version that answered.
+    """
     is_active = ROLLOUTS.c.phase.in_(UNDER_WAY)
     for model, count in drawn.items():
         rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, is_active)
@@ -61,7 +66,7 @@ async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: M
 async def enroll(
     tx: AsyncConnection, member: Membership, session_key: str, tenant: str, *, candidate: bool, window_ms: int
 ) -> bool:
-    """Return whether the session counts for the unit, and enroll the unit with its first session.
+    """Add a session to its unit, and enroll a new unit in its arm. Return whether the session belongs to the unit.
 
     Further sessions of a user belong to the unit until `window_ms` after the first one.
     """
@@ -80,7 +85,7 @@ async def enroll(
 
 
 async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
-    """Return the units of rollouts under way that a tenant's session belongs to."""
+    """Return the units of rollouts under way to which a session of a tenant belongs."""
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
@@ -105,7 +110,7 @@ async def add_event(tx: AsyncConnection, member: Membership, event: Event, event
 async def due_units(
     tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
 ) -> list[DueUnit]:
-    """Return the units of that age that had exactly `readings_done` readings, in the order of readings."""
+    """Return the units that have reached an age and had exactly `readings_done` readings, in the order of reading."""
     query = (
         select(UNITS)
         .where(
@@ -136,7 +141,7 @@ async def due_units(
 async def add_readings(
     tx: AsyncConnection, rollout_id: str, age: ReadingAge, readings: Sequence[UnitReading], *, is_last: bool
 ) -> None:
-    """Append readings. Delete the events of units for which this was the last reading."""
+    """Append readings of units. If this was the last reading of a unit, delete its events."""
     for reading in readings:
         unit = {"rollout_id": rollout_id, "unit": reading.unit.name}
         row = {
@@ -157,7 +162,7 @@ async def add_readings(
 async def readings(
     tx: AsyncConnection, rollout_id: str, after: int, limit: int
 ) -> list[tuple[int, ReadingAge, UnitReading]]:
-    """Return up to `limit` readings after number `after`, in their order."""
+    """Return up to `limit` stored readings with a number above `after`, in their order."""
     query = select(READINGS).where(READINGS.c.rollout_id == rollout_id, READINGS.c.id > after)
     rows = (await tx.execute(query.order_by(READINGS.c.id).limit(limit))).mappings()
     return [
@@ -175,7 +180,11 @@ async def readings(
 
 
 async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
-    """Delete some of the rows that ended rollouts leave behind. Return whether there are more."""
+    """Delete a batch of rows that ended rollouts have left. Return whether there are more.
+
+    Args:
+        kept_max: number of newest ended rollouts whose readings and prompts are kept.
+    """
     ended = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.model == model, ROLLOUTS.c.phase.not_in(UNDER_WAY))
     if await delete_batch(tx, EVENTS, EVENTS.c.rollout_id.in_(ended), order=EVENTS.c.id):
         return True

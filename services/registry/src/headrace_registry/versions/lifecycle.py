@@ -20,7 +20,10 @@ from headrace_schemas import Replica
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Make a waiting version the candidate, so that replicas load it. `skipped` versions never become candidates."""
+    """Action: make a waiting version the candidate, so that replicas load it.
+
+    `skipped` versions never become candidates.
+    """
 
     version: str
     skipped: tuple[str, ...] = ()
@@ -28,7 +31,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The candidate passed its probe on every live replica."""
+    """Action: record that the candidate has passed its probe on every live replica."""
 
     version: str
     statistics: Mapping[str, float]
@@ -36,7 +39,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class RunTrial:
-    """Run a trial of the candidate against those of champion and anchor that can be served."""
+    """Action: run a trial of the candidate against champion and anchor, as far as they can be served."""
 
     version: str
     champion: str | None
@@ -45,14 +48,14 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit:
-    """Measure this version on the audit tasks. No decision depends on it."""
+    """Action: measure a version on the audit tasks. No decision depends on it."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Make the candidate the champion."""
+    """Action: make the candidate the champion."""
 
     version: str
     reason: str
@@ -63,8 +66,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class BeginRollout:
-    """Begin a rollout of the candidate, which has passed the gate and must now be shown to be as good on live
-    traffic."""
+    """Action: begin a rollout of the candidate, which has passed the gate and must now prove itself on live traffic."""
 
     version: str
     reason: str
@@ -75,7 +77,7 @@ class BeginRollout:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Reject the version, so that it gets no traffic."""
+    """Action: reject a version, so that it gets no traffic."""
 
     version: str
     reason: str
@@ -86,22 +88,24 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Put the candidate back among the waiting versions, because the model is pinned or paused."""
+    """Action: return the candidate to the waiting versions, because the model is pinned or paused."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """Roll back to the previous version: no replica can serve the champion any more, and some replica can serve the
-    previous version."""
+    """Action: make the previous version the champion again.
+
+    No replica can serve the champion any more, and some replica can serve the previous version.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until the next change."""
+    """Action: do nothing until the next change."""
 
     reason: str = ""
 
@@ -111,7 +115,7 @@ Action = Adopt | Probed | RunTrial | RunAudit | Promote | BeginRollout | Reject 
 
 @dataclass(frozen=True, slots=True)
 class LifecycleInputs:
-    """Inputs of the decision besides the database."""
+    """Inputs for the choice of the next action, besides the database."""
 
     replicas: Sequence[Replica]
     """The live replicas."""
@@ -139,7 +143,7 @@ class LifecycleInputs:
 
 
 def plan(view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the next action for a model."""
+    """Choose the next action for a model."""
     if view.champion and view.previous and probe.served_by_any(view.previous.version, inputs.replicas):
         error = probe.refused_by_all(view.champion.version, inputs.replicas)
         if error:
@@ -164,7 +168,7 @@ def plan(view: ModelView, inputs: LifecycleInputs) -> Action:
 
 
 def _rollout_limit(view: ModelView, inputs: LifecycleInputs) -> str:
-    """Return why no further version can begin a rollout, or an empty string if one can."""
+    """Return the limit that lets no further rollout begin, as a text, or an empty string if one can."""
     if view.under_way >= (view.slots or inputs.slots):
         return f"{view.under_way} rollouts are under way"
     if inputs.rollouts_by_default and view.rollouts_last_hour >= inputs.per_hour_max:
@@ -173,7 +177,7 @@ def _rollout_limit(view: ModelView, inputs: LifecycleInputs) -> str:
 
 
 def _missing_updates(waiting: Sequence[VersionRecord], view: ModelView, inputs: LifecycleInputs) -> str:
-    """Return why the waiting versions are not tried yet, or an empty string if they are.
+    """Return why the waiting versions are not tried yet, or an empty string if the newest is.
 
     A version that an operator requested is tried at once, and so is any version of a model without a champion.
     """
@@ -200,10 +204,10 @@ def incompatibility(version: VersionRecord, view: ModelView) -> str | None:
 
 
 def _choose_candidate(waiting: Sequence[VersionRecord], view: ModelView) -> Action:
-    """Return the action for the next candidate: a version that an operator requested, else the newest one. Older
-    versions are skipped.
+    """Return the action that makes a waiting version the candidate: one that an operator requested, or else the newest.
 
-    A model without a champion starts with its earliest step, so that there is a baseline to compare with.
+    Older versions are skipped. A model without a champion starts with its earliest step, so that there is a baseline to
+    compare with.
     """
     skipped: tuple[str, ...] = ()
     requested = [version for version in waiting if version.request]
@@ -234,7 +238,7 @@ def _advance(candidate: VersionRecord, view: ModelView, inputs: LifecycleInputs)
 
 
 def _decide(candidate: VersionRecord, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the action for a candidate that passes its probe on every live replica."""
+    """Return the action for a candidate that has passed its probe on every live replica."""
     name = candidate.version
     if candidate.request == "force":
         return Promote(name, "an operator promoted it past the gate")
@@ -256,7 +260,10 @@ def _decide(candidate: VersionRecord, view: ModelView, inputs: LifecycleInputs) 
 
 
 def _promote_or_roll_out(promotion: Promote, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the promotion, or the rollout that must come before it. A rollout needs a champion to compare with."""
+    """Return `promotion`, or instead the begin of the rollout that must come before it.
+
+    A rollout needs a champion to compare with.
+    """
     if view.champion is None or not inputs.rollouts.get(promotion.version, inputs.rollouts_by_default):
         return promotion
     if not inputs.watching:
@@ -265,7 +272,7 @@ def _promote_or_roll_out(promotion: Promote, view: ModelView, inputs: LifecycleI
 
 
 def _start_trial(name: str, champion: str | None, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the trial against the opponents that some replica serves.
+    """Return the action that starts the trial, against the opponents that some replica serves.
 
     An opponent that is still loading delays the trial; one that every replica refuses is left out.
     """
@@ -285,9 +292,9 @@ def _start_trial(name: str, champion: str | None, view: ModelView, inputs: Lifec
 
 
 def next_audit(view: ModelView, inputs: LifecycleInputs) -> RunAudit | None:
-    """Return the audit that may run now, also during a trial, or None if every score is known or cannot be measured.
+    """Return the audit that may run now, also during a trial, or None if no version needs one.
 
-    The audit measures the champion, or the champion before it if a trial or a promotion has overtaken its audit.
+    It measures the champion, or the champion before it if a trial or a promotion has overtaken its audit.
     """
     for version in (view.champion, view.previous):
         if _is_unmeasured(version, view, inputs) and probe.served_by_any(version.version, inputs.replicas):
@@ -296,8 +303,7 @@ def next_audit(view: ModelView, inputs: LifecycleInputs) -> RunAudit | None:
 
 
 def _is_unmeasured(version: VersionRecord | None, view: ModelView, inputs: LifecycleInputs) -> TypeGuard[VersionRecord]:
-    """Return whether the gate must still measure `version`. A version without a trainer is never a candidate, so no
-    gate plays it."""
+    """Return whether `version` still needs an audit. A version without a trainer is never audited."""
     if not inputs.gate or version is None or not version.trained or version.state == "withdrawn":
         return False
     return version.version not in view.audited and version.version not in inputs.unmeasured

@@ -71,7 +71,7 @@ def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:
 
 
 def refused_by_all(version: str, replicas: Sequence[Replica]) -> str | None:
-    """Return the first replica's error if every replica failed to serve `version`, else None."""
+    """Return the first replica's error if every replica has failed to serve `version`, else None."""
     entries = [_loaded(replica, version) for replica in replicas]
     errors = [_failure(loaded) if loaded else None for loaded in entries]
     return errors[0] if errors and all(errors) else None

@@ -28,15 +28,22 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class CheckpointHandler:
-    """Registers versions that the trainer published. Rejects a version if its manifest does not match its name."""
+    """Stream handler that registers versions that trainers published.
+
+    A version whose manifest does not match is rejected.
+    """
 
     def __init__(self, blobs: BlobStore, lease: LeaderLease) -> None:
         self._blobs = blobs
         self._lease = lease
 
     async def __call__(self, event: Checkpoint, handling: Handling) -> Sequence[Event]:
-        """Register the version of a checkpoint. Raises `Unavailable` while the blob store is away, and
-        `LostLeadership`."""
+        """Register the version of a checkpoint.
+
+        Raises:
+            Unavailable: the blob store is unavailable.
+            LostLeadership: another registry has become the leader.
+        """
         await self._lease.check(handling.tx)
         manifest, problem = await self._manifest(event)
         transition = Transition(handling.tx, handling.now)
@@ -69,8 +76,10 @@ _RECONNECT_S = 0.5
 
 
 class CheckpointReader:
-    """Passes every checkpoint to the processor, at least once and in order. `following` is set while it is
-    connected."""
+    """Reader that passes every checkpoint to the processor, at least once and in order.
+
+    `following` is set while it is connected.
+    """
 
     def __init__(
         self, processor: Processor, database: Database, bus: BusSettings, on_registered: Callable[[], None]
@@ -112,7 +121,7 @@ class CheckpointReader:
 
 
 class _BusAway(Exception):
-    """The topic does not exist yet. Unlike `Unavailable` from the processor, this calls for another connection."""
+    """Raised while the topic does not exist. Unlike `Unavailable` from the processor, it requires a new connection."""
 
 
 async def _poll(reader: AIOKafkaConsumer) -> list[Record]:

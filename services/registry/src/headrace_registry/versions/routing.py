@@ -29,7 +29,7 @@ bound."""
 
 
 async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Routing]:
-    """Return the model's routing with the next revision if it differs from the last published one."""
+    """Return the model's routing as an event if it differs from the last published one, with the next revision."""
     record = await store.load_model(tx, name)
     assert record is not None
     routing = await _current_routing(tx, now, record)
@@ -40,7 +40,7 @@ async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Rou
 
 
 async def publish_again(tx: AsyncConnection, now: datetime, name: str, revision_seen: int) -> Sequence[Routing]:
-    """Return the last published routing again, with a revision above the one on the bus."""
+    """Return the last published routing as an event, with a revision above the one that was seen on the bus."""
     record = await store.load_model(tx, name)
     if record is None or record.routing is None:
         return ()
@@ -98,8 +98,10 @@ def _split(under_way: Sequence[RolloutRecord]) -> TrafficSplit | None:
 
 
 async def _serve(tx: AsyncConnection, record: ModelRecord, under_way: Sequence[str]) -> tuple[ServedVersion, ...]:
-    """Return the versions that replicas must load: those with a role, in a rollout or requested, each adapter after its
-    base."""
+    """Return the versions that replicas must load: those with a role, in a rollout or requested.
+
+    The base of an adapter precedes it.
+    """
     served: dict[str, ServedVersion] = {}
     requested = await store.requested_versions(tx, record.model)
     for name in (record.champion, record.previous, *under_way, record.candidate, record.anchor, *requested):
@@ -132,8 +134,10 @@ GRACE_S = 5.0
 
 
 class Reconciler:
-    """Compares the routings on the bus with those in the database. Repairs a difference that lasts longer than
-    `grace_s`."""
+    """Comparison of the routings on the bus with those in the database.
+
+    It publishes a routing again if the bus has differed for longer than `grace_s`.
+    """
 
     def __init__(
         self,

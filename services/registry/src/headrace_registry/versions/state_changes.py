@@ -34,7 +34,7 @@ _NAME_LENGTH_MAX = 512
 
 
 class StateChanges:
-    """The changes of one transaction.
+    """Changes of versions, roles and decisions within one transaction.
 
     `events` must be published after the commit. `operator` requested the changes, or is None for decisions of the
     registry itself.
@@ -48,7 +48,7 @@ class StateChanges:
         self.events: list[Event] = []
 
     def mark_changed(self, model: str) -> None:
-        """Note that the routing of the model may have changed."""
+        """Record that the routing of the model may have changed."""
         self._changed_models.add(model)
 
     async def set_state(self, version: str, state: State, **values: str | None) -> None:
@@ -108,7 +108,7 @@ def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
 
 
 async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
-    """End the rollouts that the model's aliases and states no longer agree with.
+    """End the rollouts of a model that its present roles and states contradict.
 
     These are rollouts of a version that was promoted, withdrawn or requested again, or whose control is no longer the
     champion. The caller must call it before it publishes the routing.
@@ -135,7 +135,7 @@ async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
 async def hold(
     changes: StateChanges, rollout: RolloutRecord, reason: str, statistics: dict[str, float] | None = None
 ) -> None:
-    """End the rollout without a verdict: the candidate serves no more traffic."""
+    """End the rollout without a verdict, so that the candidate gets no more traffic."""
     await end(changes, rollout, "hold", reason)
     await changes.set_state(rollout.version, "held", request="", rollout=None)
     step = RolloutStep(rollout_id=rollout.rollout_id, kind="hold", stage=rollout.stage, share="0")

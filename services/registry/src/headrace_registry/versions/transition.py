@@ -28,10 +28,13 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class Transition(StateChanges):
-    """The transitions of one transaction. `finish` adds the routings that changed to the events."""
+    """Transitions of models and versions within one transaction.
+
+    `finish` adds the routings that changed to the events.
+    """
 
     async def finish(self) -> list[Event]:
-        """Return all events that this transaction must publish. Ends the rollouts that its changes have overtaken."""
+        """End the rollouts that the changes contradict, and return all events that this transaction must publish."""
         for model in sorted(self._changed_models):
             await state_changes.end_stale_rollouts(self, model)
             self.events += await routing.publish(self.tx, self.now, model)
@@ -47,8 +50,11 @@ class Transition(StateChanges):
         trained: bool = True,
         label: str | None = None,
     ) -> None:
-        """Add a version. With a `problem` it is rejected at once. A version that is already registered stays as it
-        is."""
+        """Add a version. A version that is already registered stays as it is.
+
+        Args:
+            problem: reason for which it is rejected at once; None if it is valid.
+        """
         if await store.load_version(self.tx, checkpoint.version) is not None:
             return
         await upsert(self.tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
@@ -109,7 +115,7 @@ class Transition(StateChanges):
         await self.record_decision(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
-        """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
+        """Return the number of the next trial in its family. It is used up, even if the trial never ends."""
         await self.tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 
@@ -216,12 +222,12 @@ class Transition(StateChanges):
         await self.set_roles(model, **roles, **asdict(CHAMPION_IS_ANCHOR))
 
     async def release(self, model: ModelRecord, version: str) -> None:
-        """Put the candidate back among the waiting versions."""
+        """Return the candidate to the waiting versions."""
         await self.set_state(version, "registered")
         await self.set_roles(model, candidate=None)
 
     async def pin(self, model: ModelRecord, version: str) -> None:
-        """Allow no other version to become champion."""
+        """Pin the model to a version, so that no other version can become champion."""
         await self.set_roles(model, pinned=version)
 
     async def unpin(self, model: ModelRecord) -> None:
@@ -233,15 +239,17 @@ class Transition(StateChanges):
         self.mark_changed(model.model)
 
     async def _forget_champions_after(self, model: str, until: str) -> None:
-        """Delete the champions after the last reign of `until` from the model's history."""
+        """Delete the champions since `until` was champion last from the model's history."""
         last_reign = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
         last_id = (await self.tx.execute(last_reign)).scalar_one_or_none()
         if last_id is not None:
             await self.tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last_id))
 
     async def _withdraw_descendants(self, version: str, champion: str | None) -> list[str]:
-        """Withdraw all descendants of `version` and return their names. The champion, its ancestors and their children
-        stay."""
+        """Withdraw all descendants of `version`, and return their names.
+
+        The champion, its ancestors and their children stay.
+        """
         kept_versions = await store.ancestry(self.tx, champion)
         barred: list[str] = []
         generation = [version]
@@ -261,7 +269,7 @@ class Transition(StateChanges):
         return barred
 
     async def request(self, version: VersionRecord, request: Request, rollout: str | None = None) -> None:
-        """Store an operator's request to promote this version. It is the next candidate after the present one."""
+        """Store an operator's request to promote this version, which makes it the next candidate."""
         request_values = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
             statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request_values)
