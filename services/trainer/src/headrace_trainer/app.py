@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 class Announcer:
-    """The `Sink` on a real bus. It publishes to the usual topics, or to topics of the same names with a prefix."""
+    """`Sink` that publishes events on a real bus, on the usual topics or on topics of the same names with a prefix."""
 
     def __init__(self, producer: EventProducer, prefix: str) -> None:
         self._producer = producer
@@ -39,7 +39,7 @@ class Announcer:
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """Train until `max_steps` or until cancelled. A base that is named is fetched from the hub first."""
+    """Train until `max_steps` or until cancelled. A base that is a model of the hub is fetched first."""
     base = await asyncio.to_thread(base_models.resolve, settings.base, common.data_dir)
     configured, settings = settings, settings.model_copy(update={"base": str(base)})
     kinds = {"algorithm": settings.algorithm, "advantage": settings.advantage.kind, "loss": settings.loss.kind}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A trainer back end. `settings` is its own section `[trainer.<name>]`, read by `TrainerSettings.of(name)`."""
+    """Kind of learner that a package announces. `settings` is the class of its own section `[trainer.<name>]`."""
 
     open: Callable[[Path, TrainerSettings], Learner]
     """Opens a learner from the folder that the lineage began with, which is removed once it returns. It raises

@@ -57,12 +57,14 @@ _TOOL_CALL = [
 
 
 async def check(common: Common, settings: TrainerSettings) -> list[str]:
-    """Return all problems of `trainer.base` as messages. Raise `SettingError` where the logprobs differ, where
-    no module can get the adapters, or where replies are trained and the chat template does not show where messages
-    begin.
+    """Check `trainer.base` before a start, and return its problems as messages.
 
     Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked, and of a
     GGUF file that it will convert, that the file exists.
+
+    Raises:
+        SettingError: the logprobs differ, or replies are trained and the chat template does not show where messages
+            begin.
     """
     folder = await asyncio.to_thread(_find_folder, settings.base, common.data_dir)
     if folder is None:
@@ -83,7 +85,7 @@ async def check(common: Common, settings: TrainerSettings) -> list[str]:
 
 
 def notes(common: Common, settings: TrainerSettings) -> list[str]:
-    """Return sentences about the sizes of the training."""
+    """Return sentences about memory, disk and work of the training, for the output of the check."""
     folder = _find_folder(settings.base, common.data_dir)
     if folder is None:
         return ["the base is fetched or converted at the first start; its sizes are known after that"]
@@ -91,7 +93,8 @@ def notes(common: Common, settings: TrainerSettings) -> list[str]:
 
 
 def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
-    """Return values of settings that follow from the size of the base; none while it is not fetched or converted."""
+    """Return suggested values of settings that depend on the size of the base; none while it is not fetched or
+    converted."""
     folder = _find_folder(settings.base, common.data_dir, ask_hub=False)
     return suggestions(folder, settings) if folder is not None else {}
 

@@ -42,7 +42,7 @@ class NotConvertible(ValueError):
 
 
 def convert(source: Path, folder: Path) -> dict[str, str]:
-    """Write the model of a GGUF file to `folder`, and return notes about it. Blocks.
+    """Convert a GGUF file: write its model to `folder`, and return facts about it for the output. Blocks.
 
     Raises:
         NotConvertible: the tokenizer or the architecture is not supported, or the file is damaged.

@@ -45,10 +45,13 @@ class NotFinite(Exception):
 
 
 class StepRefused(Exception):
-    """A measurement before the step forbids it; no weight was changed. Training stops until an operator resumes it.
+    """The learner refuses a step because of a measurement.
+
+    No weight was changed, and training stops until it is resumed.
 
     `undecided`: a larger batch that begins with these rows may be allowed, so the batch waits while more experiences
-    come."""
+    come.
+    """
 
     def __init__(self, measure: str, value: float, why: str, *, undecided: bool = False) -> None:
         super().__init__(why)
@@ -59,13 +62,15 @@ class StepRefused(Exception):
 
 
 class LearnerLost(HeadraceError):
-    """A process or device that holds the weights has failed. The trainer's process ends, and the next start opens the
-    lineage from its last save."""
+    """A process or device that holds the weights has failed.
+
+    The trainer's process ends, and the next start opens the lineage from its last save.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Properties of a learner. They stay the same while the learner is open."""
+    """Properties of a learner that stay the same while it is open."""
 
     kind: Literal["full", "lora"]
     """Whether it trains all weights or adapters, and so which of them its versions hold."""
@@ -77,7 +82,7 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step."""
+    """Result of a training step: measurements, and facts that later corrections need."""
 
     measured: Mapping[str, float]
     """Numbers by name, `MEASURED` among them. Infinite numbers and NaN are reported and not saved."""
@@ -95,14 +100,16 @@ class StepResult:
 
 
 class Copy(Protocol):
-    """Weights and optimizer at one moment, independent of later steps. Both contain the lineage's name, so that
-    lineages share no blob."""
+    """Copy of weights and optimizer, independent of later steps.
+
+    Its files contain the lineage's name, so that lineages share no blob.
+    """
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Answers of the version's files, for engines to compare with (P7).
+        """Fingerprint of the version's files, for engines to compare with (P7); None where no version was requested.
 
-        They are computed from the copied weights, rounded as in the files. None where no version was requested.
+        It is computed from the copied weights, rounded as in the files.
         """
 
     def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
@@ -131,7 +138,7 @@ class Copy(Protocol):
 
 
 class Learner(Protocol):
-    """Weights and optimizer of one lineage.
+    """Interface of a learner, which holds weights and optimizer of one lineage.
 
     Its owner makes one call at a time, and may read `failure` meanwhile. Every method may block. The same base,
     settings and calls give the same weights, byte for byte on the same machine (P9).
@@ -139,11 +146,11 @@ class Learner(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """Properties that are known from the start."""
+        """Properties of the learner, known from the start."""
 
     @property
     def failure(self) -> str | None:
-        """The reason why the learner cannot go on, None while it can; `/health` reports it.
+        """Reason why the learner cannot continue, or None while it can; `/health` reports it.
 
         The trainer reads it at any time from any thread, so it must not block. Calls that need the failed part raise
         `LearnerLost`.
@@ -159,25 +166,25 @@ class Learner(Protocol):
         """
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        """Change the weights by `batch`: by each of its rows once, corrections included, with the loss of the settings.
+        """Take a training step: change the weights by each row of `batch` once, corrections included, with the
+        settings' loss.
 
         Rows with the same `Row.together` go through one forward pass.
 
         Args:
-            batch: The batch.
-            stop: Set when the process is ending.
-            from_base: Measure the divergence from the base (`kl_base`) even where the loss does not use it. Set only
+            stop: set when the process is ending.
+            from_base: measure the divergence from the base (`kl_base`) even where the loss does not use it. Set only
                 for a back end that offers `Needs.reference`.
 
         Raises:
-            NotFinite: The gradient is infinite or not a number. Nothing was changed.
-            StepRefused: A measurement forbids the step. Nothing was changed.
-            Abandoned: Raised soon after `stop` is set. The state in memory is lost and must not be saved.
-            LearnerLost: The learner has failed. The state in memory is lost and must not be saved.
-            MemoryError: The step needs more memory than is free. Nothing was changed. After three tries the process
+            NotFinite: the gradient is infinite or not a number. Nothing was changed.
+            StepRefused: a measurement forbids the step. Nothing was changed.
+            Abandoned: raised soon after `stop` is set. The state in memory is lost and must not be saved.
+            LearnerLost: the learner has failed. The state in memory is lost and must not be saved.
+            MemoryError: the step needs more memory than is free. Nothing was changed. After three tries the process
                 ends, and the next start measures `sequence_bound` again.
-            Exception: Any other error. Nothing was changed, random numbers included: the lineage then searches for the
-                rows because of which the step fails, and continues without them.
+            Exception: any other error. Nothing was changed, random numbers included: the lineage then searches for the
+                rows that make the step fail, and continues without them.
         """
 
     def copy(self, base: str | None) -> Copy:
@@ -205,7 +212,7 @@ class Learner(Protocol):
         """Load the weights from a version's files and forget all momentum. The folder is removed afterwards."""
 
     def fingerprint_of_base(self) -> Fingerprint:
-        """Return the answers of the first version. Called before the first step."""
+        """Return the fingerprint of the lineage's first version. Called before the first step."""
 
     def close(self) -> None:
         """Release memory, processes and connections. No method is called afterwards; closing again has no effect."""
@@ -213,18 +220,21 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The two files of a copy, as bytes (`headrace_trainer.learner.Copy`)."""
+    """Contents of the two files of a copy (`headrace_trainer.learner.Copy`)."""
 
     weights: bytes | bytearray
     optimizer: bytes | bytearray
 
 
 class WholeLearner(ABC):
-    """Implements `copy` and `restore` of a `headrace_trainer.learner.Learner` by three simpler methods."""
+    """Base class of learners whose state fits into memory.
+
+    It implements `copy` and `restore` by three simpler methods.
+    """
 
     @abstractmethod
     def freeze(self) -> Frozen:
-        """Return all state that the next step depends on. The call changes nothing."""
+        """Return all state that the next step depends on, as bytes. The call changes nothing."""
 
     @abstractmethod
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
@@ -256,7 +266,7 @@ class WholeLearner(ABC):
 
 @dataclass(frozen=True)
 class WholeCopy:
-    """A copy whose files are in memory; see `headrace_trainer.learner.Copy`."""
+    """Copy of a `WholeLearner`, whose files are in memory; see `headrace_trainer.learner.Copy`."""
 
     frozen: Frozen
     fingerprint: Fingerprint | None = None

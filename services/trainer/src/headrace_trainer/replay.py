@@ -68,10 +68,10 @@ async def run(common: Common, settings: TrainerSettings) -> None:
 
 
 class DryRun:
-    """A lineage without weights. `add` experiences in order, then call `end`."""
+    """Training without weights, which computes the batches. `add` experiences in order, then call `end`."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
-        """Raise `SettingError` as a start of the trainer would."""
+        """Open the dry run. Raises `SettingError` as a start of the trainer would."""
         self._settings = settings
         self._cutter = Cutter(settings)
         self._decay = decay(settings)
@@ -93,7 +93,7 @@ class DryRun:
         """Whether the weights differ from those of the last version."""
 
     def expect(self, batch: RecordedBatch) -> None:
-        """Record the next batch of the original lineage and its outcome."""
+        """Record the next batch of the original lineage and its outcome, as a fact that only weights decide."""
         self._recorded.append(batch)
 
     def add(self, experience: Experience, marks: Sequence[int] = ()) -> None:
@@ -107,8 +107,10 @@ class DryRun:
             self._act(BEGINNING_OF_TIME, mark)
 
     def _with_branch(self, experience: Experience) -> Experience:
-        """Return the experience with its branch. A withdrawal may lack it, and training would read it again from the
-        bus."""
+        """Return the experience with its branch, which a withdrawal may lack.
+
+        Training would read it again from the bus.
+        """
         name = experience.experience_id
         if experience.branch is not None:
             self._branches[name] = experience.branch
@@ -201,7 +203,8 @@ class DryRun:
 def moves(batch: Batch, settings: TrainerSettings) -> bool:
     """Return whether a step on `batch` would change the weights.
 
-    Where the advantages alone move the weights, and all are zero, it would not: no back end applies momentum then.
+    It does not if the loss depends on the weights only through advantages, and all of them are zero: no back end
+    applies momentum then.
     """
     loss, needs = settings.loss, settings.needs
     pulled = loss.kl > 0 or loss.function.correction is not None or needs.critic or needs.teacher or needs.hindsight

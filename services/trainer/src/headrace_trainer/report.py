@@ -40,7 +40,7 @@ def _escape(text: str) -> str:
 
 
 class _Board:
-    """Writes TensorBoard files. On a full disk points are left out, and training goes on."""
+    """Writer of TensorBoard files. On a full disk points are left out, and training goes on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,7 +86,10 @@ class _Board:
 
 
 class Reporter:
-    """Reports for one process. On a terminal the line per step is for people, otherwise it is a structured log line."""
+    """Reporter of the progress of one training process.
+
+    On a terminal the line per step is for people, otherwise it is a structured log line.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._board = _Board(folder)
@@ -114,7 +117,7 @@ class Reporter:
             )
 
     def published(self, version: str, number: int, step: int) -> None:
-        """Report a new version that is durable."""
+        """Report a new version, once it is durable."""
         VERSION_NUMBER.set(number)
         self._board.points({"version": number}, step)
         if self._console is None:
@@ -123,7 +126,7 @@ class Reporter:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
 
     def stopped(self, reason: str | None, state: LineageState) -> None:
-        """Report that training has stopped for `reason`, or goes on when it is None. Called also at a start."""
+        """Report that training has stopped for `reason`, or continues when it is None. Called also at a start."""
         STOPPED.set(reason is not None)
         version = state.history.head
         self._board.text("health", f"stopped: {reason}; the weights are those of {version}" if reason else "goes on",
@@ -139,7 +142,12 @@ class Reporter:
             )
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None:
-        """Report a decision of the registry about version `number` of the lineage, at the present step of training."""
+        """Report a decision of the registry about a version of the lineage.
+
+        Args:
+            number: number of the version in the lineage.
+            step: present step of training.
+        """
         if event.decision not in _DECISIONS:
             return
         points = {f"registry/{name}": value for name, value in event.statistics.items() if name in _STATISTICS}
@@ -153,6 +161,6 @@ class Reporter:
 
 
 def report_decision(reporter: Reporter, event: ModelEvent, state: LineageState) -> None:
-    """Report a decision of the registry at the present step of training, if it is about a version of the lineage."""
+    """Report a decision of the registry if it is about a version of the lineage."""
     if event.version in state.history:
         reporter.decided(event, state.history[event.version].number, state.steps)

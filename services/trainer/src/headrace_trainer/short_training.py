@@ -44,10 +44,10 @@ async def run(common: Common, settings: TrainerSettings) -> None:
 
 
 class ShortTraining:
-    """A short training. `add` experiences in order, then call `end`. Blocks."""
+    """Training on a recording, from the base to the end. `add` experiences in order, then call `end`. Blocks."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
-        """Raise the errors that a start of the trainer raises."""
+        """Open the training. Raises the errors that a start of the trainer raises."""
         self._clock = SystemClock()
         # Batches are cut by count alone, never by time, so that they do not depend on the speed of the process.
         self._settings = settings.model_copy(update={"until_end": True, "cut": "rules"})

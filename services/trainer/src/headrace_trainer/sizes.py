@@ -44,7 +44,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a base."""
+    """Numbers and widths in the architecture of a base, which determine the sizes of a training."""
 
     parameters: int
     adapters: int
@@ -99,7 +99,7 @@ def matrix_names(folder: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes and work of a training."""
+    """Memory, disk and work of a training on one device."""
 
     trained: int
     trainer_bytes: int
@@ -115,7 +115,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: Shape, settings: TrainerSettings) -> Sizes:
-        """Compute the sizes of a training with these settings."""
+        """Compute the sizes of a training from the shape of the base and the settings."""
         lora = bool(settings.lora.rank)
         trained = shape.adapters if lora else shape.parameters
         frozen_bytes = _BFLOAT16 if settings.compute.dtype == "bfloat16" else _FLOAT32
@@ -145,13 +145,17 @@ class Sizes:
 
 
 def _pass_bytes(shape: Shape, settings: TrainerSettings) -> int:
-    """Return the bytes of the activations of a pass on a CPU and of a chunk of logits."""
+    """Return the bytes that a forward pass on a CPU needs: the activations, and a chunk of logits."""
     tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
     return tokens * _token_bytes(shape, settings.compute, settings.lora) + _CHUNK_BYTES
 
 
 def pack_tokens(shape: Shape | None, compute: ComputeSettings, lora: LoraSettings, *, on_cpu: bool) -> int:
-    """Return `compute.pack_tokens`, or its default for a model of this shape (None: unknown)."""
+    """Return the tokens of one forward pass: `compute.pack_tokens`, or its default for a model of this shape.
+
+    Args:
+        shape: shape of the base; None if it is unknown.
+    """
     if compute.pack_tokens is not None:
         return compute.pack_tokens
     if shape is None or not on_cpu:
@@ -161,7 +165,7 @@ def pack_tokens(shape: Shape | None, compute: ComputeSettings, lora: LoraSetting
 
 
 def _token_bytes(shape: Shape, compute: ComputeSettings, lora: LoraSettings) -> int:
-    """Return the bytes of activations for each token of a pass."""
+    """Return the bytes of activations that each token of a forward pass needs."""
     half = compute.dtype == "bfloat16" and (bool(lora.rank) or compute.weights == "bfloat16")
     width = _BFLOAT16 if half else _FLOAT32
     layer = 6 * shape.hidden + 2 * (shape.attention + 2 * shape.keys) + 4 * shape.feed_forward
@@ -179,7 +183,7 @@ def _token_bytes(shape: Shape, compute: ComputeSettings, lora: LoraSettings) -> 
 
 
 def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
-    """Yield sentences about the sizes of a training; none if the base's configuration has other names."""
+    """Yield sentences about the sizes of a training; none if the base's configuration names sizes in another way."""
     shape = Shape.read(folder, settings.lora)
     if shape is None or not shape.parameters:
         return
@@ -213,7 +217,7 @@ def _rate_text(shape: Shape, optimizer: OptimizerSettings, *, lora: bool) -> str
 
 
 def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]:
-    """Return values of settings that fit a base on a machine without a GPU that has 16 GB; none for an unknown shape.
+    """Return settings that fit a base on a machine with 16 GB and without a GPU; none for an unknown shape.
 
     All weights are trained where the trainer's memory allows it, otherwise adapters.
     """

@@ -25,22 +25,26 @@ _RECORDS_MAX = 500
 
 
 class BusReplaced(HeadraceError):
-    """The bus ends before the lineage's offsets, so it is not the bus that the lineage has read."""
+    """The bus ends before the lineage's offsets, so it is not the bus that the lineage has read before."""
 
 
 class Source(Protocol):
-    """Records of two topics: experiences, which can be held back, and decisions about versions, which cannot."""
+    """Interface of the trainer's input: experiences, which can be held back, and decisions about versions, which
+    cannot."""
 
     async def start(self, offsets: Offsets) -> None: ...
 
     async def poll(self, room: int) -> list[Record]:
-        """Return the next records, at most `room` experiences; wait a moment when there are none."""
+        """Return the next records, among them at most `room` experiences. Wait a moment when there are none."""
 
     async def at_end(self) -> bool:
         """Return whether all experiences have been read that were on the bus at the start."""
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """Read experience records again, by partition and offset. Records that the bus no longer has are left out."""
+        """Read records of experiences again, by partition and offset.
+
+        Records that the bus no longer has are left out.
+        """
 
     async def stop(self) -> None: ...
 
@@ -159,6 +163,7 @@ class KafkaSource:
 
 
 class Sink(Protocol):
-    """Destination of announcements; `headrace_runtime.kafka.producer.EventProducer`."""
+    """Interface of the trainer's output, to which it sends announcements, such as
+    `headrace_runtime.kafka.producer.EventProducer`."""
 
     async def send(self, event: Event) -> None: ...

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """Owns a lineage and runs its training loop. Call `run` once."""
+    """Training loop of one lineage. Call `run` once."""
 
     def __init__(
         self,
@@ -86,19 +86,18 @@ class Trainer:
 
     @property
     def paused(self) -> str | None:
-        """The reason why training or reading is paused until `resume`, or None while both go on."""
+        """Reason why training or reading is paused until `resume`, or None while both continue."""
         return "; ".join(filter(None, [self._refuse.paused, self.stopped, self.room.trouble])) or None
 
     @property
     def stopped(self) -> str | None:
-        """The reason why training is stopped, or None while it goes on. Decisions of the registry are followed all the
-        same."""
+        """Reason why training is stopped, or None. Decisions of the registry are followed in any case."""
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
 
     @property
     def stray_rewards(self) -> str | None:
-        """Return a sentence about the last rewards that were far outside the usual values of their sources."""
+        """Sentence about the last rewards far outside of their sources' usual values; None without any."""
         strays = self.lineage.state.baselines.ranges.strays if self.lineage is not None else ()
         if not strays:
             return None
@@ -112,7 +111,7 @@ class Trainer:
 
     @property
     def learner_failure(self) -> str | None:
-        """The reason why the learner cannot go on, which ends the process, or None while it can."""
+        """Reason why the learner cannot continue, which ends the process; None while it can."""
         return self.lineage.learner.failure if self.lineage is not None else None
 
     def resume(self) -> None:
@@ -122,7 +121,7 @@ class Trainer:
             self._refuse.resume()
 
     async def run(self) -> None:
-        """Train until `max_steps`, or until cancelled. Raise an error where only a restart or an operator can help."""
+        """Train until `max_steps`, or until cancelled. Raise an error if only a restart or an operator can help."""
         try:
             await self._retry_in_thread(lambda: check_start(self._settings, self._blobs))
             await self._lease.acquire(self._retry_in_thread)
@@ -209,7 +208,7 @@ class Trainer:
             )
 
     async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[WaitingExperience]) -> bool:
-        """Train a batch if there is one. Return whether there was."""
+        """Train the batch unless it is empty or the lineage is finished. Return whether a step was tried."""
         if not batch or lineage.is_finished():
             return False
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
@@ -225,14 +224,14 @@ class Trainer:
         return True
 
     async def _revert_to_last_version(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
-        """Undo the steps that no version holds, as after a refusal, save at once and report the stop."""
+        """Go back to the last version after training was stopped, save at once, and report the stop."""
         await self._finish_save(lineage, reporter)
         await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
         reporter.stopped(reason, lineage.state)
 
     async def _step_and_save(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
-        """Step and save if it is time. Undone and restored outcomes are saved and announced before any other change."""
+        """Take a step and save, if it is time. Undone and restored outcomes are saved and announced first."""
         if self._saving is not None and self._saving[1].done():
             await self._finish_save(lineage, reporter)
         resumed = self._resume and lineage.health.stopped is not None
@@ -265,7 +264,7 @@ class Trainer:
         await self._retry(lambda: loop.run_in_executor(self._writer, save.write))
 
     async def _finish_save(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Wait until the save in progress is durable, and announce it: before any other operation than a step."""
+        """Wait until the save in progress is durable, and announce it. Call it before all operations but a step."""
         if self._saving is None:
             return
         save, writing = self._saving
@@ -286,7 +285,7 @@ class Trainer:
             await self._retry(partial(self._sink.send, event))
 
     async def _receive(self, record: Record, lineage: Lineage, reporter: Reporter) -> None:
-        """Take one record into the state, then move the offset past it. An invalid record is dead-lettered."""
+        """Process one record, then move the offset past it. An invalid record is dead-lettered."""
         try:
             event = await self._decode(record)
         except InvalidEvent as error:
@@ -347,8 +346,7 @@ class Trainer:
         lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
-        """Return the experience with its branch. A withdrawal may lack the tokens, and undoing them needs them
-        again."""
+        """Return the experience with its branch. A withdrawal may lack the tokens, which its reversal needs."""
         entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
@@ -376,7 +374,7 @@ class Trainer:
         return received.event
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Retry `work` while a dependency is unavailable, for `retry_s` at most; a full disk is waited for without
+        """Retry `work` while a dependency is unavailable, for `retry_s` at most; while the disk is full, without
         limit."""
         deadline = self._clock.monotonic_s() + self._settings.retry_s
         attempt = 0

@@ -25,7 +25,8 @@ RESOLUTION = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """`(reward - baseline) / scale` of each branch, with both terms, by which a later revision is compared."""
+    """Advantage of each branch, `(reward - baseline) / scale`, with both terms, by which a later revision is
+    compared."""
 
     values_B: Floats
     baselines_B: Floats
@@ -58,7 +59,7 @@ def reinforce_pp(
     tasks_min: int,
     scale_min: float | None,
 ) -> tuple[Advantages, Baselines]:
-    """Compute REINFORCE++ advantages with a rolling baseline per task. Works on single runs.
+    """Compute REINFORCE++ advantages with a rolling baseline for each task. Single runs are enough.
 
     The baseline of a branch is the mean reward of its task: decayed history plus the batch, without the branch's own
     run, including branches of that run in other batches. So it is independent of the reward and the gradient stays
@@ -69,7 +70,7 @@ def reinforce_pp(
     tasks.
 
     Returns:
-        The advantages, and the baselines with this batch in them.
+        The advantages, and the baselines updated by this batch.
     """
     run_sums, batch = _sums(runs_B, rewards_B, weights_B), _sums(tasks_B, rewards_B, weights_B)
     total = past.overall.plus(_sum(rewards_B, weights_B))
@@ -104,13 +105,13 @@ def grpo(
     *,
     scale_min: float | None,
 ) -> Advantages:
-    """Compute (r - mean of the group's runs) / (their unbiased standard deviation + 1e-6).
+    """Compute GRPO advantages: (r - mean of the group's runs) / (their unbiased standard deviation + 1e-6).
 
     A deviation below `scale_min` counts as `scale_min`, so that a judge's noise about equal runs does not become a full
     advantage. None: the difference is not divided.
 
     Raises:
-        ValueError: A group has a single run.
+        ValueError: a group has a single run.
     """
     groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     means = {group: fmean(runs.values()) for group, runs in groups.items()}
@@ -122,7 +123,10 @@ def grpo(
 
 
 def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]) -> Advantages:
-    """Compute r - mean of the group's other runs. Raise `ValueError` for groups with a single run."""
+    """Compute leave-one-out advantages: r - mean of the group's other runs.
+
+    Raises `ValueError` for a group with a single run.
+    """
     groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     baselines_B = [
         fmean(mean for name, mean in groups[group].items() if name != run)
@@ -134,7 +138,7 @@ def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: 
 def run_means(
     rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Return the reward of each run by group and run. A run's reward is the weighted mean of its branches."""
+    """Return the reward of each run, by group and run: the weighted mean over its branches."""
     sums = _sums(runs_B, rewards_B, weights_B)
     groups: dict[str, dict[str, float]] = {}
     for run, group in zip(runs_B, groups_B, strict=True):

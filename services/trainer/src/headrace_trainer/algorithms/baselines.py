@@ -24,7 +24,7 @@ _SPREADS_MAX = 2.0
 
 
 class Mean(Model):
-    """A weighted mean, stored as its two sums."""
+    """Decayed weighted mean, stored as its weighted sum (`total`) and its `weight`."""
 
     total: Finite = 0.0
     weight: Finite = 0.0
@@ -42,24 +42,24 @@ class Mean(Model):
         return Mean(total=self.total - other.total, weight=self.weight - other.weight)
 
     def absorb(self, new: Mean, decay: float) -> Mean:
-        """Return the mean after it has aged by the new weight and absorbed `new`."""
+        """Return the mean after another one was added, and the old part has decayed by the added weight."""
         aged = self.aged(new.weight, decay)
         return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
 
     def winsorised(self, bounds: Bounds) -> Mean:
-        """Return the mean with its value within `bounds`."""
+        """Return the mean with its value moved into `bounds` if it is outside."""
         if self.weight <= _ROUNDING or bounds.winsorise(self.value) == self.value:
             return self
         return self.model_copy(update={"total": bounds.winsorise(self.value) * self.weight})
 
     def aged(self, runs: float, decay: float) -> Mean:
-        """Return the part of the mean that remains after `runs` more runs."""
+        """Return the mean as it has decayed after `runs` further runs."""
         factor = decay**runs
         return Mean(total=self.total * factor, weight=self.weight * factor)
 
 
 class RunContribution(Model):
-    """The contribution of one run to the means, when they had these ages."""
+    """Contribution of one run to the means, with the age of each mean at that time."""
 
     task: str | None
     in_task: Mean
@@ -70,7 +70,7 @@ class RunContribution(Model):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The part of a batch that belongs to one run."""
+    """Rewards and squared differences of one run in a batch."""
 
     name: str
     task: str | None
@@ -79,7 +79,7 @@ class Run:
 
 
 class Baselines(Model):
-    """All statistics that advantages keep between batches. Immutable; saved with the weights."""
+    """Running statistics of rewards, which estimators keep between batches. Immutable; saved with the weights."""
 
     tasks: dict[str, Mean] = Field(default_factory=dict)
     """Means of the tasks, least recently updated first."""
@@ -95,7 +95,10 @@ class Baselines(Model):
         return self.tasks.get(name, Mean())
 
     def tasks_repeat(self, tasks_min: int) -> bool:
-        """Return False when at least `tasks_min` tasks are known and most of them were seen only once."""
+        """Return whether tasks occur repeatedly.
+
+        False when at least `tasks_min` are known and most were seen only once.
+        """
         once = sum(mean.weight <= 1.0 + _ROUNDING for mean in self.tasks.values())
         return len(self.tasks) < tasks_min or 2 * once <= len(self.tasks)
 
@@ -126,7 +129,8 @@ class Baselines(Model):
 
 
 class Decay(Model):
-    """Rates at which past rewards decay, and the number that is remembered; see the settings of the same names."""
+    """Rates at which past rewards decay, and numbers of remembered tasks and runs; see the settings of the same
+    names."""
 
     task: Finite
     model: Finite
@@ -134,11 +138,11 @@ class Decay(Model):
     runs_max: int = 1024
 
     def remaining_contribution(self, past: Baselines, run: str) -> tuple[Mean, Mean]:
-        """Return the remaining contribution of a run to the mean of its task, and to the mean over all tasks."""
+        """Return how much of a run's contribution remains in the mean of its task, and in the mean over all tasks."""
         return self._remaining(past.runs.get(run), past.tasks, past.overall)
 
     def absorb(self, old: Baselines, batch: Sequence[Run]) -> Baselines:
-        """Return `old` with a batch in it, run by run."""
+        """Return the baselines after a batch was added, run by run."""
         tasks, runs, overall, squares = dict(old.tasks), dict(old.runs), old.overall, old.squares
         for run in batch:
             in_task, in_overall = self._remaining(runs.get(run.name), tasks, overall)

@@ -41,8 +41,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The branches, and the answers with a graded reply, of a batch that are trained for the first time, in their order
-    (`_B`)."""
+    """Inputs of an estimator: the branches of a batch that are trained for the first time, and answers with a graded
+    reply.
+
+    `_B` is their order.
+    """
 
     rewards_B: Floats
     """The reward of each branch (as `worth` maps it), and the grade of each answer's reply."""
@@ -87,8 +90,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """A kind of advantage. `settings` is its own section `[trainer.advantage.<name>]`, read by
-    `AdvantageSettings.of(name)`."""
+    """Kind of advantage. `settings` is the class of its own section `[trainer.advantage.<name>]`."""
 
     compute: Compute
     needs: Needs = NOTHING
@@ -101,11 +103,12 @@ class Estimator:
     """Set where answers are trained by the user's replies to them."""
 
     def find_mistake(self, signals: Signals, *, hindsight: bool) -> str | None:
-        """Return the remedy where training would never call one of the functions, or has none that grades replies.
+        """Return why training would never call one of the functions, or has none that grades replies; None without a
+        mistake.
 
         Args:
-            signals: The signals that are trained, with those of the setting `demonstrations`.
-            hindsight: Whether the base computes the advantages of answers with replies, in place of `compute`.
+            signals: signals that are trained, with those of the setting `demonstrations`.
+            hindsight: whether the base computes the advantages of answers with replies, in place of `compute`.
         """
         if hindsight and signals != REPLIES:
             return "Needs(hindsight=True) trains replies alone; declare Signals(rewards=False, replies=True) with it"
@@ -137,14 +140,14 @@ def estimator(
     credit: Credit | None = None,
     grade: Grade | None = None,
 ) -> Callable[[Compute], Estimator]:
-    """Mark a function as an estimator and declare its needs."""
+    """Return a decorator that makes a function an estimator, and declares its needs."""
     return lambda compute: Estimator(compute, needs, settings, signals, worth, credit, grade)
 
 
 def reward_as_advantage(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Return the value of each reward as its advantage, without any comparison."""
+    """Return each reward as its advantage, without a comparison."""
     count = len(batch.rewards_B)
     return Advantages.of(batch.rewards_B, [0.0] * count, [1.0] * count), past
 
@@ -153,7 +156,7 @@ def reward_as_advantage(
 def reinforce_pp(
     batch: AdvantageInputs, past: Baselines, decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute REINFORCE++ advantages with a rolling baseline."""
+    """Compute REINFORCE++ advantages, with the rolling baselines `past`."""
     return advantages.reinforce_pp(
         batch.rewards_B,
         batch.weights_B,
@@ -187,5 +190,5 @@ def rloo(
 
 
 def scale_min(settings: AdvantageSettings) -> float | None:
-    """Return the least standard deviation to divide by, None where advantages are not divided."""
+    """Return the smallest standard deviation to divide by, or None where advantages are not divided."""
     return settings.scale_min if settings.scale == "std" else None

@@ -40,7 +40,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token (`loss_N` has a gradient) and observations of the same tokens."""
+    """Loss of each token (`loss_N` has a gradient), with observations of the same tokens."""
 
     loss_N: Tensor
     weight_N: Tensor
@@ -101,7 +101,7 @@ def likelihood(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
 
 
 def plain(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) -> TokenLoss:
-    """Return `loss_N` without importance weights; left-out tokens have a loss of 0."""
+    """Return `loss_N` as the loss, without importance weights. Left-out tokens have a loss of 0."""
     none_N = torch.zeros_like(loss_N, dtype=torch.bool)
     masked_N = none_N if sampled.left_out_N is None else sampled.left_out_N
     clipped_N = none_N if clipped_N is None else clipped_N
@@ -120,15 +120,23 @@ def row_counts(row_N: Tensor, rows: int) -> Tensor:
 
 
 def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
-    """Return the rows (`_R`) whose absolute mean log ratio exceeds `limit`. `row_N` is the row of each token."""
+    """Return which rows (`_R`) have drifted: their absolute mean log ratio of weights and engine exceeds `limit`, in
+    nats.
+
+    Args:
+        row_N: row of each token.
+        rows: number of rows.
+    """
     drift_N = (start_N.detach() - behaviour_N).double()
     sums_R = torch.zeros(rows, dtype=torch.float64, device=drift_N.device).index_add_(0, row_N, drift_N)
     return (sums_R / torch.bincount(row_N, minlength=rows)).abs() > limit
 
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Return Schulman's low-variance estimate of KL(policy of `logprobs_N` || reference), from samples of the former:
-    exp(d) - 1 - d with d = reference - logprobs. It is never negative (GRPO, arXiv:2402.03300, equation 4)."""
+    """Return Schulman's k3 estimate of KL(policy of `logprobs_N` || reference) for each token that the policy sampled.
+
+    It is exp(d) - 1 - d with d = reference - logprobs, which is never negative (GRPO, arXiv:2402.03300, equation 4).
+    """
     difference_N = (reference_N - logprobs_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return difference_N.exp() - 1 - difference_N
 

@@ -53,7 +53,7 @@ loss that is not linear names another one for corrections (`Loss.correction`).""
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss. `settings` is its own section `[trainer.loss.<name>]`, read by `LossSettings.of(name)`."""
+    """Kind of loss. `settings` is the class of its own section `[trainer.loss.<name>]`."""
 
     load: Callable[[], Compute]
     needs: Needs = NOTHING

@@ -20,7 +20,7 @@ from headrace_schemas.events.checkpoint import LearnedSignals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Needs that an estimator or a loss declares, or that a back end meets."""
+    """Abilities that an estimator or a loss requires, or that a back end offers."""
 
     groups: bool = False
     """Several runs of a task in one batch: training waits for `trainer.group_size` of them, and drops single runs."""
@@ -57,7 +57,7 @@ OFFERED = Needs(groups=True, logprobs=True, demonstrations=True, turn_rewards=Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Signals that are trained. An experience that carries none of them is dropped, with `no_signal` in its outcome."""
+    """Parts of an experience that an algorithm trains. An experience without any of them is dropped as `no_signal`."""
 
     rewards: bool = True
     """The branch, by its reward. Without a reward it is not trained."""
@@ -86,8 +86,8 @@ class Signals:
         """Return the kinds of feedback that `algorithm` trains, for the gateway and the account.
 
         Args:
-            algorithm: The name of the algorithm.
-            logprobs: Whether it needs the logprobs of the policy that sampled an answer.
+            algorithm: name of the algorithm.
+            logprobs: whether it needs the logprobs of the policy that sampled an answer.
         """
         return LearnedSignals(
             algorithm=algorithm,
@@ -99,7 +99,7 @@ class Signals:
 
     @property
     def answers(self) -> bool:
-        """Whether single answers are trained, in addition to whole branches or instead of them."""
+        """Whether single answers are trained, besides whole branches or instead of them."""
         return self.edits or self.preferences
 
 
@@ -109,14 +109,17 @@ REPLIES = Signals(rewards=False, replies=True)
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A preset. `defaults` are settings of `[trainer]` by their dotted names: `{"advantage.scale": "none"}`."""
+    """Preset that an algorithm's name stands for: kind of advantage, loss, and defaults of other settings.
+
+    `defaults` has settings of `[trainer]` by their dotted names: `{"advantage.scale": "none"}`.
+    """
 
     advantage: str
     loss: str = "clipped"
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def under(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `settings`, the user's table `[trainer]`, with the algorithm's values for settings that it lacks."""
+        """Return the user's table `[trainer]`, completed by the algorithm's values for settings that it lacks."""
         table: dict[str, Any] = {}
         for name, value in {"advantage.kind": self.advantage, "loss.kind": self.loss, **self.defaults}.items():
             *path, last = name.split(".")

@@ -50,7 +50,7 @@ TOTAL = ""
 
 @dataclass(frozen=True, slots=True)
 class RangeLimits:
-    """Distance from a source's usual values within which a value counts in full."""
+    """Limits of the distance from a source's usual values within which a value counts in full."""
 
     factor: float = 0.0
     """Distances from the median, in units of S. 0: all values count in full."""
@@ -63,7 +63,7 @@ NO_LIMITS = RangeLimits()
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The interval in which values count in full, and the least and largest value of the window within it."""
+    """Interval in which values count in full, with the smallest and the largest value of the window within it."""
 
     lowest: float
     highest: float
@@ -73,7 +73,7 @@ class Bounds:
     """S, the largest usual distance from the median."""
 
     def winsorise(self, value: float) -> float:
-        """Return `value` if it counts in full, else the nearest usual value."""
+        """Return `value` if it counts in full, or else the nearest usual value."""
         if value < self.lowest:
             return self.low
         return self.high if value > self.highest else value
@@ -97,7 +97,7 @@ class Stray(Model):
 
 
 class SourceRange(Model):
-    """The last values of one source, as they were reported."""
+    """Window of the last values of one source, as they were reported."""
 
     values: tuple[Finite, ...] = ()
     count: int = 0
@@ -105,13 +105,16 @@ class SourceRange(Model):
     last_run: str = ""
 
     def add(self, run: str, value: float) -> SourceRange:
-        """Return the range with a run's value; branches of one run that report the same value count once."""
+        """Return the window after a run's value was added.
+
+        Branches of one run that report the same value count once.
+        """
         if run == self.last_run and self.values and self.values[-1] == value:
             return self
         return SourceRange(values=(*self.values, value)[-WINDOW:], count=self.count + 1, last_run=run)
 
     def bounds(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the window, or None while there are too few values."""
+        """Return the bounds outside of which a value is a stray, or None while there are too few values."""
         return _bounds(self.values, limits)
 
 
@@ -134,7 +137,7 @@ def _bounds(values: tuple[float, ...], limits: RangeLimits) -> Bounds | None:
 
 
 class RewardRanges(Model):
-    """The ranges of all sources. Immutable; saved with the weights, as the baselines are."""
+    """Windows of the values of all sources. Immutable; saved with the weights, like the baselines."""
 
     sources: dict[str, SourceRange] = Field(default_factory=dict)
     """Ranges by source, least recently updated first."""
@@ -142,7 +145,7 @@ class RewardRanges(Model):
     """The last strays, as far as they are still outside the bounds."""
 
     def bound(self, experience: Experience, limits: RangeLimits) -> Experience:
-        """Return `experience` with winsorised rewards; itself when none is a stray."""
+        """Return `experience` with its stray rewards winsorised, or itself when none is a stray."""
         if not limits.factor or not self.sources:
             return experience
         if not self._strays_of(experience, limits):
@@ -163,7 +166,7 @@ class RewardRanges(Model):
         return experience.model_copy(update={"parts": parts, "turn_rewards": turns, "reward": reward})
 
     def note(self, experience: Experience, limits: RangeLimits) -> RewardRanges:
-        """Return the ranges with the strays of an experience among those to report."""
+        """Return the ranges with the strays of an experience added to those that are reported."""
         strays = self._strays_of(experience, limits) if limits.factor else []
         return self.model_copy(update={"strays": _distinct_strays([*self.strays, *strays])}) if strays else self
 
@@ -183,7 +186,11 @@ class RewardRanges(Model):
         return value if bounds is None else bounds.winsorise(value)
 
     def absorb(self, batch: Sequence[tuple[str, Experience]], limits: RangeLimits) -> RewardRanges:
-        """Return the ranges with the runs of a batch, in their order, each with its experience."""
+        """Return the ranges after the rewards of a batch were added, in the order of its runs.
+
+        Args:
+            batch: name of each run, with its experience.
+        """
         if not limits.factor:
             return self
         sources = dict(self.sources)
@@ -215,8 +222,10 @@ class RewardRanges(Model):
         return bounds is None or bounds.winsorise(stray.value) != stray.value
 
     def total(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the combined rewards, or None when some of the window are outside, because then several
-        units are in use, and outliers are no errors."""
+        """Return the bounds of the combined rewards, or None when some of the window are outside of them.
+
+        In that case several units are in use, and outliers are no errors.
+        """
         if not limits.factor or TOTAL not in self.sources:
             return None
         values = self.sources[TOTAL].values

@@ -22,7 +22,10 @@ from headrace_trainer.experiences.restrictions import TokenSets
 
 @dataclass(frozen=True)
 class Hindsight:
-    """The user's reply to the answer of a row. All tokens are those of the branch."""
+    """The user's reply to a row's answer, from which a teacher grades that answer.
+
+    All tokens are those of the branch.
+    """
 
     prompt_T: NDArray[np.int32]
     """The tokens before the answer's opening."""
@@ -35,15 +38,17 @@ class Hindsight:
     """Start positions of answers before the contradicted one, which the user's message may have been about."""
 
     def digest(self) -> bytes:
-        """Return the bytes of all arrays, little-endian."""
+        """Return all arrays as little-endian bytes, each with its length."""
         arrays = [self.prompt_T, self.reply_T, self.next_T, *([self.earlier_K] if len(self.earlier_K) else ())]
         return b"".join(len(array).to_bytes(4, "little") + array.astype("<i4").tobytes() for array in arrays)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One branch or example. Arrays have the length of the sequence. Outside the loss `behaviour_T` is 0 and
-    `temperature_T` is 1."""
+    """Training data of one branch or example, in arrays of the sequence's length.
+
+    Outside the loss `behaviour_T` is 0 and `temperature_T` is 1.
+    """
 
     experience_id: str
     revision: int
@@ -111,11 +116,11 @@ class Row:
         """Build the row of a whole branch.
 
         Args:
-            experience: The experience. It must have a branch.
-            advantage: The advantage of all its tokens.
-            current: The version whose weights equal the present ones, None when steps have changed them since.
-            token_weight: The token weight of the first training, for a correction.
-            sets: The tokens that its spans were sampled from.
+            experience: must have a branch.
+            advantage: advantage of all its tokens.
+            current: version whose weights equal the present ones; None when steps have changed them since.
+            token_weight: token weight of the first training, for a correction; None for a first training.
+            sets: tokens that its spans were sampled from; None for all tokens.
         """
         branch = experience.branch
         assert branch is not None
@@ -150,7 +155,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in order of arrival."""
+    """Rows of one training step, in order of arrival."""
 
     rows: tuple[Row, ...]
     full_rows: float | None = None
@@ -162,7 +167,7 @@ class Batch:
 
     @property
     def first(self) -> tuple[Row, ...]:
-        """Rows that correct no earlier training."""
+        """Rows that are trained for the first time."""
         return tuple(row for row in self.rows if not row.correction)
 
     @property
@@ -175,17 +180,20 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Size of the batch as a share of a full batch: a batch that was cut by time is less than a full step."""
+        """Size of the batch as a share of a full batch.
+
+        A batch that was cut by time counts as less than a full step.
+        """
         return len(self.rows) / (self.full_rows or len(self.rows))
 
     @property
     def first_weight(self) -> float:
-        """Size of the rows that correct no earlier training, as a share of a full batch."""
+        """Size of the rows that are trained for the first time, as a share of a full batch."""
         return len(self.first) / (self.full_rows or len(self.rows))
 
     @cached_property
     def token_weight(self) -> float:
-        """Weight of a token in a row that corrects no earlier training.
+        """Weight of a token in a row that is trained for the first time.
 
         The loss is a mean over these tokens, however the batch is divided into forward passes, times the share of a
         full batch that they are.
@@ -194,16 +202,18 @@ class Batch:
         return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)
 
     def weighted(self, row: Row) -> Row:
-        """Return `row` with the weight of its tokens.
+        """Return `row` with the weight of its tokens set.
 
-        A correction gets this batch's weight if its own is unknown, because an earlier release trained it.
+        A correction keeps the weight of its first training, or gets this batch's if an earlier release has not stored
+        it.
         """
         if row.correction and row.token_weight:
             return row
         return replace(row, token_weight=self.token_weight * self.factor(row))
 
     def factor(self, row: Row) -> float:
-        """Return the weight of a token of `row` relative to a mean over all tokens; 1 where that mean is used."""
+        """Return the weight of a token of `row` as a multiple of that in a mean over all tokens; 1 where that mean
+        is used."""
         if self.agg_mode == "token-mean" or not self.first:
             return 1.0
         return self._weight_of(row) / (self.first_weight / sum(first.tokens for first in self.first))
@@ -219,7 +229,7 @@ class Batch:
 
     @cached_property
     def _sequences(self) -> float:
-        """Number of runs and single answers."""
+        """Number of sequences that are averaged: runs, each divided among its branches, and single answers."""
         return math.fsum(row.share for row in self.first)
 
     @cached_property
@@ -256,7 +266,11 @@ def _special_fields(row: Row) -> bytes:
 
 
 def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:
-    """Return the row numbers of each forward pass. Rows with the same `together` stay in one pass."""
+    """Divide rows into forward passes of about `budget` tokens. Rows with the same `together` stay in one pass.
+
+    Returns:
+        The row numbers of each pass.
+    """
     units: dict[object, list[int]] = {}
     for index, row in enumerate(rows):
         units.setdefault(row.together or index, []).append(index)
@@ -266,9 +280,12 @@ def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the row numbers of each pack of at most `budget` tokens (first-fit decreasing, deterministic).
+    """Divide rows of these lengths into packs of at most `budget` tokens (first-fit decreasing, deterministic).
 
     A row longer than `budget` gets a pack of its own.
+
+    Returns:
+        The row numbers of each pack.
     """
     packs: list[list[int]] = []
     free_tokens: list[int] = []

@@ -31,7 +31,7 @@ BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
 
 
 class Cutter:
-    """Cuts batches from the waiting experiences. Call `next` after each record, and periodically without one."""
+    """Cutter of batches from the waiting experiences. Call `next` after each record, and periodically without one."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._recorded = settings.cut == "recorded"
@@ -55,11 +55,9 @@ class Cutter:
         Experiences that have become too old (P5), and runs whose group did not come in time, are dropped.
 
         Args:
-            state: The state of the lineage.
-            now: The present time.
-            mark: The size of the batch that the original of a replay cut after the record just read.
-            undecided: The size of a batch that was refused because it was too small. The next batch has at least twice
-                as many experiences, or all that there are at the end.
+            mark: in a replay, the size of the batch that the original cut after the record just read; None otherwise.
+            undecided: size of a batch that was refused because it was too small. The next batch has at least twice as
+                many experiences, or all that there are at the end.
         """
         head = (state.history.head, state.history.head_step)
         if self._swept != head:
@@ -95,13 +93,13 @@ class Cutter:
         return selection
 
     def _half_late_time(self, state: LineageState) -> datetime:
-        """Return the time at which the older half of the waiting experiences will have waited long enough."""
+        """Return the time at which the older half of the waiting experiences has waited for as long as it may."""
         since_ms = sorted(item.since_ms for item in state.waiting)
         begun = datetime.fromtimestamp(since_ms[(len(since_ms) - 1) // 2] / 1000, UTC)
         return begun + (self._pair_wait if self._paired else self._rules.group_wait)
 
     def _select_recorded(self, state: LineageState, mark: int) -> Selection:
-        """Return the first `mark` experiences that were ready in the original.
+        """Return the first `mark` experiences that were ready in the original of a replay.
 
         Groups that the original cut by time are not known, so all groups count as late if too few are complete.
         """
@@ -120,7 +118,7 @@ class Cutter:
 
 
 def decay(settings: TrainerSettings) -> Decay:
-    """Return how fast the baselines forget past rewards."""
+    """Return the decay of the baselines according to the settings."""
     return Decay(
         task=settings.advantage.task_decay,
         model=settings.advantage.model_decay,
@@ -130,7 +128,7 @@ def decay(settings: TrainerSettings) -> Decay:
 
 
 def left_out_of(record: Record) -> frozenset[str]:
-    """Return the experiences that the original lineage left out of the batches that it cut after this record."""
+    """Return the ids of the experiences that the original lineage left out of the batches after this record."""
     return frozenset(
         value.decode(errors="replace") for name, value in record.headers if name == LEFT_OUT_HEADER and value
     )

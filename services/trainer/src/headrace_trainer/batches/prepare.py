@@ -39,16 +39,16 @@ def row_of(
     replies: ReplyReader | None = None,
     sets: SetBuilder | None = None,
 ) -> Row:
-    """Build the row of an example.
+    """Build the row of a trained example.
 
     Args:
-        one: The example and its training.
-        current: The version whose weights equal the present ones.
-        pairs: The pair of each answer that is trained together with another one.
-        rules: Whether answers without logprobs are trained.
-        by_sequence: Whether sequences are averaged, so that a branch counts by its share of its run.
-        replies: Finds users' replies, where they are trained.
-        sets: Builds the sets of tokens that answers were sampled from.
+        record: the example and its training.
+        current: version whose weights equal the present ones; None without one.
+        pairs: name of the pair of each answer that is trained together with another one, by experience and part.
+        rules: decide whether answers without logprobs are trained.
+        by_sequence: whether sequences are averaged, so that a branch counts by its share of its run.
+        replies: finds users' replies; None where they are not trained.
+        sets: builds the sets of tokens that answers were sampled from; None where the back end cannot use them.
     """
     experience, example = record.waiting.experience, record.example
     trained = None if example.tokens else rules.trained_branch(_branch(experience))
@@ -67,7 +67,7 @@ def row_of(
 
 
 def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
-    """Return the sequence up to the end of one answer, with that answer alone in the loss."""
+    """Return the row of one answer: the sequence up to its end, with this answer alone in the loss."""
     span = example.span(_branch(experience))
     assert span is not None, "examples of answers outside the branch are dropped earlier"
     if not example.tokens:
@@ -131,7 +131,7 @@ def _branch(experience: Experience) -> Branch:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch, the records for the state once it was trained, and the baselines that include it."""
+    """A batch, with the records of its examples and the baselines for the state after the step."""
 
     batch: Batch
     trained: tuple[TrainedExperience, ...]
@@ -146,17 +146,13 @@ def prepare(
     full_rows: int | None = None,
     loss: LossSettings | None = None,
 ) -> PreparedBatch:
-    """Build a batch with its rows in the order of `items`.
+    """Build a batch from waiting experiences, with its rows in the order of `items`.
 
     Corrections get the missing advantage. They neither depend on the baselines nor change them.
 
     Args:
-        items: The experiences of the batch.
-        state: The state of the lineage.
-        settings: The settings of the advantages.
-        decay: How fast baselines forget.
-        whole: The number of experiences of a full batch, or None for the number of `items`.
-        loss: The settings of the loss, for its aggregation.
+        full_rows: number of experiences of a full batch; None: the number of `items`.
+        loss: settings of the loss, for its aggregation; None for a mean over tokens.
     """
     for item in items:
         versions = versions_of(item.experience, state.limits.rules)
@@ -195,7 +191,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class IsolatedBatch:
-    """The rest of a batch without the experiences that break its preparation."""
+    """Result of `prepare_isolated`: the batch without the experiences that prevent its preparation."""
 
     items: tuple[WaitingExperience, ...]
     prepared: PreparedBatch | None
@@ -207,10 +203,13 @@ class IsolatedBatch:
 def prepare_isolated(
     items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], PreparedBatch]
 ) -> IsolatedBatch:
-    """Prepare a batch with `ready`, without the experiences because of which it raises.
+    """Prepare a batch, without the experiences that make its preparation fail.
+
+    Args:
+        prepare_items: prepares a batch of some of the items.
 
     Raises:
-        Exception: `ready` raised it, and no experience is at fault.
+        Exception: the error of `prepare_items`, if no experience is at fault.
     """
     try:
         return IsolatedBatch(tuple(items), prepare_items(items))
@@ -225,10 +224,10 @@ def prepare_isolated(
 def find_poisoned(
     items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], object]
 ) -> list[tuple[WaitingExperience, str]]:
-    """Return the items because of which `ready` raises, with the reasons; empty when no item is at fault.
+    """Return the items that make `prepare_items` fail, with the reasons; empty when no item is at fault.
 
-    An item is at fault if `ready` succeeds without it. If there is no such item, those are at fault for which `ready`
-    raises when they are alone.
+    An item is at fault if the preparation succeeds without it. If there is no such item, those are at fault that fail
+    alone.
     """
     for index, item in enumerate(items):
         if len(items) > 1 and _preparation_error([*items[:index], *items[index + 1 :]], prepare_items) is None:
@@ -250,7 +249,10 @@ def _preparation_error(
 
 
 def _can_train(item: WaitingExperience, update: PendingUpdate, pairs: dict[tuple[str, str], str]) -> bool:
-    """Return whether an answer of a comparison has its counterpart. Corrections and other examples need none."""
+    """Return whether an answer of a comparison has its counterpart in the batch.
+
+    Other examples and corrections need none.
+    """
     return not (update.is_new and update.example.pair) or (item.experience.experience_id, update.example.part) in pairs
 
 
@@ -262,7 +264,11 @@ def _first_training(
     state: LineageState,
     settings: AdvantageSettings,
 ) -> TrainedExperience:
-    """Return the record of the first training of `example`, which is number `index` of those that were compared."""
+    """Return the record of the first training of `example`.
+
+    Args:
+        index: number of the example among those that were compared.
+    """
     value = _clip(advantages.values_B[index], settings.limit)
     terms = (advantages.baselines_B[index], advantages.scales_B[index])
     record = TrainedExperience(item, value, *terms, example=example)
@@ -278,9 +284,12 @@ def _first_training(
 def _winsorise(
     compared: Sequence[ComparedExample], state: LineageState, settings: AdvantageSettings
 ) -> tuple[Baselines, list[ComparedExample]]:
-    """Return the baselines with the ranges of the batch's rewards in them, and the examples with winsorised rewards.
+    """Add the rewards of a batch to their ranges, and winsorise them.
 
     The ranges take in the whole batch before any of its rewards is compared with them. Grades of replies have no range.
+
+    Returns:
+        The baselines with the new ranges, and the examples with winsorised rewards.
     """
     limits = settings.range_limits
     branches = [item for item, example in compared if example.is_branch]
@@ -326,7 +335,8 @@ def _advantages(
 
 
 def _compared_value(experience: Experience, example: Example, rules: CorrectionRules) -> float:
-    """Return the reward of a branch as the algorithm values it, or the grade of the reply to an answer."""
+    """Return the number that the estimator compares: the reward of a branch as the algorithm maps it, or a reply's
+    grade."""
     if example.grade is not None:
         return example.grade
     assert experience.reward is not None, "P6: only a correction may lack a reward"

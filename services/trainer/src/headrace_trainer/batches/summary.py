@@ -20,7 +20,8 @@ _TASK = "reward/"
 
 
 def summarize_batch(prepared: PreparedBatch, state: LineageState) -> dict[str, float]:
-    """Return rewards (means over runs, without corrections), staleness as a histogram, and counts."""
+    """Return measures of a batch by name: rewards (means over runs, without corrections), a histogram of staleness,
+    counts."""
     rewards: list[tuple[float, float]] = []
     tasks: dict[str, list[tuple[float, float]]] = {}
     staleness: Counter[int] = Counter()
@@ -60,7 +61,7 @@ def summarize_batch(prepared: PreparedBatch, state: LineageState) -> dict[str, f
 
 
 def _groups(prepared: PreparedBatch) -> list[list[float]]:
-    """Return the advantages of each task of which the batch holds several runs."""
+    """Return the advantages in each task with several runs in the batch."""
     groups: dict[str, list[float]] = {}
     runs: dict[str, set[str]] = {}
     for record in prepared.trained:
@@ -72,7 +73,7 @@ def _groups(prepared: PreparedBatch) -> list[list[float]]:
 
 
 def summarize_steps(steps: Sequence[Mapping[str, float]], outcomes: Sequence[TrainingOutcome]) -> dict[str, float]:
-    """Return each measure's mean over the steps that have it, and the number of experiences by outcome."""
+    """Return the mean of each measure over the steps that have it, and the number of experiences with each outcome."""
     counts = Counter("trained" if outcome.dropped is None else f"dropped/{outcome.reason_name}" for outcome in outcomes)
     values = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(counts.items())}}
     names = dict.fromkeys(name for step in steps for name in step)

@@ -59,7 +59,7 @@ _DETAIL_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Bounds that a trainable sequence must satisfy, and the parts of an experience that are trained."""
+    """Limits of trainable experiences, and functions that derive their examples."""
 
     vocabulary: int
     sequence_tokens: int
@@ -85,7 +85,7 @@ class AdmissionLimits:
     """Bounds beyond which a reward is a stray."""
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
-        """Return the examples that are trained of `experience`, without answers longer than `sequence_tokens`."""
+        """Return the examples of `experience` that are trained, without answers longer than `sequence_tokens`."""
         worth, logprobs = self.rules.worth, self.rules.logprobs
         candidates = examples(
             experience, self.signals, worth, self.write, self._reply_examples(experience), logprobs=logprobs
@@ -113,7 +113,8 @@ class AdmissionLimits:
         return lambda _trained: reader.graded_examples(experience, grade)
 
     def left_out_turns(self, experience: Experience, edited: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the turns of its branch whose answers lack logprobs that training needs, without those `edited`."""
+        """Return the turns of an experience's branch whose answers lack logprobs that training needs, except
+        `edited` ones."""
         branch = experience.branch
         trained = None if branch is None else self.rules.trained_branch(branch)
         if branch is None or trained is branch:
@@ -122,7 +123,7 @@ class AdmissionLimits:
         return tuple(turn for turn in branch.turn_ids if turn not in trained_turns)
 
     def restriction_problem(self, experience: Experience) -> str | None:
-        """Return why it is not known from which tokens the answers of a branch were sampled, or None if it is.
+        """Return why the sets of tokens that a branch was sampled from are unknown, or None if they are known.
 
         The first call for a branch may take seconds. A branch that is too long to be trained is not examined.
         """
@@ -135,7 +136,7 @@ class AdmissionLimits:
 
     @property
     def rules(self) -> CorrectionRules:
-        """The configured correction rules. Without them, the reward of an example is its advantage."""
+        """Rules of corrections. Without configured ones, the reward of an example is its advantage."""
         return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min, logprobs=self.logprobs)
 
 
@@ -194,7 +195,7 @@ def open_reply_reader(settings: TrainerSettings) -> ReplyReader:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """Reason for which a revision cannot change the weights. `detail` narrows it down."""
+    """Reason why a revision cannot change the weights. `detail` narrows it down."""
 
     reason: DropReason
     detail: str | None = None
@@ -220,14 +221,12 @@ class Decision:
 def decide(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Decision:
-    """Decide about an experience. An experience that raises an error here is dropped as `invalid`; the others go on.
+    """Decide about an experience that arrived. One that causes an error is dropped as `invalid`; the others go on.
 
     Args:
-        experience: The experience that arrived.
-        entry: The window's entry of the experience, or None if it was not seen before.
-        history: The versions of the lineage.
-        steps: The number of steps that the lineage has taken.
-        limits: The admission limits.
+        entry: the window's entry of the experience, or None if it was not seen before.
+        history: versions of the lineage.
+        steps: number of steps that the lineage has taken.
     """
     try:
         return _decide(experience, entry, history, steps, limits)
@@ -254,7 +253,7 @@ def _decide(
 def find_objection(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Objection | None:
-    """Return the reason for which this revision cannot change the weights, None when it can."""
+    """Return the reason why this revision cannot change the weights, or None when it can."""
     trained = entry is not None and entry.trained
     if experience.branch is None:
         return Objection(experience.no_reward or "no_reward")
@@ -266,7 +265,7 @@ def find_objection(
 def find_expiry(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Objection | None:
-    """Return the objections that may arise while an experience waits, because the weights move meanwhile."""
+    """Return a reason that may arise while an experience waits, because the weights move; None without one."""
     try:
         return _find_expiry(experience, entry, history, steps, limits)
     except Exception as error:
@@ -294,15 +293,17 @@ def _find_expiry(
 def pending_updates_of(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> tuple[PendingUpdate, ...]:
-    """Return the updates that the weights lack for the experience. An excluded version's answers have no examples, so
-    their contributions are reversed."""
+    """Return the updates that the weights lack for an experience.
+
+    Answers of an excluded version have no examples, so their contributions are reversed.
+    """
     excluded = history.first_excluded(versions_of(experience, limits.rules)) is not None
     trained_examples = () if excluded else limits.examples(experience)
     return pending_updates(experience, entry, trained_examples, history, steps, limits.rules)
 
 
 def staleness_reason(versions: Sequence[str], history: History, max_staleness: int) -> DropReason | None:
-    """Return why an experience of these versions (`versions_of`) is too old to be trained (P5), None if it is fresh.
+    """Return why an experience sampled by these versions is too old to be trained (P5), or None if it is fresh.
 
     The oldest version of all its spans counts, as the engine reported it (P3). Tokens that no model sampled are never
     stale.
@@ -326,7 +327,7 @@ def versions_of(experience: Experience, rules: CorrectionRules) -> Sequence[str]
 
 
 def _objection_without_examples(experience: Experience, limits: AdmissionLimits) -> Objection:
-    """Return the reason for which an experience with a branch has no examples."""
+    """Return why an experience with a branch has no examples."""
     if experience.branch is not None and limits.write is not None and limits.signals.edits and experience.edits:
         longer = replace(limits, sequence_tokens=2**62)
         return Objection("too_long") if longer.examples(experience) else Objection("invalid", "edit")
@@ -338,7 +339,7 @@ def _objection_without_examples(experience: Experience, limits: AdmissionLimits)
 
 
 def _find_malformation(experience: Experience, limits: AdmissionLimits) -> Objection | None:
-    """Return the objection to a branch that the model cannot be trained on, None if there is none.
+    """Return why the model cannot be trained on a branch, or None if it can.
 
     The model has no such token or context, the first token has no prefix to be predicted from, or the reward is beyond
     `reward_max`.

@@ -34,7 +34,7 @@ FindReplyExamples = Callable[[Experience], Iterable["Example"]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence of an experience. `part` identifies it within the experience."""
+    """One trainable sequence of an experience. `part` identifies it within the experience."""
 
     part: str = ""
     """Empty for the whole branch."""
@@ -56,7 +56,7 @@ class Example:
 
     @property
     def is_branch(self) -> bool:
-        """Whether it is the whole branch, trained by its reward."""
+        """Whether the example is the whole branch, trained by its reward."""
         return self.value is None and not self.part
 
     def span(self, branch: Branch) -> Span | None:
@@ -76,10 +76,15 @@ def examples(
     *,
     logprobs: bool = False,
 ) -> tuple[Example, ...]:
-    """Return the examples of an experience in a fixed order, each part once.
+    """Derive the examples of an experience, in a fixed order, each part once.
 
-    The result is empty if the experience carries no signal that is trained. With `logprobs`, answers are trained by
-    the logprobs of the policy that sampled them, and answers without these are no examples; their edits are.
+    The result is empty if the experience carries no signal that is trained.
+
+    Args:
+        worth: maps a reward to the value that the algorithm uses; None for the reward itself.
+        write: tokenizes edits; None where they are not trained.
+        replied: finds examples of replies; None where they are not trained.
+        logprobs: whether answers without the logprobs of the sampling policy are no examples. Their edits are.
     """
     if experience.branch is None:
         return ()
@@ -167,7 +172,7 @@ SpanAdvantages = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class CorrectionRules:
-    """Rules that turn rewards into advantages after the first training."""
+    """Rules by which the missing advantage of an experience is computed after its first training."""
 
     advantage_max: float
     correction_min: float
@@ -217,15 +222,15 @@ def pending_updates(
     """Return the updates that the weights still lack for an experience.
 
     Args:
-        experience: The newest revision of the experience.
-        entry: The window's entry of the experience, or None if it was not seen before.
-        given: The examples that the experience has now.
-        history: The versions of the lineage.
-        steps: The number of steps that the lineage has taken.
-        terms: The rules that turn its reward into an advantage.
+        experience: its newest revision.
+        entry: the window's entry of the experience, or None if it was not seen before.
+        examples: examples that the experience has now.
+        history: versions of the lineage.
+        steps: number of steps that the lineage has taken.
+        rules: turn its reward into an advantage.
 
     Returns:
-        The updates of `given`, in their order, followed by reversals of examples that were withdrawn.
+        The updates of `examples`, in their order, followed by reversals of examples that were withdrawn.
     """
     if entry is None or not entry.trained:
         return tuple(PendingUpdate(example, example.value) for example in examples)
@@ -251,7 +256,7 @@ def pending_updates(
 
 
 def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | None, ...]:
-    """Return the reward of each trained span's turn at the first span of the turn, and None at the other spans."""
+    """Return for each trained span the reward of its turn, at the first span of the turn; None at the others."""
     assert experience.branch is not None
     branch = rules.trained_branch(experience.branch)
     assert branch is not None, "an experience without a span that can be trained has no branch to train"

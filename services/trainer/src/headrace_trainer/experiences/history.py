@@ -35,8 +35,10 @@ VERSIONS_MAX = 512
 
 @dataclass(frozen=True)
 class History:
-    """Immutable tree of versions. `head` is the version that the weights in training descend from. The weights also
-    hold all steps after `head_step`."""
+    """Immutable tree of a lineage's versions. `head` is the version that the weights in training descend from.
+
+    The weights also contain all steps after `head_step`.
+    """
 
     versions: tuple[PublishedVersion, ...]
     head: str
@@ -57,7 +59,7 @@ class History:
 
     @cached_property
     def distances(self) -> dict[str, int]:
-        """Number of edges between each version and the head. A version without a path to the head has no entry."""
+        """Number of versions between each version and the head. A version without a path to the head has no entry."""
         neighbours: dict[str, list[str]] = {name: [] for name in self._by_name}
         for published in self.versions:
             if published.parent in neighbours:
@@ -82,7 +84,7 @@ class History:
         return max(published.number for published in self.versions) + 1
 
     def staleness(self, versions: Iterable[str]) -> int | None:
-        """Return the number of versions between the oldest of `versions` and the head, or None when one is of another
+        """Return the number of versions between the oldest of `versions` and the head; None when one is of another
         lineage."""
         distances = [self._distance(version) for version in versions]
         lineage_distances = [distance for distance in distances if distance is not None]
@@ -107,8 +109,7 @@ class History:
         return max(0, self[self.head].number - number)
 
     def descends_from(self, version: str) -> bool:
-        """Return whether the weights in training hold the steps of `version`: it is the head or one of its
-        ancestors."""
+        """Return whether the weights in training descend from `version`: it is the head or one of its ancestors."""
         return self.descends(self.head, version)
 
     def descends(self, version: str, ancestor: str) -> bool:
@@ -116,10 +117,12 @@ class History:
         return any(published.version == ancestor for published in self._line(version))
 
     def holds_step(self, step: int, now: int) -> bool:
-        """Return whether the weights after `now` steps hold the change of `step`. Steps of abandoned versions are
-        undone.
+        """Return whether the weights after `now` steps contain the change of `step`.
 
-        Steps older than all remembered versions count as held; their experiences are long past any staleness bound.
+        Steps of abandoned versions are undone.
+
+        Steps older than all remembered versions count as contained; their experiences are long past any staleness
+        bound.
         """
         if self.head_step < step <= now:
             return True
@@ -127,8 +130,10 @@ class History:
         return any(p.first_step <= step <= p.last_step for p in line) or step < line[-1].first_step
 
     def with_version(self, version: PublishedVersion, keep: Collection[str], limit: int) -> History:
-        """Return the history with `version` as its head and at most `limit` versions. Versions in `keep` always
-        stay."""
+        """Return the history with `version` as its head, and at most `limit` versions.
+
+        Versions in `keep` always stay.
+        """
         versions = [*self.versions, version]
         spare = len(versions) - limit
         remaining = []
@@ -143,12 +148,14 @@ class History:
         )
 
     def rewound(self, version: str, now: int) -> History:
-        """Return the history after the weights went back to `version`: the steps since then, up to `now`, are
-        undone."""
+        """Return the history after the weights went back to `version`.
+
+        The steps since then, up to `now`, are undone.
+        """
         return replace(self, head=version, head_step=now)
 
     def _line(self, version: str) -> Iterator[PublishedVersion]:
-        """Yield `version` and its ancestors, newest first, as far as they are remembered."""
+        """Yield `version` and its ancestors, newest first, as far as they are known."""
         published = self._by_name.get(version)
         while published is not None:
             yield published

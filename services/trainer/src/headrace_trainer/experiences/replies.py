@@ -38,8 +38,10 @@ _CALL_MESSAGE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class ReplyTokens:
-    """The prompt of an answer without the opening of the answer, the user's next message with one, and the model's
-    answer to that message."""
+    """Tokens of a user's reply: the prompt of the answer, the user's next message, and the model's answer to it.
+
+    `prompt` has no opening of an answer; `reply` ends with one.
+    """
 
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
@@ -50,7 +52,7 @@ class ReplyTokens:
 
 @dataclass(frozen=True, slots=True)
 class _MessageForm:
-    """Text before and after the content of a message, the opening of an answer included."""
+    """Text before and after the content of a single user message, the opening of the next answer included."""
 
     before: str
     after: str
@@ -64,16 +66,16 @@ class _MessageForm:
 
 
 class ReplyReader:
-    """Finds replies with the tokenizer and the chat template of a model folder.
+    """Finder of users' replies in the tokens of branches, by the tokenizer and the chat template of a model folder.
 
     Args:
-        folder: The model folder. It is read once.
-        contradicted_max: The highest reward of a turn whose answer counts as contradicted.
-        accepted_min: The lowest reward of a turn whose answer counts as accepted.
-        earlier_max: How many answers before a contradicted one `earlier` returns at most.
+        folder: the model folder. It is read once.
+        contradicted_max: highest reward of a turn whose answer counts as contradicted.
+        accepted_min: lowest reward of a turn whose answer counts as accepted.
+        earlier_max: largest number of answers before a contradicted one that `earlier` returns.
 
     Raises:
-        SettingError: The folder has no tokenizer, or its chat template does not show where messages begin and end.
+        SettingError: the folder has no tokenizer, or its chat template does not show where messages begin and end.
     """
 
     def __init__(self, folder: Path, contradicted_max: float, accepted_min: float, earlier_max: int = 0) -> None:
@@ -102,7 +104,7 @@ class ReplyReader:
         self._cached = lru_cache(_CACHED_MAX)(self._find_boundaries)
 
     def examples(self, experience: Experience) -> Iterator[Example]:
-        """Yield contradicted answers with the value 1, and accepted ones with 0.
+        """Yield the examples of answers with a reply: contradicted ones with the value 1, and accepted ones with 0.
 
         Answers to which a tool replied are skipped, and answers that were sampled from a part of the vocabulary: after
         another prompt the parts would be others.
@@ -167,8 +169,7 @@ class ReplyReader:
         return replies
 
     def read(self, branch: Branch, span: Span) -> ReplyTokens | None:
-        """Return the user's reply to the answer `span`, or None where no message of a user, or no answer to one,
-        follows."""
+        """Return the user's reply to the answer `span`, or None if no message of a user follows, or no answer to it."""
         index = branch.spans.index(span) + 1
         if index == len(branch.spans):
             return None
@@ -192,12 +193,15 @@ class ReplyReader:
         return tuple(reversed(spans))
 
     def _find_boundaries(self, prompt_end: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int, str] | None:
-        """Return the number of opening tokens at the end of a prompt, of end tokens after its answer, and the text of
-        the user's message.
+        """Find the user's message between two answers.
 
         Args:
-            prompt_end: The last tokens before the answer.
-            between: The tokens between the answer and the next one.
+            prompt_end: the last tokens before the first answer.
+            between: the tokens between the two answers.
+
+        Returns:
+            The number of opening tokens at the end of the prompt, the number of end tokens after the answer, and the
+                text of the message; None without such a message.
         """
         lengths = range(len(prompt_end) + 1)
         opening = next((n for n in lengths if self._text(prompt_end[len(prompt_end) - n :]) == self._opening), None)
@@ -216,8 +220,7 @@ class ReplyReader:
         return (opening, closing, self._user.content_of(message)) if is_single else None
 
     def _is_single_message(self, message: tuple[int, ...]) -> bool:
-        """Return whether the tokens have only the control tokens of one user message, and so are not several
-        messages."""
+        """Return whether the tokens are a single user message: their control tokens are those of one."""
         form = self._tokenizer.encode(f"{self._user.before}x{self._user.after}", add_special_tokens=False).ids
         return [token for token in message if token in self._controls] == [
             token for token in form if token in self._controls

@@ -21,7 +21,7 @@ Offsets = dict[str, dict[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedExperience:
-    """Training of one example of an experience by one step.
+    """Record of the training of one example by one step.
 
     `baseline` and `scale` are those of the first training of the branch, or of the answer with a graded reply.
     """
@@ -48,13 +48,13 @@ class TrainedExperience:
 
     @property
     def name(self) -> str:
-        """Return the name of its row in the batch."""
+        """Name of the example's row in the batch."""
         part = self.example.part
         return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
 
     @property
     def contribution_detail(self) -> ContributionDetail | None:
-        """Return the details that the window stores, None for a whole branch that was trained with one advantage."""
+        """Details that the window stores; None for a whole branch that was trained with one advantage."""
         example = self.example
         if not (example.part or self.turns):
             return None
@@ -69,7 +69,7 @@ class TrainedExperience:
 
 
 def by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[TrainedExperience]]:
-    """Return the records of each experience, in their order."""
+    """Group records by the id of their experience, in their order."""
     groups: dict[str, list[TrainedExperience]] = {}
     for record in records:
         groups.setdefault(record.waiting.experience.experience_id, []).append(record)
@@ -77,7 +77,7 @@ def by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[Traine
 
 
 class SaveReport(NamedTuple):
-    """The part of a save that is published: outcomes, reversals and batches since the previous save."""
+    """Published part of a save: outcomes, reversals and batches since the previous save."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[Undone, ...] = ()
@@ -87,7 +87,7 @@ class SaveReport(NamedTuple):
 
 
 class Unreported(Model):
-    """Outcomes that the next report must contain, because the last one was full."""
+    """Outcomes that did not fit into the last report and are in the next one."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[Undone, ...] = ()
@@ -102,15 +102,13 @@ def training_outcome(
     records: Sequence[TrainedExperience],
     rules: CorrectionRules,
 ) -> TrainingOutcome:
-    """Return the outcome of a revision.
+    """Build the outcome of a revision.
 
     Args:
-        experience: The revision.
-        dropped: Why it was dropped, or None if it was trained.
-        detail: Detail of the reason.
-        left_out: Its turns whose answers lack logprobs that training needs.
-        records: Its examples as a step trained them; empty if it was dropped.
-        rules: The rules that select the trained spans of a branch.
+        dropped: reason why it was dropped, or None if it was trained.
+        left_out: its turns whose answers lack logprobs that training needs.
+        records: its examples as a step trained them; empty if it was dropped.
+        rules: select the trained spans of a branch.
     """
     advantage, turns = None, []
     for record in records:

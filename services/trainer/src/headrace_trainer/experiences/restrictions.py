@@ -40,7 +40,7 @@ Bits take less memory for more than one token in 32. Equal large sets of a proce
 
 @dataclass(frozen=True)
 class SpanShift:
-    """Penalties and bias of the tokens from `start` up to `stop`, which are one answer."""
+    """Penalties and logit bias of one answer, the tokens from `start` up to `stop`."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class SpanShift:
 
 @dataclass(frozen=True, eq=False)
 class TokenSets:
-    """Sets of some positions of a sequence. All other positions allow every token."""
+    """Sets of tokens that some positions of a sequence were sampled from. All other positions allow every token."""
 
     positions_P: NDArray[np.int32]
     """Ascending."""
@@ -59,7 +59,7 @@ class TokenSets:
 
     @classmethod
     def join(cls, parts: Iterable[tuple[int, TokenSets]], shifts: Iterable[SpanShift] = ()) -> TokenSets | None:
-        """Return the sets of several spans, each with its start, and the shifts; None without any."""
+        """Join the sets of several spans, each with the start of its span, and the shifts; None without any."""
         parts, shifts = list(parts), tuple(shifts)
         positions = [sets.positions_P + start for start, sets in parts]
         joined = tuple(each for _, sets in parts for each in sets.sets)
@@ -127,12 +127,15 @@ _SPECIAL_TOKEN = re.compile(r"<\[[^\]\n]{0,64}\]>")
 
 
 class SetsUnknown(HeadraceError):
-    """The tokens that a branch was sampled from cannot be computed. The message is the detail of the outcome."""
+    """The sets of tokens that a branch was sampled from cannot be computed.
+
+    The message is the detail of the outcome.
+    """
 
 
 @dataclass(frozen=True)
 class _SpanSets:
-    """The sets of a span. `large` has the size of each different large set by its digest."""
+    """Token sets of one span. `large` has the size in bytes of each distinct large set, by its digest."""
 
     sets: TokenSets
     large: Mapping[bytes, int]
@@ -140,10 +143,15 @@ class _SpanSets:
 
 
 class SetBuilder:
-    """Builds the token sets of branches for one base model. Thread-safe. Opens the tokenizer for the first grammar."""
+    """Builder of the token sets of branches, for one base model. Thread-safe. The first grammar opens the tokenizer."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """`folder` is that of the base model, and `vocabulary` its number of token ids."""
+        """Create a builder.
+
+        Args:
+            folder: folder of the base model.
+            vocabulary: its number of token ids.
+        """
         self._folder = folder
         self._vocabulary = vocabulary
         self._lock = threading.RLock()
@@ -155,7 +163,7 @@ class SetBuilder:
         self._trial: Any = None
 
     def build(self, branch: Branch) -> TokenSets | None:
-        """Return the sets and shifts of all spans, None where there are none. May take seconds.
+        """Return the token sets and logit shifts of all spans of a branch; None where there are none. May take seconds.
 
         Raises:
             SetsUnknown: a grammar, a tokenizer or the stored sets do not fit.
@@ -175,7 +183,8 @@ class SetBuilder:
         return TokenSets.join(((start, each.sets) for start, each in built), shifts)
 
     def problem(self, branch: Branch) -> str | None:
-        """Return the detail of the outcome of a branch whose sets are unknown, or None."""
+        """Return why the token sets of a branch are unknown, as the detail of its outcome, or None if they are
+        known."""
         try:
             self.build(branch)
         except SetsUnknown as error:
@@ -235,9 +244,9 @@ class SetBuilder:
         return self._share(restrictions())
 
     def _share(self, restrictions: Iterable[tuple[int, TokenSet]]) -> _SpanSets:
-        """Return the sets of the positions of a span, with one array for equal large sets of all spans.
+        """Return the token sets of a span. Equal large sets share one array, also with other spans.
 
-        The result does not depend on other spans, and neither does its size.
+        Neither the result nor the size that is counted for it depends on other spans.
         """
         positions: list[int] = []
         sets: list[TokenSet] = []

@@ -39,7 +39,7 @@ _DETAIL_LENGTH_MAX = 200
 
 
 class LineageState:
-    """Mutable. Its owner calls one method at a time. No method blocks."""
+    """Mutable state of a lineage besides its tensors. Its owner calls one method at a time. No method blocks."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LineageState:
 
     @property
     def room(self) -> int:
-        """Number of experiences that may still be admitted."""
+        """Number of experiences that the queue may still admit."""
         if self._tokens >= self._memory.queue_tokens:
             return 0
         return max(0, self._memory.queue_experiences - len(self._waiting))
@@ -101,7 +101,10 @@ class LineageState:
         return self.history.head if self.steps == self.history.head_step else None
 
     def record_offset(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
-        """Move the offset past a record that was admitted or refused. `noted`: batches depend on its order (P9)."""
+        """Move the offset past a record that was handled.
+
+        `noted`: batches depend on its order, so reports contain it (P9).
+        """
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not noted:
             return
@@ -110,7 +113,7 @@ class LineageState:
         self.read.append(Read(partition=partition, until=offset + 1))
 
     def admit(self, experience: Experience, position: tuple[int, int], now: datetime) -> Decision:
-        """Decide about an experience that arrived, and record it. `place` is its partition and offset on the bus."""
+        """Decide about an experience that arrived at `position` (partition and offset), and record the decision."""
         name = experience.experience_id
         entry = self.window.get(name)
         decision = decide(self.bounded(experience), entry, self.history, self.steps, self.limits)
@@ -138,8 +141,7 @@ class LineageState:
         return decision
 
     def is_correction(self, item: WaitingExperience) -> bool:
-        """Return whether an earlier revision of the experience was trained, and all its updates have their
-        advantage."""
+        """Return whether the experience was trained before, and the advantages of all its updates are known."""
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained
@@ -161,20 +163,21 @@ class LineageState:
         return self.baselines.ranges.bound(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
-        """Return the answers of a waiting experience that need their counterpart. An answer that was trained before
-        needs none."""
+        """Return the answers of a waiting experience that still need their counterpart.
+
+        Answers trained before need none.
+        """
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:
-        """Return whether a waiting experience has an update that needs no other answer."""
+        """Return whether a waiting experience has an update that needs no counterpart."""
         return any(not (update.is_new and update.example.pair) for update in self.pending_updates(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
-        """Set the history back to `version`, as the weights were, and restore the revisions that only those weights
-        hold.
+        """Set the history back to `version`, as the weights were. Outcomes that those weights contain are restored.
 
         Returns:
-            The experiences that the weights have lost, each with the revisions that are undone.
+            The experiences whose training is lost, each with the revisions that are undone.
         """
         before, after = self.history, self.history.rewound(version, self.steps)
         lost: dict[str, tuple[int, ...]] = {}
@@ -212,9 +215,8 @@ class LineageState:
         """Record the losses that `go_back` returned, and queue again the newest revisions that are fresh enough.
 
         Args:
-            lost: The undone revisions of each experience.
-            found: The experiences as they were read again from the bus. They may have been dropped before.
-            now: The present time.
+            lost: undone revisions of each experience.
+            experiences: the experiences as they were read again from the bus. They may have been dropped before.
         """
         for name, revisions in lost.items():
             entry, experience = self.window.get(name), experiences.get(name)
@@ -243,7 +245,7 @@ class LineageState:
         self._put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
 
     def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
-        """Record that the outcomes of these revisions are undone. Revision `again` is queued."""
+        """Record that the outcomes of these revisions are undone. Revision `again`, if any, is queued."""
         for revision in sorted({*revisions, *(() if again is None else (again,))}):
             UNDONE.labels(str(revision == again).lower()).inc()
             self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
@@ -254,12 +256,12 @@ class LineageState:
         self._record(item.experience, reason, detail)
 
     def leave_out(self, item: WaitingExperience, reason: str) -> None:
-        """Drop an experience as `invalid`, because its batch cannot be trained with it."""
+        """Drop an experience as `invalid`, because a batch with it cannot be trained."""
         self.drop(item, "invalid", reason[:_DETAIL_LENGTH_MAX])
         self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
-        """Drop experiences that became too old or unchanged while they waited (P5: also right after a restart)."""
+        """Drop waiting experiences that have become too old or unchanged (P5: also right after a restart)."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
             cause = find_expiry(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
@@ -267,7 +269,7 @@ class LineageState:
                 self.drop(item, cause.reason, cause.detail)
 
     def record_batch(self, digest: str, experiences: int) -> None:
-        """Record a batch, so that it can be built again. Call it after `stepped` if there was a step."""
+        """Record a batch, so that a replay can build it again. Call it after `record_step` if there was a step."""
         read, left_out = tuple(self.read), tuple(self.left_out)
         batch = BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=read, left_out=left_out)
         self.batches.append(batch)
@@ -280,7 +282,7 @@ class LineageState:
         return bool(self.undone or self.restored)
 
     def take_report(self) -> SaveReport:
-        """Return the outcomes to report with the next save, at most as many as one event holds, and remove them.
+        """Remove and return the outcomes to report with the next save, at most as many as one event may contain.
 
         Earlier outcomes are reported before the reversals and restorations that followed them.
         """
@@ -292,13 +294,13 @@ class LineageState:
         return reported
 
     def put_back(self, reported: SaveReport) -> None:
-        """Put a report back at the front, because its save failed."""
+        """Return a report to the front of the queue of outcomes, because its save failed."""
         for items, earlier in zip(self._reported, reported, strict=True):
             items[:0] = earlier
 
     @property
     def _reported(self) -> tuple[list[Any], ...]:
-        """The lists that are reported, in the order of the fields of `Reported`."""
+        """Lists of unreported items, in the order of the fields of `SaveReport`."""
         return self.outcomes, self.undone, self.restored, self.batches, self.read
 
     def record_step(
@@ -307,9 +309,9 @@ class LineageState:
         """Record a step: contributions, outcomes, baselines. Call it once the weights have changed.
 
         Args:
-            trained: The examples of the step.
-            baselines: The baselines after the step.
-            token_weight: The factor of the gradients of experiences that correct no earlier training.
+            trained: examples of the step.
+            baselines: baselines after the step.
+            token_weight: token weight of examples that were trained for the first time.
         """
         self.steps += 1
         self.baselines = baselines
@@ -338,7 +340,7 @@ class LineageState:
                 self._record(experience, None, records=records)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the fields of `Saved` that this state holds. Later calls do not change the copy."""
+        """Return the fields of `Saved` that this state determines, as a copy that later calls do not change."""
         return {
             "offsets": {topic: dict(offsets) for topic, offsets in self.offsets.items()},
             "waiting": self.waiting,
@@ -352,7 +354,7 @@ class LineageState:
         }
 
     def forget(self, now: datetime) -> None:
-        """Keep the window within its bounds.
+        """Evict entries from the window, as far as its bounds require.
 
         Experiences that wait stay. Trained ones stay while they are fresh enough to be trained again, by the present
         weights or by those that the lineage may go back to.
@@ -374,7 +376,7 @@ class LineageState:
         detail: str | None = None,
         records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Record an outcome. `records` are the trained examples, of which edits need no logprobs."""
+        """Record the outcome of a revision. `records` are its trained examples, of which edits need no logprobs."""
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
         outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)

@@ -70,7 +70,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which templates mark the assistant's text; it changes no output."""
+    """Jinja extension for `{% generation %}`, by which templates mark the assistant's text. It changes no output."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -99,10 +99,12 @@ def _raise(message: str) -> NoReturn:
 
 
 class EditWriter:
-    """Writes the tokens of edits with the tokenizer and the chat template of a model folder.
+    """Tokenizer of edits, with the chat template of a model folder.
+
+    It returns the tokens that the model would have sampled.
 
     Raises:
-        SettingError: The folder has no tokenizer or no chat template.
+        SettingError: the folder has no tokenizer or no chat template.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +122,7 @@ class EditWriter:
         self._cached = lru_cache(_CACHED_MAX)(self._write_answer)
 
     def __call__(self, message: Message) -> tuple[int, ...] | None:
-        """Return the tokens of an answer with its end token, None where the answer cannot be written.
+        """Return the tokens of an edited answer with its end token, or None if they cannot be written.
 
         The template may not end such an answer after the opening of one, or the answer may spell out a control token:
         as text it would be another answer, and as a token it would end the turn or begin another one.

@@ -32,7 +32,7 @@ class WaitingExperience(Model):
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
-    """Conditions for a batch; see the settings of the same names. `group_size` 0: no groups are needed."""
+    """Conditions for a batch; see the settings of the same names. With `group_size` 0 no groups are needed."""
 
     experiences: int
     experiences_min: int
@@ -45,10 +45,11 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Next batch in order of arrival (empty if it is not time yet), and runs whose group was not completed in time."""
+    """Result of `select`: the next batch in order of arrival (empty if it is not time), and experiences to drop."""
 
     batch: tuple[WaitingExperience, ...] = ()
     singletons: tuple[WaitingExperience, ...] = ()
+    """Runs whose group was not completed in time."""
     equal: tuple[WaitingExperience, ...] = ()
     """Groups whose runs all have the same reward, where they are not trained."""
     unpaired: tuple[WaitingExperience, ...] = ()
@@ -61,7 +62,7 @@ def task_of(experience: Experience) -> str | None:
 
 
 def run_of(experience: Experience) -> str:
-    """Return the name that all branches and parts of one run share."""
+    """Return the name of an experience's run, which all branches and sessions of the run share."""
     task = task_of(experience)
     return f"{task}/{experience.run_id}" if task and experience.run_id else experience.trajectory_id
 
@@ -91,7 +92,13 @@ def select(
 def take_ready(
     ready: Sequence[WaitingExperience], unit: Callable[[Experience], str], rules: BatchRules, now: datetime, full: bool
 ) -> tuple[WaitingExperience, ...]:
-    """Return the first `rules.experiences` and the rest of the last one's unit; fewer when they have waited enough."""
+    """Return the first `rules.experiences`, completed by the rest of the last unit; fewer once they have waited long
+    enough.
+
+    Args:
+        ready: experiences that may be trained, in order.
+        unit: returns the unit of an experience (run or group), which is not divided.
+    """
     if len(ready) >= rules.experiences:
         cut = rules.experiences
         while cut < len(ready) and unit(ready[cut].experience) == unit(ready[cut - 1].experience):
@@ -111,8 +118,12 @@ def _split_groups(
     now: datetime,
     is_correction: Callable[[WaitingExperience], bool],
 ) -> tuple[list[WaitingExperience], list[WaitingExperience], list[WaitingExperience]]:
-    """Return the members of complete groups, group by group, after the corrections, which need none; the runs that can
-    never have a group; and the members of groups with equal rewards, where these are not trained."""
+    """Divide waiting experiences by their groups.
+
+    Returns:
+        Corrections, which need no group, followed by the members of complete groups; runs that can never have a group;
+            and members of groups with equal rewards, where these are not trained.
+    """
     complete = [item for item in waiting if is_correction(item)]
     equal: list[WaitingExperience] = []
     groups: dict[str | None, list[WaitingExperience]] = {}
@@ -149,7 +160,8 @@ def match_answers(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """Experiences in parties: sets that must be trained in the same step, e.g. both sides of a preference.
+    """Waiting experiences divided into parties: sets that must be trained in the same step, e.g. both sides of a
+    preference.
 
     `ready` has the complete parties, corrections first; `party` the party of each experience; `unpaired` the
     experiences whose partner did not come in time.
@@ -170,11 +182,10 @@ def form_parties(
     """Divide the waiting experiences into parties.
 
     Args:
-        waiting: The experiences in order of arrival.
-        wait: How long a party waits for missing answers.
-        now: The present time.
-        open_answers: Returns the examples of an experience that must be trained with another answer.
-        is_correction: Whether an experience has other updates to train, or no open answer.
+        waiting: experiences in order of arrival.
+        wait: time for which a party waits for missing answers.
+        find_open_answers: returns the examples of an experience that must be trained with another answer.
+        is_correction: whether an experience has other updates to train, or no open answer.
     """
     answers = {item.experience.experience_id: tuple(find_open_answers(item)) for item in waiting}
     flat = [(name, example) for name, examples in answers.items() for example in examples]

@@ -29,7 +29,7 @@ REVISIONS_MAX = 64
 
 
 class ContributionDetail(Model):
-    """The trained example of a contribution, where it was not a whole branch with one advantage."""
+    """Example that a contribution trained, where it was not a whole branch with one advantage."""
 
     part: str = ""
     turn_id: str = ""
@@ -43,7 +43,7 @@ class ContributionDetail(Model):
 
 
 class Contribution(Model):
-    """Training of an experience by step `step` with this advantage. A correction adds another contribution."""
+    """Contribution of one training step to the weights: revision, step and advantage. A correction adds another one."""
 
     revision: int = -1
     """-1: unknown, because an earlier release trained it."""
@@ -68,7 +68,10 @@ class Contribution(Model):
 
 
 class Entry(Model):
-    """Entry of one experience. `baseline` and `scale` convert its first and all later rewards to advantages."""
+    """The window's entry of one experience.
+
+    `baseline` and `scale` convert its first and all later rewards to advantages.
+    """
 
     revisions: tuple[int, ...]
     """Revisions seen so far, ascending."""
@@ -89,12 +92,15 @@ class Entry(Model):
         return bool(self.contributions)
 
     def held_contributions(self, history: History, steps: int) -> Sequence[Contribution]:
-        """Return the contributions that the weights hold after `steps` steps: an abandoned version took its own
-        along."""
+        """Return the contributions that the weights contain after `steps` steps.
+
+        Those of abandoned versions are lost.
+        """
         return [contribution for contribution in self.contributions if history.holds_step(contribution.step, steps)]
 
     def holds(self, history: History, steps: int) -> bool:
-        """Return whether those weights hold any of it: the contributions of some example do not cancel out."""
+        """Return whether the weights after `steps` steps contain any of the experience: contributions do not cancel
+        out."""
         parts: dict[str, list[Contribution]] = {}
         for contribution in self.held_contributions(history, steps):
             parts.setdefault(contribution.part, []).append(contribution)
@@ -105,7 +111,7 @@ class Entry(Model):
         )
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
-        """Return the revisions of the contributions that the weights hold."""
+        """Return the revisions whose contributions the weights contain after `steps` steps."""
         newest = self.revisions[-1]
         return {
             newest if contribution.revision < 0 else contribution.revision
@@ -125,16 +131,16 @@ class Entry(Model):
         """Return the advantage of `reward` by the first training's baseline and scale; 0 when there is no reward.
 
         Args:
-            reward: The reward of the branch, or the grade of the reply to an answer.
-            limit: The bound on advantages.
-            part: The example of the experience.
+            reward: reward of the branch, or grade of the reply to an answer.
+            limit: bound on advantages.
+            part: the example of the experience; empty for its branch.
         """
         baseline, scale = self.terms_of(part)
         return 0.0 if reward is None else max(-limit, min(limit, (reward - baseline) / scale))
 
 
 class Window:
-    """Entries by experience id, least recently touched first."""
+    """Dedupe window: entries by experience id, least recently touched first."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self._entries = dict(entries or {})
@@ -161,7 +167,12 @@ class Window:
         position: tuple[int, int] | None,
         now: datetime,
     ) -> None:
-        """Record the arrival of a revision. `place` is the partition and offset of its tokens, None without tokens."""
+        """Record the arrival of a revision.
+
+        Args:
+            versions: versions that sampled it.
+            position: partition and offset of its tokens on the bus; None without tokens.
+        """
         touched_ms = epoch_ms(now)
         entry = self._entries.get(experience_id) or Entry(revisions=(), versions=(), touched_ms=touched_ms)
         change: dict[str, object] = {
@@ -173,8 +184,10 @@ class Window:
         self.put(experience_id, entry.model_copy(update=change))
 
     def evict(self, now: datetime, count: int, age: timedelta, needed: Callable[[str, Entry], bool]) -> int:
-        """Forget the oldest entries beyond `count` or `age`, except those that are `needed`. Return how many were
-        removed."""
+        """Remove the oldest entries beyond `count` or `age`, except those that are `needed`.
+
+        Return the number removed.
+        """
         horizon = epoch_ms(now - age)
         surplus = len(self._entries) - count
         evicted: list[str] = []

@@ -1,6 +1,4 @@
-"""Decides how decisions of the registry change the weights: the version that they go back to, and the excluded
-answers that they unlearn.
-"""
+"""Effects of the registry's decisions on the weights: the version to go back to, and excluded answers to unlearn."""
 
 from __future__ import annotations
 
@@ -16,25 +14,27 @@ from headrace_trainer.experiences.state import LineageState
 
 @dataclass(frozen=True, slots=True)
 class ControlPlan:
-    """The champion and its predecessor, and the version that the weights must go back to; None to keep the weights."""
+    """Effect of a decision of the registry on the weights."""
 
     promoted: tuple[str, ...]
+    """The champion and the one before it."""
     rewind_to: str | None = None
+    """Version that the weights must go back to; None to keep them."""
 
 
 def plan_control(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> ControlPlan:
-    """Return the champions after a decision of the registry, and the version that the weights must go back to.
+    """Return the effect of a decision of the registry on the weights.
 
-    The weights stay on the champion's line. They leave it when a version that they descend from is refused
-    (`rejected`, `rolled_back`, `withdrawn`): then they go back to the champion. Versions that were published in between
-    are children of the refused version and are not built on, promoted or not. The weights also return to the champion's
-    line when a version becomes champion that they do not descend from, because the next experiences will come from it.
-    Offsets, dedupe window and account stay as they are: records that were read stay read.
+    The weights stay on the champion's line. They leave it when a version that they descend from is refused (`rejected`,
+    `rolled_back`, `withdrawn`): then they go back to the champion. Versions that were published in between are children
+    of the refused version and are not built on, promoted or not. The weights also return to the champion's line when a
+    version becomes champion that they do not descend from, because the next experiences will come from it. Offsets,
+    dedupe window and account stay as they are: records that were read stay read.
 
     Args:
-        event: The decision.
-        history: The versions of the lineage.
-        promoted: The champion and the one before it.
+        event: the decision.
+        history: versions of the lineage.
+        promoted: the champion and the one before it.
     """
     if event.decision == "promoted" and event.version in history:
         champions = (event.version, *(old for old in promoted if old != event.version))[:2]
@@ -45,8 +45,11 @@ def plan_control(event: ModelEvent, history: History, promoted: tuple[str, ...])
 
 
 def _plan_refusal(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> ControlPlan:
-    """Return the course after a refusal. The champions that descend from the refused version go as well, unless the
-    registry names one of them as the version that serves."""
+    """Return the effect of a refusal.
+
+    Champions that descend from the refused version are removed as well, unless the registry names one as the version
+    that serves.
+    """
     refused = event.version
     serving = event.previous if event.previous in history else None
     if refused not in history and serving is None:
@@ -63,7 +66,8 @@ def _parent(version: str, history: History) -> str | None:
 
 
 def find_excluded_contributions(state: LineageState, version: str) -> dict[str, tuple[int, ...]]:
-    """Return the experiences of an excluded version that the weights hold contributions of, with their revisions.
+    """Return the experiences of an excluded version whose training the weights contain, each with its trained
+    revisions.
 
     Pass the result to `take_back`.
     """
@@ -83,17 +87,16 @@ def take_back(
     experiences: Mapping[str, Experience],
     now: datetime,
 ) -> int:
-    """Queue a correction for each experience that `held_of` returned. The correction reverses its contributions.
+    """Queue a correction for each experience of an excluded version, which reverses its contributions.
 
     Args:
-        state: The state of the lineage.
-        held: Revisions of each experience.
-        found: The experiences as they were read again from the bus.
-        now: The present time.
+        revisions_by_name: result of `find_excluded_contributions`.
+        experiences: the experiences as they were read again from the bus.
+        now: present time.
 
     Returns:
         The number of experiences that stay in the weights: too old to be trained (P5), no longer on the bus, or without
-        room in the queue.
+            room in the queue.
     """
     remaining = 0
     for name, revisions in revisions_by_name.items():

@@ -1,5 +1,5 @@
-"""Evaluates a step: combines its plan with its result, and finds the experiences because of which it fails, by trial
-steps on parts of the batch.
+"""Evaluation of a step: combines its plan with its result, and finds the experiences that make it fail, by trial steps
+on parts of the batch.
 
 Each trial step is reverted. After the search the learner is as it was before, random numbers included: the step on the
 remaining experiences is then the same as if the others had never been in the batch (P9).
@@ -32,7 +32,7 @@ Culprit = tuple[WaitingExperience, Exception]
 
 
 class StepFailed(Exception):
-    """A step on `items` failed at every try because of `cause`, and changed no weight."""
+    """A step on `items` failed at every try with the error `cause`, and changed no weight."""
 
     def __init__(self, items: Sequence[WaitingExperience], cause: Exception) -> None:
         super().__init__(str(cause))
@@ -41,12 +41,12 @@ class StepFailed(Exception):
 
 
 def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -> StepResult:
-    """Take a step, and try three times.
+    """Take a step, with up to three tries.
 
     Raises:
-        StepFailed: Every try failed. A gradient that is not finite is not tried again: it would come out the same.
-        LearnerLost: Memory did not suffice at any try.
-            Exception: An error for which no experience is at fault, as `Learner.step` raises it.
+        StepFailed: every try failed. A gradient that is not finite is not tried again: it would come out the same.
+        LearnerLost: memory did not suffice at any try.
+        Exception: an error for which no experience is at fault, as `Learner.step` raises it.
     """
     for tries in range(1, TRIES + 1):
         try:
@@ -64,7 +64,7 @@ def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -
 
 
 def is_other_cause(error: Exception) -> bool:
-    """Return whether an error of a step has another cause than an experience.
+    """Return whether an error of a step was not caused by an experience.
 
     Memory is such a cause: an experience that was admitted fits into the memory that was free when the process began.
     """
@@ -73,14 +73,14 @@ def is_other_cause(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Trials:
-    """Trial steps that are reverted. Use `open_trials` to create one."""
+    """Trial steps on parts of a batch, which are reverted. Use `open_trials` to create one."""
 
     take: TakeStep
     prepare: Callable[[Sequence[WaitingExperience]], PreparedBatch]
     restore: Callable[[], None]
 
     def find_culprits(self, failure: StepFailed) -> list[Culprit]:
-        """Return the experiences without which the step succeeds, with the errors; empty when there are none.
+        """Return the experiences without which the step succeeds, each with its error; empty when there are none.
 
         Halves of the batch are tried, then halves of those that fail. Where both halves succeed, each experience is
         left out once, except where the gradient is not finite, because that may come from the sum of all.
@@ -88,7 +88,8 @@ class Trials:
         return self._search(failure.items, failure.cause)
 
     def is_learner_sound(self, trained_batch: Batch | None) -> bool:
-        """Return whether the learner can take a step on `known`, a batch that it has trained, or on a harmless one."""
+        """Return whether the learner can still take a step, on a batch that it has trained before or else on a
+        harmless one."""
         return self._step_error(trained_batch or _harmless()) is None
 
     def passes(self, items: Sequence[WaitingExperience]) -> bool:
@@ -112,8 +113,10 @@ class Trials:
         return []
 
     def _try_items(self, items: Sequence[WaitingExperience]) -> bool | Exception:
-        """Return True when a step on `items` succeeds, its error when it fails, False when such a step is impossible:
-        an answer of a comparison, for example, cannot be trained without its counterpart."""
+        """Take a trial step on `items`. Return True when it succeeds, or its error.
+
+        False: such a step is impossible, because for example an answer of a comparison has no counterpart.
+        """
         try:
             batch = self.prepare(items).batch
         except Exception as error:
@@ -144,7 +147,10 @@ def open_trials(
     prepare: Callable[[Sequence[WaitingExperience]], PreparedBatch],
     stop: threading.Event,
 ) -> Iterator[Trials]:
-    """Open trials from the present weights. The caller must not hold another copy of the learner."""
+    """Context with trial steps that start from the present weights.
+
+    The caller must not hold another copy of the learner.
+    """
     copy = learner.copy(None)
     try:
         yield Trials(lambda batch: learner.step(batch, stop), prepare, lambda: _restore(learner, copy, store))
@@ -166,16 +172,16 @@ def _harmless() -> Batch:
 
 
 def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bool = False) -> list[TrainedExperience]:
-    """Return what the weights hold of each row after the step.
+    """Return the records of a step's examples, with the contributions that the weights contain after it.
 
-    A row that the loss left out counts as trained, but the weights hold nothing of it, so a correction adds all of its
-    advantage. Where a critic computed the advantage from the reward, that advantage is recorded, and the rest of the
-    reward is its baseline.
+    A row that the loss left out counts as trained, but the weights contain nothing of it, so a correction adds all of
+    its advantage. Where a critic computed the advantage from the reward, that advantage is recorded, and the rest of
+    the reward is its baseline.
 
     Args:
-        prepared: The plan of the step.
-        result: The result of the step.
-        has_teacher: Whether a teacher computed the advantages of the tokens of all new rows.
+        prepared: plan of the step.
+        result: result of the step.
+        has_teacher: whether a teacher computed the advantages of the tokens of all new rows.
     """
     records = []
     for planned, row in zip(prepared.trained, prepared.batch.rows, strict=True):

@@ -33,11 +33,11 @@ _MEASURES = {
 
 
 class TrainingStopped(HeadraceError):
-    """A limit of `[trainer.health]` was passed in a run that nobody can resume."""
+    """A limit of `[trainer.health]` was passed in a run that nobody can resume, for example a job."""
 
 
 class Stop(Model):
-    """The reason why training has stopped. `value` is the last step's, None when it was not finite."""
+    """Reason why training has stopped. `value` is that of the last step, None when it was not finite."""
 
     measure: str
     value: Finite | None
@@ -49,7 +49,7 @@ class Stop(Model):
 
     @property
     def reason(self) -> str:
-        """Describe the stop in a sentence with the name of the setting."""
+        """Sentence that describes the stop, with the name of the setting."""
         if self.why:
             return self.why
         setting = _MEASURES[self.measure]
@@ -61,7 +61,10 @@ class Stop(Model):
 
 
 class Health(Model):
-    """Measures of the last steps. They are saved with the weights, so a crash loses none of them."""
+    """Health of the training: measures of the last steps.
+
+    They are saved with the weights, so a crash loses none of them.
+    """
 
     streaks: dict[str, int] = Field(default_factory=dict)
     """Number of the last steps in a row that were beyond the limit, by measure."""
@@ -71,7 +74,7 @@ class Health(Model):
     stopped: Stop | None = None
 
     def with_step(self, measured: Mapping[str, float], limits: HealthSettings) -> Health:
-        """Return the health after one more step."""
+        """Return the health after one more step with these measures."""
         norm = measured.get("gradient_norm", 0.0)
         values = {**measured, **self._spike(norm)}
         beyond = {name: _beyond(name, values[name], limits) for name in _MEASURES if name in values}
@@ -94,7 +97,8 @@ class Health(Model):
         return self.model_copy(update={"stopped": Stop(measure=measure, value=finite, limit=0.0, steps=0, why=why)})
 
     def after_rewind(self) -> Health:
-        """Return the health after the weights went back to another version: earlier measures do not count any more."""
+        """Return the health after the weights went back to another version, so that earlier measures no longer
+        count."""
         return self.model_copy(update={"streaks": {}, "doubtful": False})
 
     def after_resume(self) -> Health:

@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class Retry(Protocol):
-    """Runs blocking work in a thread, and retries it while a dependency is unavailable."""
+    """Function that runs blocking work in a thread, and retries it while a dependency is unavailable."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Lease:
-    """Ownership of a lineage: call `acquire` once, then `keep` until the end, then `release`."""
+    """Lease by which one process owns a lineage. Call `acquire` once, then `keep` until the end, then `release`."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Lease:
         """Whether another process owns the lineage and is alive."""
 
     async def acquire(self, retry: Retry) -> None:
-        """Return as the owner, `wait_s` later at most.
+        """Become the owner of the lineage. Wait for at most `wait_s` while another process owns it.
 
         Raises:
-            LineageTaken: The present owner is still alive after `wait_s`.
+            LineageTaken: the present owner is still alive after `wait_s`.
         """
         began_s = self._clock.monotonic_s()
         seen: OwnerSign | None = None
@@ -76,7 +76,7 @@ class Lease:
         that the store does not accept is no reason to stop: without the store no other process can take over either.
 
         Raises:
-            LineageTaken: Another process has taken the lineage over.
+            LineageTaken: another process has taken the lineage over.
         """
         while True:
             try:
@@ -86,8 +86,7 @@ class Lease:
             await asyncio.sleep(self._lease_s / _BEATS_PER_LEASE)
 
     async def release(self) -> None:
-        """Release the lineage, so that the next process can start at once. Without it, the next one waits for
-        `lease_s`."""
+        """Release the lineage, so that the next process can start at once and need not wait for `lease_s`."""
         try:
             await asyncio.to_thread(self._store.release)
         except Unavailable as error:

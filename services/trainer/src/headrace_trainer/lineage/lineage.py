@@ -43,7 +43,7 @@ _SAVE_BYTES_PER_S = 1_000_000
 
 
 class Lineage:
-    """Lineage that is open for training.
+    """A lineage that is open for training.
 
     It is not safe for concurrent use: the owner makes one call at a time. `step`, `save` and `control` block.
     """
@@ -86,7 +86,7 @@ class Lineage:
 
     @property
     def is_version_due(self) -> bool:
-        """Whether enough steps were taken for the next version."""
+        """Whether enough steps were taken to publish the next version."""
         enough_steps = self.state.steps - self.state.history.head_step >= self._settings.steps_per_version
         return enough_steps and self.has_unpublished_steps
 
@@ -101,8 +101,10 @@ class Lineage:
         return 2 * self.saved.present.weights.size + self.saved.present.optimizer.size
 
     def is_save_due(self, since_s: float) -> bool:
-        """Return whether a save is due, `since_s` seconds after the last one. A due version is saved with its last
-        step."""
+        """Return whether a save is due, `since_s` seconds after the last one.
+
+        A version that is due is saved with its last step.
+        """
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
         if stepped and self.is_version_due:
             return True
@@ -111,7 +113,11 @@ class Lineage:
         return full or (late and (stepped or outcomes > 0))
 
     def _save_interval_s(self, *, stepped: bool) -> float:
-        """Return the seconds between two saves without a version. `stepped`: weights and optimizer are saved too."""
+        """Return the seconds between two saves without a version.
+
+        Args:
+            stepped: whether there were steps, so that weights and optimizer are saved, too.
+        """
         if self._settings.save_interval_s is not None:
             return self._settings.save_interval_s
         present = self.saved.present
@@ -125,7 +131,9 @@ class Lineage:
     def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[WaitingExperience, ...]:
         """Return the batch to train now, empty when it is not time or training is stopped; see `Cutter.next`.
 
-        `over`: no more experiences will come.
+        Args:
+            mark: in a replay, the size of the batch that the original cut after the record just read.
+            over: whether no more experiences will come.
         """
         if self.health.stopped is not None:
             return ()
@@ -140,12 +148,12 @@ class Lineage:
 
         Returns:
             The measurements. They are empty when the gradient was not finite and the batch was dropped as `invalid`,
-            and when the step was refused: then training stops, or the batch waits if a larger one may be allowed.
+                and when the step was refused: then training stops, or the batch waits if a larger one may be allowed.
 
         Raises:
-            Abandoned: The process is ending. The state in memory must not be saved.
-            LearnerLost: The learner has failed. The state in memory must not be saved.
-            StepFailed: The step failed and nothing was changed. Call `step_isolated` next.
+            Abandoned: the process is ending. The state in memory must not be saved.
+            LearnerLost: the learner has failed. The state in memory must not be saved.
+            StepFailed: the step failed and nothing was changed. Call `step_isolated` next.
         """
         settings = self._settings
         items, prepared = self._prepare(self._without_recorded(items))
@@ -169,7 +177,7 @@ class Lineage:
         return measured
 
     def step_isolated(self, failure: StepFailed, stop: threading.Event) -> Mapping[str, float]:
-        """Drop the experiences because of which a step failed, and train the others.
+        """Drop the experiences that made a step fail, and train the others.
 
         Must not be called while a save is being written, because only one copy of the weights may exist. If no single
         experience makes the gradient infinite, the whole batch is dropped.
@@ -178,7 +186,7 @@ class Lineage:
             The measurements, as `step` does.
 
         Raises:
-            Exception: The cause of `failure`; the learner fails on every batch. Otherwise as `step` does.
+            Exception: the cause of `failure`; the learner fails on every batch. Otherwise as `step` does.
         """
         while items := self._isolate(failure, stop):
             try:
@@ -188,7 +196,7 @@ class Lineage:
         return {}
 
     def _isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[WaitingExperience]:
-        """Drop the experiences because of which a step failed, and return the others."""
+        """Drop the experiences that made a step fail, and return the others."""
         not_finite = isinstance(failure.cause, NotFinite)
         with open_trials(self.learner, self._store, self._prepare_batch, stop) as trials:
             if not not_finite and trials.passes(failure.items):
@@ -225,14 +233,17 @@ class Lineage:
         self.state.leave_out(item, reason)
 
     def _without_recorded(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
-        """Drop the experiences that the original of a replay dropped, even if they would not fail here (P9)."""
+        """Drop the experiences that the original of a replay dropped, even if they would not fail here (P9).
+
+        Return the others.
+        """
         left_out = [item for item in items if item.experience.experience_id in self.recorded_left_out]
         for item in left_out:
             self.state.leave_out(item, "the step of the original lineage failed with it")
         return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
 
     def _prepare(self, items: Sequence[WaitingExperience]) -> tuple[Sequence[WaitingExperience], PreparedBatch | None]:
-        """Prepare a batch. An experience that breaks it is dropped as `invalid`, and the others stay."""
+        """Prepare a batch. Experiences that make the preparation fail are dropped as `invalid`."""
         if not items:
             return (), None
         isolated = prepare_isolated(items, self._prepare_batch)
@@ -267,7 +278,7 @@ class Lineage:
 
     @property
     def _measures_base(self) -> bool:
-        """Whether the next step measures the distance between the weights and the base."""
+        """Whether the next step must measure the divergence of the weights from the base."""
         interval = self._settings.health.kl_base_interval_steps
         return interval > 0 and self.state.steps % interval == 0
 
@@ -280,7 +291,7 @@ class Lineage:
         self.health = self.health.after_resume()
 
     def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
-        """Follow a decision of the registry; see `headrace_trainer.lineage.control`.
+        """Follow a decision of the registry: go back to another version if `plan_control` requires it.
 
         Returns:
             The undone revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
@@ -357,7 +368,7 @@ class Lineage:
         return save
 
     def end_save(self, save: Save) -> bool:
-        """Apply a save that is durable. Return whether there is a new version."""
+        """Switch to the result of a save that is durable. Return whether there is a new version."""
         assert save.result is not None, "it is written first"
         self.saved, self.state.history, new = save.result
         return new
@@ -372,7 +383,7 @@ class Lineage:
             save.copy.drop()
 
     def check(self) -> None:
-        """Raise `LearnerLost` when the learner has failed, so that the failure is noticed before the next step."""
+        """Raise `LearnerLost` if the learner has failed. Call it between steps to notice a failure early."""
         if (why := self.learner.failure) is not None:
             name = self._settings.lineage
             raise LearnerLost(f"lineage {name} has lost its weights: {why}; a new start goes on from the last save")

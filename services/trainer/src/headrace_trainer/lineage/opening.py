@@ -29,7 +29,11 @@ log = get_logger(__name__)
 
 
 def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
-    """Raise `SettingError` for problems that `open_lineage` would find, before the lineage is taken from its owner."""
+    """Check the start of a lineage before it is taken from its present owner.
+
+    Raises:
+        SettingError: `open_lineage` would refuse the settings.
+    """
     versions.check_base(Path(settings.base))
     blobs.check_exclusive()
     saved = LineageStore(blobs, settings.lineage).read()
@@ -45,15 +49,12 @@ def open_lineage(
     """Continue a lineage from its last save, or publish the base as version 0 and start from there.
 
     Args:
-        settings: The trainer's settings.
-        blobs: The blob store.
-        clock: The clock.
-        store: The store of a lineage that this process owns. Without it the lineage is taken over at once.
+        store: store of a lineage that this process owns. None: the lineage is taken over at once.
 
     Raises:
-        SettingError: The settings are not those of the saved lineage.
-        CorruptBlob: The saved state is damaged. It is never repaired by guessing.
-        Unavailable: The saved state cannot be read.
+        SettingError: the settings are not those of the saved lineage.
+        CorruptBlob: the saved state is damaged. It is never repaired by guessing.
+        Unavailable: the saved state cannot be read.
     """
     base = Path(settings.base)
     versions.check_base(base)

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class Assembly(Model):
-    """A file as ranges of blobs that are stored for a version; see `headrace_trainer.lineage.versions`."""
+    """Description of a file by ranges of stored blobs; see `headrace_trainer.lineage.assembly`."""
 
     frame: BlobRef
     """The bytes that only this file has."""
@@ -43,7 +43,7 @@ class Assembly(Model):
 
 
 class Tensors(Model):
-    """Weights and optimizer after the same step, as safetensors blobs."""
+    """Weights and optimizer after the same step, stored as safetensors blobs."""
 
     weights: BlobRef
     optimizer: BlobRef
@@ -57,8 +57,10 @@ class Tensors(Model):
 
 
 class Saved(Model):
-    """The state of a lineage between two steps. `headrace_trainer.experiences.state` describes the fields and why they
-    are saved together."""
+    """Saved state of a lineage between two steps.
+
+    `headrace_trainer.experiences.state` describes the fields and why they are saved together.
+    """
 
     format: Literal[1] = 1
     model: ModelName
@@ -97,19 +99,19 @@ class Saved(Model):
         return point is None or point.weights.sha256 != self.present.weights.sha256
 
     def blobs(self) -> dict[str, BlobRef]:
-        """Return the tensors that must exist as long as this is the lineage's state, by digest."""
+        """Return the blobs that must exist as long as this is the lineage's state, by digest."""
         points = (self.present, *self.restore_points.values())
         return {ref.sha256: ref for point in points for ref in point.blobs}
 
 
 def read_saved(data: bytes) -> Saved:
-    """Read a state that this release or an earlier one saved.
+    """Parse a state that this release or an earlier one saved.
 
-    An earlier release may have stored text and numbers that no event may hold today. Such text is cleaned. A waiting
+    An earlier release may have stored text and numbers that no event may contain today. Such text is cleaned. A waiting
     experience with such a number is left out and gets an outcome in `Saved.refused`; the others stay.
 
     Raises:
-        ValidationError: The state has another error.
+        ValidationError: the state has another error.
     """
     try:
         return Saved.model_validate_json(data, context={STORED: True})
@@ -147,7 +149,7 @@ def _refusal_outcome(experience: dict[str, Any], detail: str) -> TrainingOutcome
 
 
 class Pointer(Model):
-    """The record that makes a state current: it refers to the state and names its owner. It is replaced atomically."""
+    """Record that makes a saved state the current one, and names its owner. It is replaced atomically."""
 
     format: Literal[2] = 2
     epoch: Annotated[int, Field(ge=0)]

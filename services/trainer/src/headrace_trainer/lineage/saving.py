@@ -60,7 +60,7 @@ class LineageSnapshot:
 
 @dataclass(frozen=True)
 class LineageResources:
-    """The stores of a lineage, and the settings and base that its versions share."""
+    """Stores of a lineage, and the settings and the first version that its saves need."""
 
     settings: TrainerSettings
     blobs: BlobStore
@@ -70,7 +70,7 @@ class LineageResources:
 
 @dataclass
 class Save:
-    """One save. `write` may be called again after it has raised an error."""
+    """One save of a lineage. `write` may be called again after it has raised an error."""
 
     resources: LineageResources
     previous: Saved
@@ -82,11 +82,12 @@ class Save:
 
     @property
     def publishes(self) -> bool:
-        """Whether the save makes a version. A version whose weights equal its parent's is not published."""
+        """Whether a version was requested. It is not published if its weights equal its parent's."""
         return self.copy is not None and self.copy.fingerprint is not None
 
     def provisional_history(self) -> History:
-        """Return the history for steps between the snapshot and the end of the save."""
+        """Return the history by which steps count until the save has ended, with a provisional name for a new
+        version."""
         if not self.publishes:
             return self.snapshot.history
         digest = hashlib.sha256(f"step {self.snapshot.steps}, being saved".encode()).hexdigest()
@@ -94,7 +95,12 @@ class Save:
         return self._history_with(name, BlobRef(uri="none", sha256=digest, size=0))
 
     def write(self) -> None:
-        """Make everything durable at once. Blocks. Raises as `LineageStore.save` does, and `LearnerLost`."""
+        """Store the snapshot, and make it the lineage's state at once. Blocks.
+
+        Raises:
+            LearnerLost: the learner has failed.
+            Exception: as `LineageStore.save` does.
+        """
         store = self.resources.store
         with SAVE_SECONDS.time():
             with store.scratch() as folder:
@@ -220,7 +226,7 @@ class Save:
         return previous.model_copy(update=update)
 
     def _restore_points(self, history: History, present: Tensors, version: str | None) -> dict[str, Tensors]:
-        """Return the restore points of base and head, and those that fit beside them.
+        """Return the restore points to keep: those of base and head, and as many others as fit into the limits.
 
         The oldest are removed first, the previous champion's and the champion's last. Versions without one are loaded
         from their files.
@@ -241,17 +247,17 @@ class Save:
 
 
 def default_points_bytes(point: int) -> int:
-    """Return the default bound for restore points of `point` bytes."""
+    """Return the default limit in bytes for all restore points, if one takes `point` bytes."""
     return max(_POINTS_BYTES_MIN, point)
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:
-    """Return the bytes that `points` take besides versions. A blob that several points share counts once."""
+    """Return the size in bytes of `points` besides versions. A blob that several points share counts once."""
     return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())
 
 
 class DiskRoom:
-    """Free space on the disk of the blob store. A store that is no folder always has enough."""
+    """Check that the disk of the blob store has free space for a save. A store that is no folder always has enough."""
 
     def __init__(self, blobs: BlobStore, clock: Clock, free_bytes_min: int | None) -> None:
         self._blobs = blobs
@@ -261,7 +267,7 @@ class DiskRoom:
         """The reason why `wait` waits, or None while it does not."""
 
     async def wait(self, next_bytes: int) -> None:
-        """Return once `next_bytes` fit and the required minimum stays free."""
+        """Wait until the disk has space for `next_bytes` bytes besides the required minimum."""
         while (
             reason := await asyncio.to_thread(self._blobs.space_problem, next_bytes, self._free_bytes_min)
         ) is not None:

@@ -40,12 +40,12 @@ _SHARED = 0
 
 
 class LineageTaken(HeadraceError):
-    """Another process owns this lineage."""
+    """Another process owns the lineage."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSign:
-    """Sign of life of a lineage's owner. Two equal signs mean that the owner has given none in between."""
+    """Sign of life of a lineage's owner. If two signs are equal, the owner has given none in between."""
 
     number: int
     """Number of the pointer record; 0 when the lineage has never had an owner."""
@@ -54,13 +54,15 @@ class OwnerSign:
 
     @property
     def free(self) -> bool:
-        """Whether the lineage has no owner, or its owner has released it."""
+        """Whether the lineage has no owner: it never had one, or it was released."""
         return not self.owner or self.beat == _RELEASED
 
 
 class LineageStore:
-    """The saved state of one lineage. `take` makes this process its owner; `load`, `save`, `beat` and `release` are for
-    the owner."""
+    """Store of the saved state of one lineage.
+
+    `take_over` makes this process the owner; `load`, `save`, `beat` and `release` are for the owner.
+    """
 
     def __init__(self, blobs: BlobStore, lineage: str, owner: str | None = None) -> None:
         self.owner = owner or liveness.new_holder()
@@ -77,7 +79,7 @@ class LineageStore:
     # Ownership
 
     def read_owner_sign(self) -> OwnerSign:
-        """Return the sign of the present owner."""
+        """Return the newest sign of life of the present owner."""
         newest = self._newest_pointer()
         if newest is None:
             return OwnerSign(0, "", None)
@@ -86,8 +88,10 @@ class LineageStore:
         return OwnerSign(number, pointer.owner, beat)
 
     def take_over(self) -> bool:
-        """Take the lineage over from any owner. Return False when its pointer changed meanwhile: read the sign
-        again."""
+        """Take the lineage over from any owner.
+
+        Return False when its pointer has changed meanwhile; then read the sign again.
+        """
         newest = self._newest_pointer()
         number, old = newest or (0, None)
         epoch = old.epoch + 1 if old else 1
@@ -99,7 +103,7 @@ class LineageStore:
         return True
 
     def beat(self) -> None:
-        """Give a sign of life. Raise `LineageTaken` when another process owns the lineage."""
+        """Give a sign of life. Raises `LineageTaken` when another process owns the lineage."""
         self._beats += 1
         self._area(self._epoch).set_pointer(_BEAT, str(self._beats).encode())
         self._check_ownership()
@@ -123,7 +127,7 @@ class LineageStore:
         return saved
 
     def read(self) -> Saved | None:
-        """Return the last durable state without changing anything. The lineage may be in training meanwhile."""
+        """Return the last durable state without changing anything, also while the lineage is in training."""
         number = 0
         for _ in range(_READS_MAX):
             newest = self._newest_pointer()
@@ -158,7 +162,7 @@ class LineageStore:
 
     @contextlib.contextmanager
     def open_tensors(self, point: Tensors) -> Iterator[Path]:
-        """Yield a folder with the files of `point`, as a copy wrote them. Raises as `get` does."""
+        """Context with a folder that has the files of `point`, as a copy wrote them. Raises as `get` does."""
         with self.scratch() as folder:
             with self._adding_remedy():
                 self._area_of(point.optimizer).get_file(point.optimizer, folder / OPTIMIZER)
@@ -179,7 +183,7 @@ class LineageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield a folder for the files of a save. Disk errors inside are raised as `save` does."""
+        """Context with a temporary folder for the files of a save. Disk errors inside are raised as `save` does."""
         area = self._area(self._epoch)
         try:
             with area.scratch() as folder:
@@ -221,11 +225,11 @@ class LineageStore:
         return self._put(partial(BlobStore.put_file, path=path, move=True), self._area(self._epoch))
 
     def save(self, saved: Saved) -> None:
-        """Make `saved` the current state; its blobs are stored already (`packed`).
+        """Make `saved` the current state. Its blobs must be stored already.
 
         Raises:
-            LineageTaken: Another process owns the lineage.
-            Unavailable: The store is away. The state may have been saved; saving it again is right.
+            LineageTaken: another process owns the lineage.
+            Unavailable: the store is unavailable. The state may have been saved; it is safe to save it again.
         """
         old = self._pointer
         assert old is not None, "a lineage is taken before it is saved"
@@ -339,8 +343,11 @@ def _deletable_ref(digest: str) -> BlobRef:
 
 
 def replayed_versions(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
-    """Return the numbers of the versions of the replayed lineage. Raise `SettingError` when there is no such
-    lineage."""
+    """Return the numbers of the versions of the lineage that is replayed.
+
+    Raises:
+        SettingError: there is no such lineage.
+    """
     if settings.replays is None:
         return {}
     other = LineageStore(blobs, settings.replays).read()

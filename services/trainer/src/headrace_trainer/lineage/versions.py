@@ -42,21 +42,23 @@ def check_base(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_files(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
-    """Yield a temporary folder with these files. Raise `CorruptBlob` or `Unavailable`."""
+    """Context with a temporary folder that has these files. Raises `CorruptBlob` or `Unavailable`."""
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
         yield store.fetch_files(blobs, files, Path(name))
 
 
 def base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """Store the files of a lineage's base by their digests. Each file is read once, so later changes of the folder have
-    no effect. Blocks."""
+    """Store the files of a lineage's base by their digests. Blocks.
+
+    Each file is read once, so later changes of the folder have no effect.
+    """
     return store.store_files(blobs, folder)
 
 
 def publish_base(
     blobs: BlobStore, files: tuple[File, ...], learner: Learner, *, name: str, lineage: str
 ) -> tuple[Manifest, BlobRef]:
-    """Publish the base's own files, byte for byte, as step 0. Blocks."""
+    """Publish the base's own files, byte for byte, as the first version of a lineage. Blocks."""
     fingerprint = learner.fingerprint_of_base()
     tokenizer, template = store.prompt_digests(blobs, files)
     manifest = Manifest(
@@ -132,7 +134,7 @@ def fetch_weights(blobs: BlobStore, manifest: Manifest, folder: Path) -> None:
 
 
 def weight_digests(manifest: Manifest) -> frozenset[str]:
-    """Return the digests of the weights, by which two versions of one lineage differ."""
+    """Return the digests of a version's weights. Two versions of one lineage differ only by them."""
     return frozenset(file.blob.sha256 for file in manifest.files if file.path.endswith(".safetensors"))
 
 
@@ -152,7 +154,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """A weights file as ranges of a frame and of a version's files."""
+    """A weights file described as ranges of a frame and of a version's files."""
 
     frame: Path
     """A file next to the weights, with the bytes that no version file has."""
@@ -161,16 +163,16 @@ class SharedWeights:
     ranges: tuple[Range, ...]
 
     def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
-        """Return the ranges with the blobs in which `files` and the frame are stored."""
+        """Return the description of the file by the blobs of the frame and of the version's `files`."""
         blobs = {file.path: file.blob for file in files}
         return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
 
 
 def share_weights(folder: Path) -> SharedWeights | None:
-    """Split the weights file of the restore point in `folder` into bytes that the version's files contain and the rest.
+    """Split the weights file of a restore point into bytes that the version's files contain and the rest.
 
-    The rest, the frame, is written into `folder`; the shared bytes need not be stored again. The version's files,
-    which are in `folder` too, are compared byte by byte and not changed.
+    The rest, the frame, is written into `folder`; the shared bytes need not be stored again. The version's files, which
+    are in `folder` too, are compared byte by byte and not changed.
 
     Returns:
         The split, or None if the version contains less than half of the file, or if the back end uses another layout.
@@ -210,7 +212,7 @@ def share_weights(folder: Path) -> SharedWeights | None:
 
 
 def assemble(sources: Sequence[Path], ranges: Sequence[Range], target: Path) -> None:
-    """Write the file that consists of `ranges` of `sources`. The first of the sources is the frame."""
+    """Write a file that consists of `ranges` of `sources`. The first of the sources is the frame."""
     handles = [path.open("rb") for path in sources]
     try:
         with target.open("wb") as file:

@@ -38,7 +38,7 @@ _NAME_BYTES = 15
 
 
 class Cluster:
-    """A connection to a Ray cluster until `leave`, which may be called again."""
+    """Connection of this process to a Ray cluster, until `leave`, which may be called again."""
 
     _learners = 0
     _folder: str | None = None
@@ -55,7 +55,7 @@ class Cluster:
         self._left = False
 
     def leave(self) -> None:
-        """Close the connection with the last learner, and stop a private cluster with it."""
+        """Leave the cluster. The last learner closes the connection, and stops a private cluster with it."""
         with _LOCK:
             if self._left:
                 return
@@ -149,7 +149,7 @@ def _sweep(own_folder: Path) -> None:
 
 
 def _end_users(folder: Path) -> None:
-    """Kill processes with an open file in the folder: Ray's agents outlive a trainer that was killed."""
+    """Kill the processes that have a file in the folder open: Ray's agents survive a trainer that was killed."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             used = any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
@@ -160,8 +160,8 @@ def _end_users(folder: Path) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address, or None where there is none, or the address is of
-    another kind."""
+    """Return the name of the network interface with this IPv4 address; None without one, or for another kind of
+    address."""
     try:
         packed_address = socket.inet_aton(address)
     except OSError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RayCopy:
-    """The copy of a `RayLearner`; see `headrace_trainer.learner.Copy`."""
+    """Copy of a `RayLearner`, whose parts are in the ranks; see `headrace_trainer.learner.Copy`."""
 
     ranks: Ranks
     number: int
@@ -45,7 +45,7 @@ class RayCopy:
             on_weights()
 
     def _fetch_pieces(self, rank: int, folder: Path) -> list[Piece]:
-        """Fetch the pieces of a rank that cannot access the folder, one at a time, and write them here."""
+        """Fetch the pieces of a rank that cannot access `folder`, one at a time, and write them there."""
         pieces: list[Piece] = self.ranks.one_beside(rank, "pieces", self.number)
         for piece in pieces:
             with (folder / piece.file).open("rb+") as file:
@@ -65,7 +65,7 @@ log = get_logger(__name__)
 
 
 class RayLearner:
-    """A learner on ranks. Equal settings, including the number of ranks, give equal bytes."""
+    """Learner whose weights are in ranks. Equal settings, including the number of ranks, give equal bytes."""
 
     def __init__(self, ranks: Ranks, abilities: Abilities) -> None:
         self._ranks = ranks
@@ -86,7 +86,7 @@ class RayLearner:
 
     @classmethod
     def on(cls, ranks: Ranks, folder: Path, settings: TrainerSettings) -> RayLearner:
-        """Open a learner on existing ranks, which replaces any learner that they hold."""
+        """Open a learner on existing ranks. It replaces the learner that they may hold."""
         chosen = settings.of("ray")
         assert isinstance(chosen, RaySettings)
         nodes = [location.node for location in ranks.locations]

@@ -30,10 +30,10 @@ class Piece:
 
 
 def check(folder: Path, sizes: Mapping[str, int], pieces: Sequence[Piece]) -> None:
-    """Read the files in pieces and compare them with the ranks' reports.
+    """Check files that several ranks have written together: read them piece by piece and compare them with the reports.
 
     Raises:
-        LearnerLost: Pieces are missing or overlap, or a file has another content than reported: a rank died during the
+        LearnerLost: pieces are missing or overlap, or a file has another content than reported: a rank died during the
             copy, wrote another copy's pieces, or does not share the folder.
     """
     ends = dict.fromkeys(sizes, 0)

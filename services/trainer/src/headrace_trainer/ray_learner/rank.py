@@ -30,7 +30,7 @@ _SCRATCH = "headrace-rank-"
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The machine of a rank."""
+    """Machine on which a rank runs."""
 
     node: str
     address: str
@@ -38,7 +38,10 @@ class RankLocation:
 
 
 class Rank:
-    """An actor. Its methods are called one at a time, except `alive`, and those that write a copy while a step runs."""
+    """Ray actor of one rank.
+
+    Its methods are called one at a time, except `alive`, and those that write a copy during a step.
+    """
 
     def __init__(self, number: int, ranks: int, collective_timeout_s: float) -> None:
         # Read when torch is loaded. Otherwise a waiting thread would spin on a CPU that other processes need.
@@ -51,7 +54,7 @@ class Rank:
         _sweep()
 
     def alive(self) -> None:
-        """Block for ever, so that a caller that waits for the result notices the death of this process."""
+        """Never return: a caller that waits for the result notices the death of this process."""
         threading.Event().wait()
 
     def place(self) -> RankLocation:
@@ -61,7 +64,7 @@ class Rank:
         return RankLocation(ray.get_runtime_context().get_node_id(), address)
 
     def meet(self, address: str) -> int:
-        """Open a port at the first rank's address, through which all ranks connect. Return the port."""
+        """Open a port at the first rank's address, at which all ranks will connect, and return it."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -70,8 +73,14 @@ class Rank:
         return int(self._store.port)
 
     def join(self, own_address: str, address: str, port: int, device: str) -> None:
-        """Join the process group. Called in all ranks at once. `own` is this machine's address, whose network is
-        used."""
+        """Join the process group. Called in all ranks at once.
+
+        Args:
+            own_address: address of this rank's machine, whose network is used.
+            address: address of the first rank.
+            port: port that `meet` returned.
+            device: device of the ranks.
+        """
         import torch.distributed as dist
 
         from headrace_trainer.ray_learner.cluster import interface_of
@@ -89,7 +98,7 @@ class Rank:
         )
 
     def folder(self) -> str:
-        """Create a folder on this machine, for `put` and `forget`."""
+        """Create a temporary folder on this machine for files that `put` receives, and return its path."""
         return tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-")
 
     def put(self, folder: str, name: str, piece: bytes) -> None:
@@ -103,8 +112,14 @@ class Rank:
         shutil.rmtree(folder, ignore_errors=True)
 
     def open(self, folder: str, settings: Mapping[str, Any], shard: str, peers: int) -> Abilities:
-        """Open the learner from the base's files. `peers` is the number of ranks on this machine. Raises
-        `SettingError`."""
+        """Open the learner from the base's files. Raises `SettingError`.
+
+        Args:
+            folder: folder with the base's files.
+            settings: whole table of `[trainer]`.
+            shard: `trainer.ray.shard`.
+            peers: number of ranks on this machine.
+        """
         from headrace_trainer.ray_learner.rank_learner import RankLearner  # imported here, because torch takes seconds
 
         self._learner = None  # frees the memory of the last learner first
@@ -121,11 +136,11 @@ class Rank:
         return self._opened_learner.step(batch, from_base=from_base)
 
     def copy(self, number: int, base: str | None) -> CopyReport:
-        """Store this rank's part of copy `number`, which replaces the last one."""
+        """Copy this rank's part of copy `number` into memory. It replaces that of the last copy."""
         return self._opened_learner.copy(number, base)
 
     def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
-        """Write this rank's part of a copy. Like the other methods for copies, it may run while a step does.
+        """Write this rank's part of a copy. Like the other methods for copies, it may run during a step.
 
         Returns:
             The pieces, or None where this is not the folder with the trainer's mark, for example on another machine.
@@ -133,7 +148,7 @@ class Rank:
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the pieces that `write_copy` would write."""
+        """Return the pieces of this rank's part of a copy, for a caller that fetches them by `piece`."""
         return self._opened_learner.pieces(number)
 
     def piece(self, number: int, piece: Piece) -> bytes:
@@ -143,7 +158,7 @@ class Rank:
         self._opened_learner.drop(number)
 
     def sees(self, folder: str, mark: str) -> bool:
-        """Return whether this machine has or shares the trainer's folder."""
+        """Return whether `folder` on this machine is the trainer's own folder, which has the mark."""
         try:
             return (Path(folder) / MARK).read_text(encoding="ascii") == mark
         except OSError:

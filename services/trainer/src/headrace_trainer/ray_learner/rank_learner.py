@@ -41,7 +41,7 @@ _GOING_ON = threading.Event()
 
 @dataclass(frozen=True)
 class CopyReport:
-    """A rank's report of a copy. Only the first rank reports all of it."""
+    """Report of one rank about its part of a copy. Only the first rank reports all sizes and the fingerprint."""
 
     sizes: Mapping[str, int]
     """Sizes in bytes of the files that all ranks write together; a version's are in the folder `VERSION`."""
@@ -49,7 +49,7 @@ class CopyReport:
 
 
 class RankLearner:
-    """A rank's share of a learner."""
+    """Learner of one rank: its part of the computation, and its part of the weights if they are sharded."""
 
     def __init__(
         self,
@@ -87,7 +87,10 @@ class RankLearner:
         return self._inner.abilities
 
     def sequence_bound(self) -> int:
-        """Return the bound of this rank. Ranks of one machine share its memory; a GPU belongs to one rank."""
+        """Return the longest sequence that this rank has memory for.
+
+        Ranks of one machine share its memory, but not GPUs.
+        """
         bound = self._inner.sequence_bound()
         return max(2, bound // self._peers) if self._inner.policy.device.type == "cpu" else bound
 
@@ -105,8 +108,10 @@ class RankLearner:
         )
 
     def copy(self, number: int, base: str | None) -> CopyReport:
-        """Copy this rank's ranges of the files of copy `number` into host memory. They replace those of the last
-        copy."""
+        """Copy this rank's ranges of the files of copy `number` into host memory.
+
+        They replace those of the last copy.
+        """
         policy, about = self._inner.policy, tensors.about_state(self._settings.lineage)
         self._ranges, sizes = [], {}
         state = self._inner.optimizer.references() | tensors.random_state(policy)
@@ -163,12 +168,12 @@ class RankLearner:
 
 
 def pass_budget(lengths: Sequence[int], pack_tokens: int, ranks: int) -> int:
-    """Return the number of tokens of a pass, so that a small batch is divided among all ranks."""
+    """Return the largest number of tokens of a pass, reduced so that a small batch is divided among all ranks."""
     return max(1, min(pack_tokens, math.ceil(sum(lengths) / ranks)))
 
 
 def deal_passes(packs: Sequence[Sequence[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the numbers of each rank's passes, in order.
+    """Assign forward passes to ranks, and return the numbers of each rank's passes, in order.
 
     The longest pass comes first. Each goes to the rank with the fewest tokens so far, the first one of several.
     """
@@ -187,10 +192,14 @@ _BUCKET_WEIGHTS = 1 << 25
 
 
 class RankTeam:
-    """A `headrace_trainer.torch_learner.step.Team` of the default process group."""
+    """Team of all ranks of the default process group (`headrace_trainer.torch_learner.step.Team`)."""
 
     def __init__(self, rank: int, ranks: int, *, sharded: bool) -> None:
-        """`sharded`: whether every pass needs all ranks, because each holds a shard of the weights."""
+        """Create the team.
+
+        Args:
+            sharded: whether every pass needs all ranks, because each holds a shard of the weights.
+        """
         self._rank = rank
         self._ranks = ranks
         self._sharded = sharded

@@ -41,7 +41,7 @@ _ON_DISK = frozenset({"write_copy"})
 
 
 class Ranks:
-    """The ranks of a learner. Not safe for concurrent use, except `failure`."""
+    """Handle of all ranks of a learner. Not safe for concurrent use, except `failure`."""
 
     def __init__(self, settings: RaySettings, compute: ComputeSettings) -> None:
         """Start the ranks and connect them. Blocks. Raises `SettingError`, `Unavailable` and `LearnerLost`."""
@@ -100,7 +100,7 @@ class Ranks:
             return ray.get(call)
 
     def shared(self, value: Any) -> Any:
-        """Return a reference to `value`, which is sent to each machine once."""
+        """Return a Ray reference to `value`, which is sent to each machine only once."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
         with self._marking_lost("put"):
@@ -108,8 +108,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def provide_files(self, folder: Path) -> Iterator[list[str]]:
-        """Yield, for each rank, a folder with the files of `folder`: the same folder where the rank has access to it,
-        and otherwise a copy that ranks of its machine share."""
+        """Context with a folder for each rank that has the files of `folder`.
+
+        It is the same folder where the rank has access to it, and otherwise a copy that the ranks of its machine share.
+        """
         with marked(folder) as mark:
             has_access = self.all("sees", str(folder), mark)
         nodes = [location.node for location in self.locations]
@@ -132,7 +134,7 @@ class Ranks:
                 self._forget(number, rank_folder)
 
     def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of each rank that may run while a step does.
+        """Call a method of each rank that may run during a step.
 
         The call may come from another thread than the others, one at a time. It raises `OSError` as a rank does, after
         which the ranks can go on.
@@ -214,7 +216,7 @@ class Ranks:
 
     @staticmethod
     def _raise_error(call: Any) -> None:
-        """Raise the error of a call, unless every rank raises it."""
+        """Raise the error of a call, except `NotFinite`, which every rank raises."""
         try:
             ray.get(call)
         except RayTaskError as error:
@@ -231,7 +233,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _marking_lost(self, method: str) -> Iterator[None]:
-        """Raise the errors of ranks as themselves where the ranks can go on, and otherwise as `LearnerLost`."""
+        """Context of calls to ranks. Errors after which the ranks cannot go on are raised as `LearnerLost`."""
         try:
             yield
         except LearnerLost as error:
@@ -266,7 +268,8 @@ def _resources() -> dict[str, float]:
 
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
-    """Mark the folder inside, so that a rank can check whether it accesses the same folder."""
+    """Context in which `folder` has a file with a random mark, by which a rank can check whether it accesses the
+    same folder."""
     mark = uuid.uuid4().hex
     (folder / MARK).write_text(mark, encoding="ascii")
     try:

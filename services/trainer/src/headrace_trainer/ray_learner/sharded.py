@@ -39,7 +39,7 @@ def check(settings: TrainerSettings) -> None:
 
 
 class ShardedPolicy(Policy):
-    """A `Policy` that is sharded over all ranks of a team, which must call each method in the same order."""
+    """`Policy` that is sharded over all ranks of a team. All ranks must call each method in the same order."""
 
     @classmethod
     def _load_device(cls, device: torch.device) -> torch.device:
@@ -79,8 +79,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
-        """Return the fingerprint. `published` has this rank's part of each weight, and replaces the weights
-        meanwhile."""
+        """Return the fingerprint of the weights, or of `published`, which has this rank's part of each weight."""
         _reshard(self.model)
         saved = {name: weight.to_local().clone() for name, weight in self._dtensors()} if published else {}
         for name, weight in self._dtensors() if published else ():
@@ -114,7 +113,7 @@ def _shard(model: Any, device: torch.device) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost lists of modules: a model's layers, without the experts in one."""
+    """Yield a model's layers: the members of the outermost module lists, without lists inside of them."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -33,7 +33,7 @@ from headrace_trainer.torch_learner.version_files import WritePlan
 
 @dataclass(frozen=True)
 class OwnPart:
-    """This rank's part of a tensor."""
+    """Part of a tensor that this rank holds."""
 
     values: Tensor
     """A reference to the values, on the tensor's device."""
@@ -43,7 +43,7 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file that this rank holds."""
+    """Bytes of a file that this rank writes."""
 
     file: str
     start: int
@@ -56,9 +56,12 @@ class FileRange:
 
 
 def own_part(tensor: Tensor, *, first: bool) -> OwnPart | None:
-    """Return this rank's part of a tensor. `first`: whether this is the first rank, which writes unsharded tensors.
+    """Return this rank's part of a tensor, or None if it has none.
 
     All ranks must call it at once, because a tensor that is not divided by rows is gathered in each.
+
+    Args:
+        first: whether this is the first rank, which writes unsharded tensors.
     """
     if not is_sharded(tensor):
         return OwnPart(tensor.detach(), 0) if first else None
@@ -84,14 +87,14 @@ def compute_ranges(
     *,
     first: bool,
 ) -> tuple[int, list[FileRange]]:
-    """Return the file's size, and copies of this rank's ranges in host memory.
+    """Return the size of a file in bytes, and copies of this rank's ranges of it in host memory.
 
     Args:
-        file: The path of the file.
-        tensors: All tensors of the file, for their shapes and types.
-        own_parts: This rank's part of each tensor.
-        about: The file's metadata.
-        first: Whether this is the first rank, which writes the header.
+        file: path of the file.
+        tensors: all tensors of the file, for their shapes and types.
+        own_parts: this rank's part of each tensor.
+        about: metadata of the file.
+        first: whether this is the first rank, which writes the header.
     """
     plan = layout(tensors, about)
     file_ranges = [FileRange(file, 0, memoryview(plan.header))] if first else []
@@ -124,7 +127,7 @@ def write(folder: Path, mine: Sequence[FileRange]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class VersionPart:
-    """The part of a version that one rank writes."""
+    """Part of a version's files that one rank writes."""
 
     fingerprint: Fingerprint | None = None
     ranges: tuple[FileRange, ...] = ()
@@ -134,7 +137,7 @@ class VersionPart:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of a file: a trained one, by its name in the model, or another one that the first rank has."""
+    """Tensor of a version's file: a trained one, by its name in the model, or another one that the first rank has."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -150,9 +153,13 @@ _Files = Mapping[str, Mapping[str, _Entry]]
 
 
 def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) -> VersionPart:
-    """Collect this rank's part of a version. Called in all ranks at once.
+    """Compute this rank's part of a version. Called in all ranks at once.
 
-    `sharded`: whether every rank holds a shard; otherwise the first rank holds all weights.
+    Args:
+        inner: the rank's learner.
+        base: the lineage's first version.
+        first: whether this is the first rank.
+        sharded: whether every rank holds a shard; otherwise the first rank holds all weights.
     """
     if not (first or sharded):
         return VersionPart()
@@ -195,7 +202,8 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
 
 
 def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
-    """Return the entries of all files, or None where a file holds a tensor that the library derived from a trained one.
+    """Return the entries of all files of a version, or None where the library derives a stored tensor from a trained
+    one.
 
     A tensor that the library stores unchanged is the very object that it was given.
     """

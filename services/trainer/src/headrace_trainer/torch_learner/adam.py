@@ -36,7 +36,7 @@ CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
 
 
 class Adam:
-    """AdamW updates of `parameters`. The class draws no random numbers."""
+    """AdamW for `parameters` in which contributions add up, as the module describes. It draws no random numbers."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters = dict(parameters)
@@ -50,8 +50,10 @@ class Adam:
         """Number of full batches whose gradients have entered the squares."""
 
     def gain(self, weight: float) -> float:
-        """Return the factor of a gradient of this weight, by which the debt grows to its usual size without slowing the
-        start."""
+        """Return the factor by which the gradient of a batch of this weight is multiplied.
+
+        It lets the debt grow to its usual size without slowing the start.
+        """
         return 1.0 + (self._unspent_momentum(self.clock + weight) - self._unspent_momentum(self.clock)) / weight
 
     def _unspent_momentum(self, clock: float) -> float:
@@ -64,7 +66,7 @@ class Adam:
 
     @torch.no_grad()
     def observe(self, weight: float) -> None:
-        """Record the size of the present gradients, those of a batch of `weight`."""
+        """Update the estimate of the squares by the present gradients, those of a batch of `weight`."""
         decay = self._settings.beta2**weight
         for names in self._operation_lists(name for name, _ in self._gradients()):
             squares, gradients = [self._tensor_of(self._squares, name) for name in names], self._gradients_of(names)
@@ -74,8 +76,10 @@ class Adam:
 
     @property
     def scale(self) -> float:
-        """Typical size of a gradient, one number for all weights; 1 before the first gradient. The effect of a
-        contribution is its size in this unit, so the unit is stored with it for a later correction."""
+        """Typical size of a gradient, one number for all weights; 1 before the first gradient.
+
+        The effect of a contribution is its size in this unit, so the unit is stored with it for a later correction.
+        """
         if not self.squares_clock or not self._squares:
             return 1.0
         means = {name: mean(self._squares[name]) for name in self.parameters if name in self._squares}
@@ -124,10 +128,12 @@ class Adam:
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight: float, corrections: Mapping[str, Tensor]) -> None:
-        """Add the gradients and the corrections to the debt, and pay out a batch's share of it.
+        """Add the gradients and the corrections to the debt, and move the weights by a batch's share of it.
 
-        `corrections` are gradients in units of `scale`; they are divided by the present squares and do not change
-        these."""
+        Args:
+            weight: size of the batch as a share of a full one.
+            corrections: gradients in units of `scale`. They are divided by the present squares and do not change these.
+        """
         settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
         share = weight / (weight + self._unspent_momentum(self.clock))
@@ -168,8 +174,10 @@ class Adam:
         return denominators
 
     def _operation_lists(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Divide parameters into lists for one operation each. On a CPU each has its own list: it stays in the cache
-        then."""
+        """Divide parameters into lists that one operation processes each.
+
+        On a CPU each parameter has a list of its own, because it stays in the cache then.
+        """
         batch: list[str] = []
         total = 0
         for name in names:
@@ -191,14 +199,14 @@ class Adam:
         self.clock = self.squares_clock = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Return references to the tensors, by `<parameter>/<kind>`, and the clocks."""
+        """Return references to the tensors of the state, by `<parameter>/<kind>`, and the clocks."""
         tensors = {f"{name}/unspent": tensor for name, tensor in self._unspent.items()}
         tensors |= {f"{name}/squares": tensor for name, tensor in self._squares.items()}
         clocks = {CLOCK: self.clock, SQUARES_CLOCK: self.squares_clock}
         return tensors | {name: torch.tensor([value], dtype=torch.float64) for name, value in clocks.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore `state`, or that of torch's AdamW, as earlier releases saved it."""
+        """Restore the result of `state`, or the state of torch's AdamW, as earlier releases saved it."""
         self.reset()
         averages: dict[str, Tensor] = {}
         for key, value in state.items():

@@ -26,7 +26,14 @@ Floats = NDArray[np.float64]
 
 
 def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """Return `(advantages_T, returns_T)` of one sequence whose reward comes with its last token."""
+    """Compute generalized advantage estimates for one sequence, whose reward comes with its last token.
+
+    Args:
+        values_T: the critic's value before each token.
+
+    Returns:
+        The advantages and the returns, `(advantages_T, returns_T)`.
+    """
     advantages_T, following, next_value = np.zeros_like(values_T), 0.0, 0.0
     for index in range(len(values_T) - 1, -1, -1):
         earned = reward if index == len(values_T) - 1 else 0.0
@@ -36,12 +43,15 @@ def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floa
 
 
 def shares(tokens: int, gamma: float, lam: float) -> Floats:
-    """Return the weight of the final reward in the advantage of each token."""
+    """Return the weight of the final reward in the advantage of each of `tokens` tokens."""
     return np.power(gamma * lam, np.arange(tokens - 1, -1, -1, dtype=np.float64))
 
 
 class Critic:
-    """An `Appraiser` without random numbers: its value is 0 everywhere at first."""
+    """`Appraiser` that learns the expected reward at each token.
+
+    It is 0 everywhere at first, and draws no random numbers.
+    """
 
     def __init__(self, width: int, settings: CriticSettings, device: torch.device) -> None:
         self._settings = settings
@@ -102,7 +112,7 @@ class Critic:
         return torch.optim.AdamW(self.head.parameters(), lr=self._settings.learning_rate, weight_decay=0.0)
 
     def _appraise_pack(self, policy: Policy, pack: Pack, count: int) -> tuple[Tensor, float]:
-        """Compute the advantages of a pass, and add the gradient of its part of the critic's loss.
+        """Compute the advantages of a forward pass, and add the gradient of its part of the critic's loss.
 
         Returns:
             The advantages, and the pass's part of the squared error.
@@ -124,7 +134,7 @@ class Critic:
         return torch.from_numpy(advantages).to(pack.advantage_N), float(((values - returns) ** 2).sum() / count)
 
     def _discount_correction(self, pack: Pack) -> Pack:
-        """Return a correction of the reward, discounted for each token."""
+        """Return a correction of the reward with its advantage discounted for each token."""
         rows = pack.row_N.cpu().numpy()
         reward_shares = np.zeros(len(rows))
         for index in range(len(pack.names)):
@@ -134,7 +144,10 @@ class Critic:
 
 
 class Appraiser(Protocol):
-    """Computes advantages once per step, before the weights move. Its state is saved with the optimizer's."""
+    """Interface of an appraiser, which computes advantages of tokens once per step, before the weights change.
+
+    Its state is saved with that of the optimizer.
+    """
 
     @property
     def measured(self) -> Mapping[str, float]:
@@ -143,7 +156,7 @@ class Appraiser(Protocol):
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Return the passes with `advantage_N` set, and otherwise unchanged.
+        """Return the forward passes of first trainings and of corrections with `advantage_N` set.
 
         An appraiser may add passes of its own, whose rows have no name and no weight. Raises `Abandoned` soon after
         `stop` is set.

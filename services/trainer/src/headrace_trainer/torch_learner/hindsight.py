@@ -41,7 +41,7 @@ _TOKENS, _SHAPES = "guard/tokens", "guard/shapes"
 
 
 class HindsightTeacher:
-    """An `Appraiser`. The policy must keep the first version's answers (`Policy.keep_reference`)."""
+    """`Appraiser` of the algorithm `hindsight`. The policy must keep the base in memory (`Policy.keep_reference`)."""
 
     def __init__(self, settings: HindsightSettings, pack_tokens: int) -> None:
         self._settings = settings
@@ -62,12 +62,12 @@ class HindsightTeacher:
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Compute the advantages of all passes.
+        """Set the advantages of the tokens of all passes.
 
         Rows of a refused step are not remembered, because they are measured again with the batch that they are in next.
 
         Raises:
-            StepRefused: The gap between teacher and student is not surely positive.
+            StepRefused: the gap between teacher and student is not surely positive.
         """
         self._policy, self._stop, self._measured = policy, stop, {}
         rows = [row for pack in first for row in pack.rows]
@@ -97,7 +97,8 @@ class HindsightTeacher:
         return {}
 
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:
-        """Measure the base's logprobs of the model's answers to replies, for the first contradicted answer of each run.
+        """Measure the base's logprobs of the answers that follow replies, for the first contradicted answer of each
+        run.
 
         Each answer is measured after its own reply, after those of the other runs of its block, and after none. The
         result is empty if there is only one run.
@@ -120,8 +121,10 @@ class HindsightTeacher:
         return [ReplyBlock(means_BC[:, :-1], means_BC[:, -1]) for means_BC in means]
 
     def _with_advantages(self, pack: Pack) -> Pack:
-        """Return the pass with the advantages of tokens: the teacher's for contradicted answers, with the sign of their
-        row, and 0 for accepted ones."""
+        """Return the pass with the advantages of its tokens set.
+
+        They are the teacher's for contradicted answers, with the sign of their row, and 0 for accepted ones.
+        """
         contradicted = [row for row in pack.rows if row.hindsight is not None]
         teacher = iter(self._base_logprobs([_teacher_row(row) for row in contradicted]))
         settings, advantages = self._settings, []
@@ -134,14 +137,14 @@ class HindsightTeacher:
         return replace(pack, advantage_N=torch.from_numpy(np.concatenate(advantages)).to(pack.advantage_N))
 
     def _with_targets(self, packs: Sequence[Pack]) -> list[Pack]:
-        """Return the passes with a distillation target over all words.
+        """Return the passes with a distillation target over all words of the vocabulary.
 
         The teacher is the base: with the reply in its prompt where an answer was contradicted, and without where one
         was accepted. Further passes train the answers to the replies in place of the answers that the replies were
         about.
 
         Raises:
-            SettingError: The output head cannot compute logits chunk by chunk.
+            SettingError: the output head cannot compute logits chunk by chunk.
         """
         assert self._policy is not None
         policy = self._policy
@@ -172,8 +175,8 @@ class HindsightTeacher:
     def _insertion_prompts(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
         """Return, for each contradicted answer, the prompt of the answer that its reply was about.
 
-        Candidates are the prompts of the contradicted answer and of the earlier answers. The one is chosen under which
-        the base, without the reply, gives the model's next answer the highest mean logprob.
+        Candidates are the prompts of the contradicted answer and of the earlier answers. The candidate is chosen under
+        which the base, without the reply, gives the model's next answer the highest mean logprob.
         """
         candidates = [
             [*(row.token_ids_T[:start] for start in _hindsight_of(row).earlier_K), _prompt_without_reply(row)]
@@ -193,9 +196,8 @@ class HindsightTeacher:
         """Return the pass with a distillation target.
 
         Args:
-            pack: The pass.
-            teachers: Rows with the loss tokens of the pass after the teacher's prompts.
-            weights: The weight of each row's tokens, with its sign.
+            teachers: rows with the loss tokens of the pass after the teacher's prompts.
+            weights: weight of each row's tokens, with its sign.
         """
         assert self._policy is not None
         weight_N = torch.tensor(weights).to(pack.weight_N)[pack.row_N]
@@ -266,7 +268,7 @@ def _sign(row: Row) -> float:
 
 
 def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
-    """Return the rows whose replies may be permuted, without the longest.
+    """Return the rows whose replies may be permuted. The longest rows are left out.
 
     With any reply, no sequence may become longer than a pass, or than the longest of these rows is.
     """
@@ -285,22 +287,22 @@ def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
 
 
 def _prompt_with_reply(row: Row, other: Row | None = None) -> NDArray[np.int32]:
-    """Return the teacher's prompt, with the reply of `other` if it is given."""
+    """Return the teacher's prompt for a row: its prompt with its own reply, or with that of `other`."""
     return np.concatenate([_hindsight_of(row).prompt_T, _hindsight_of(other or row).reply_T])
 
 
 def _prompt_without_reply(row: Row) -> NDArray[np.int32]:
-    """Return the prompt without a reply."""
+    """Return the prompt of a row's answer, without the reply."""
     return row.token_ids_T[~row.loss_mask_T]
 
 
 def _answer_after(about: Hindsight, context_T: NDArray[np.int32]) -> Row:
-    """Return a row with the model's answer to the reply, after a context."""
+    """Return a row with the model's answer to the reply, after the tokens `context_T`."""
     return _scored_row(np.concatenate([context_T, about.next_T]), len(context_T), about.next_temperature)
 
 
 def _teacher_row(row: Row) -> Row:
-    """Return a row with the contradicted answer after the teacher's prompt."""
+    """Return a row with the contradicted answer after the teacher's prompt, which contains the reply."""
     context_T = _prompt_with_reply(row)
     tokens_T = np.concatenate([context_T, row.token_ids_T[row.loss_mask_T]])
     return _scored_row(tokens_T, len(context_T), float(row.temperature_T[-1]))

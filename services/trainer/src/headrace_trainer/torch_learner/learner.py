@@ -63,11 +63,11 @@ class TorchCopy:
         """Create a copy of the present state.
 
         Args:
-            write_weights: Writes the weights into a folder.
-            write_optimizer: Writes the optimizer into a folder.
-            freeze: Returns the same files as bytes.
-            write_version: Writes the version's files into a folder. None where no version was requested.
-            fingerprint: The fingerprint of the version.
+            write_weights: writes the weights into a folder.
+            write_optimizer: writes the optimizer into a folder.
+            freeze: returns the same files as bytes.
+            write_version: writes the version's files into a folder; None where no version was requested.
+            fingerprint: the fingerprint of the version; None without one.
         """
         self.fingerprint = fingerprint
         self._write_weights = write_weights
@@ -126,7 +126,12 @@ class TorchLearner:
         served_as: torch.dtype,
         appraiser: Appraiser | None = None,
     ) -> None:
-        """`served_as` is the type of the base's own weights, which a version's files have too."""
+        """Create the learner.
+
+        Args:
+            served_as: type of the base's own weights, which a version's files have, too.
+            appraiser: computes the advantages of tokens; None for those of rows.
+        """
         self.policy = policy
         self.optimizer = optimizer
         self._settings = settings
@@ -147,7 +152,7 @@ class TorchLearner:
 
     @property
     def failure(self) -> str | None:
-        """None, because the learner is in the trainer's own process and cannot fail without it."""
+        """None: the learner is in the trainer's own process and cannot fail without it."""
         return None
 
     def sequence_bound(self) -> int:
@@ -239,7 +244,7 @@ class TorchLearner:
             return self.policy.fingerprint()
 
     def close(self) -> None:
-        """The memory is freed with the last reference."""
+        """Do nothing: the memory is freed with the last reference."""
 
 
 def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> TorchLearner:

@@ -14,7 +14,10 @@ from headrace_trainer.torch_learner.model.forward import Pack
 
 @dataclass
 class Measures:
-    """Collects observations pass by pass and update by update. Tensors are `_N`, tokens of the loss."""
+    """Collector of measurements during a step, pass by pass and update by update.
+
+    Tensors are `_N`, tokens of the loss.
+    """
 
     drift: list[Tensor] = field(default_factory=list)
     """Logprobs at the start of the step minus the engine's."""
@@ -37,7 +40,7 @@ class Measures:
     """Each pass of the first update with the slopes of its rows, which replace 1 in their policy gradients."""
 
     def observe(self, pack: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
-        """Add one pass of one update. No value is read, so all tensors stay on their device."""
+        """Add the observations of one pass of one update. No value is read, so all tensors stay on their device."""
         drift_N = start_N - pack.behaviour_N
         self.drift.append(drift_N if pack.written_N is None else drift_N.where(~pack.written_N, 0.0))
         self.fresh.append(pack.fresh_N)
@@ -60,7 +63,7 @@ class Measures:
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
-        """Return all numbers that `values` needs as one tensor, so that they are read from the device at once."""
+        """Return all numbers that `values` needs as one tensor, so that the device is read only once."""
         drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
         base = _mean(self.base) if self.base else torch.zeros((), dtype=torch.float64, device=drift_N.device)
         means = [
@@ -78,7 +81,8 @@ class Measures:
         return torch.cat([torch.stack(means), *(out_R.double() for out_R in self.left_out.values())])
 
     def _restricted_means(self, drift_N: Tensor, fresh_N: Tensor) -> list[Tensor]:
-        """Return the share of restricted tokens and the number of fresh ones, then entropy, k3 and mismatch of them."""
+        """Return the share of restricted tokens, the number of fresh ones among them, and their entropy, k3 and
+        mismatch."""
         restricted_N = torch.cat(self.restricted)
         count, fresh_count = restricted_N.double().sum(), (restricted_N & fresh_N).double().sum()
         entropy_N, kl_N = torch.cat(self.entropy).double(), k3(torch.zeros_like(drift_N), drift_N).double()
@@ -91,14 +95,14 @@ class Measures:
         ]
 
     def values(self, batch: Batch, numbers: list[float]) -> tuple[dict[str, float], frozenset[str]]:
-        """Return the means over tokens and updates, and the experiences that were left out of the loss.
+        """Return the measurements by name, and the experiences that were left out of the loss.
+
+        `mismatch_*` is set only when the batch has tokens sampled by the very weights of this step, and `restricted_*`
+        only when it has restricted tokens.
 
         Args:
-            batch: The batch of the step.
-            numbers: The values of the tensor that `numbers` returned.
-
-        `mismatch_*` is set only when the batch holds tokens sampled by the very weights of this step, and
-        `restricted_*` only when it holds restricted tokens.
+            batch: batch of the step.
+            numbers: values of the tensor that the method `numbers` returned.
         """
         loss, kl, entropy, weight, truncated, masked, clipped, idle, effective, base, *rest = numbers
         mismatch_tokens, mismatch_mean, mismatch_p99, *rest = rest
@@ -148,7 +152,10 @@ def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
 
 
 def _mismatch(size_N: Tensor, fresh_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of fresh tokens, and their mean and 99th percentile, which have no meaning without any."""
+    """Return the number of fresh tokens, and mean and 99th percentile of their mismatch.
+
+    Both have no meaning without any.
+    """
     count = fresh_N.double().sum()
     mean = size_N.double().where(fresh_N, 0.0).sum() / count
     ordered_N = size_N.where(fresh_N, torch.inf).sort().values

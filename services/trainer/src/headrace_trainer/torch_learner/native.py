@@ -53,7 +53,10 @@ _COARSE = 100.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows to compare. `places` marks, for each named place, the loss tokens of all rows that lie there."""
+    """Rows whose logprobs are compared.
+
+    `places` marks, for each named place, the loss tokens of all rows that lie there.
+    """
 
     rows: tuple[Row, ...]
     places: Mapping[str, NDArray[np.bool_]]
@@ -62,7 +65,7 @@ class Plan:
 
 
 def plan(config: Any, settings: TrainerSettings) -> Plan:
-    """Plan the comparison for the model of this (text) configuration."""
+    """Choose the rows to compare, for the model of this (text) configuration."""
     budget = settings.native.tokens
     if not budget:
         return Plan((), {}, ("anything",))
@@ -91,7 +94,7 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
 
 
 def turning_points(config: Any) -> dict[int, str]:
-    """Return the lengths at which the model may change its computation, with the settings that name them."""
+    """Return the sequence lengths at which the model may compute in another way, with the names of their settings."""
     return {value: name for name, value in integers(config.to_dict()) if _LENGTHS.search(name) and value > 1}
 
 
@@ -105,8 +108,10 @@ def integers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
-    """Return a row of random tokens without special ones. Its loss tokens are the head, the tail, and those after each
-    point."""
+    """Return a row of random tokens without special ones.
+
+    Its loss tokens are those at its begin and its end, and those after each point.
+    """
     special = {value for name, value in integers(config.to_dict()) if "token_i" in name}
     ordinary = np.setdiff1d(np.arange(config.vocab_size), list(special))
     tokens = np.random.default_rng(seed).choice(ordinary, length).astype(np.int32)
@@ -120,7 +125,7 @@ def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
 
 
 def _place_masks(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Return the places of the loss tokens: each is beyond the last point that it has passed."""
+    """Return for each place which loss tokens lie there: beyond its turning point, and not beyond the next."""
     if not rows:
         return {}
     at_N = np.concatenate([np.flatnonzero(row.loss_mask_T) for row in rows])
@@ -131,7 +136,9 @@ def _place_masks(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[s
 
 @dataclass(frozen=True)
 class Compared:
-    """Result of the comparison. `difference` is the largest of all places, in nats, and `place` names that place.
+    """Result of the comparison.
+
+    `difference` is the largest difference of all places in nats, and `place` names its place.
 
     `difference` is None when nothing was compared.
     """
@@ -144,11 +151,15 @@ class Compared:
 
 
 class Native:
-    """Logprobs of the model's own code, stored until the trainer's are computed. Only one model is in memory at a
-    time."""
+    """Logprobs of the model's own code, stored until the trainer's are computed, so that only one model is in
+    memory."""
 
     def __init__(self, folder: Path, settings: TrainerSettings) -> None:
-        """Compute them. Blocks. Raise `SettingError` when the model's code fails, or there is too little memory."""
+        """Compute the logprobs of the model's own code. Blocks.
+
+        Raises:
+            SettingError: the model's code fails, or there is too little memory.
+        """
         self._settings = settings
         config = config_of(folder)
         text = config.get_text_config()
@@ -214,7 +225,7 @@ class Native:
         return torch.cat([difference[index] for index in range(len(rows))])
 
     def _largest(self, difference_N: Tensor) -> tuple[float, str]:
-        """Return the largest difference of all places, and its place."""
+        """Return the largest difference of all places, and the name of its place."""
         by_place = {place: difference_N[torch.from_numpy(mask_N)] for place, mask_N in self._plan.places.items()}
         sizes = [(self._summarize(place_N), place) for place, place_N in by_place.items() if len(place_N)]
         return max(sizes, key=lambda size: math.inf if math.isnan(size[0]) else size[0])
@@ -242,7 +253,10 @@ class Native:
 
 
 def examine(settings: TrainerSettings) -> Compared:
-    """Run the comparison by itself on the base folder, on the CPU. Blocks. Raises `SettingError`."""
+    """Run the comparison on the base folder, on the CPU, for the check before a start.
+
+    Blocks. Raises `SettingError`.
+    """
     on_cpu = settings.model_copy(update={"compute": settings.compute.model_copy(update={"device": "cpu"})})
     folder = Path(settings.base)
     native = Native(folder, on_cpu)
@@ -256,7 +270,7 @@ def _logprobs(policy: Policy, pack: Pack) -> Tensor:
 
 
 def _single_pass_logprobs(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:
-    """Return the logprobs of one sequence, computed in one pass, where the mask is set."""
+    """Return the logprobs of the loss tokens of one sequence, computed in one pass."""
     liveness.progress()
     ids_T = torch.from_numpy(token_ids_T).long().to(device)
     targets_N = torch.from_numpy(loss_mask_T).nonzero().flatten().to(device)

@@ -19,7 +19,7 @@ _UPDATES = "updates"
 
 
 class Optimizer:
-    """Optimizer of `parameters`. Its state is tensors by name, so that it fits a safetensors file.
+    """Optimizer of `parameters`, whose state is tensors by name, so that it fits a safetensors file.
 
     An update is `zero_grad`, a backward pass, `take`, `apply`; or the last two at once, `step`.
     """
@@ -27,7 +27,11 @@ class Optimizer:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str] = ()
     ) -> None:
-        """`hidden` names the matrices between hidden layers, which Muon is made for."""
+        """Create the optimizer.
+
+        Args:
+            hidden: names of the matrices between hidden layers, for which Muon is made.
+        """
         self._parameters = dict(parameters)
         self._settings = settings
         matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
@@ -56,7 +60,7 @@ class Optimizer:
             parameter.grad = None
 
     def stash(self) -> dict[str, Tensor]:
-        """Set the present gradients aside and return them. `take` checks that they are finite."""
+        """Remove the present gradients and return them. `take` checks that they are finite."""
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
         self._stashed = _total(stored_tensors.norms(list(stashed.values()))) if stashed else None
@@ -64,15 +68,15 @@ class Optimizer:
 
     @torch.no_grad()
     def take(self, weight: float, extra: Tensor | None = None) -> tuple[float | None, list[float]]:
-        """Clip the gradients of a batch of `weight` to the global norm and record their size.
+        """Clip the gradients of a batch to the global norm, and record their size.
 
         Args:
-            weight: Size of the batch as a share of a full one.
-            beside: Further numbers to read from the device together with the norm.
+            weight: size of the batch as a share of a full one.
+            extra: further numbers to read from the device together with the norm.
 
         Returns:
             The norm before clipping, None when it or that of the stashed gradients was not finite and nothing was
-            changed; and the numbers of `beside`.
+                changed; and the numbers of `extra`.
         """
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         norms = dict(zip(gradients, stored_tensors.norms(list(gradients.values())), strict=True))
@@ -96,11 +100,11 @@ class Optimizer:
         return norm, more
 
     def _read(self, weight: float, norms: Mapping[str, Tensor], extra: Tensor | None) -> tuple[list[float], Tensor]:
-        """Read numbers from the device, the only time that an update waits for it.
+        """Read numbers from the device. An update waits for the device only here.
 
         Returns:
             The norm, the predicted logarithm (`Adam`), the norm of the stashed gradients and `extra` as numbers; and
-            the norm as a device tensor.
+                the norm as a device tensor.
         """
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
         zero = torch.zeros((), device=device)
@@ -113,8 +117,12 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
-        """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, which are
-        gradients multiplied with their own `gain`."""
+        """Move the weights by the gradients that `take` has clipped.
+
+        Args:
+            weight: size of their batch as a share of a full one.
+            corrections: further gradients, each multiplied with its own `gain`.
+        """
         self.changed = True
         gradients = corrections or {}
         if self._muon is not None:
@@ -139,21 +147,21 @@ class Optimizer:
         return norm
 
     def reset(self) -> None:
-        """Forget all momentum."""
+        """Reset all momentum and the warm-up."""
         self.updates = 0
         self._adam.reset()
         if self._muon is not None:
             self._muon.state.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies on the CPU: `<parameter>/<kind>`, the clocks and the number of updates.
+        """Return copies of the state on the CPU: `<parameter>/<kind>`, the clocks and the number of updates.
 
         Of sharded tensors only the first process of a team gets the values. All of its processes must call this method.
         """
         return {name: stored_tensors.cpu_copy(tensor) for name, tensor in self.references().items()}
 
     def references(self) -> dict[str, Tensor]:
-        """Return the same tensors without copying them, in the same order in every process."""
+        """Return the tensors of the state without copying them, in the same order in every process."""
         tensors = {_UPDATES: torch.tensor([self.updates])}
         tensors |= sorted(self._adam.state().items())
         if self._muon is not None:

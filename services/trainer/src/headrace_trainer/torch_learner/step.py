@@ -49,23 +49,27 @@ IDLE = Row(
 
 
 class Team(Protocol):
-    """Processes that share a step. Every member calls the same methods in the same order, with the same batch."""
+    """Interface of a team of processes that share a step.
+
+    Every member calls the same methods in order, with the same batch.
+    """
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        """Return the number of tokens of one pass over rows of these `lengths`, so that every member has work."""
+        """Return the largest number of tokens of one pass over rows of these `lengths`, so that every member has
+        work."""
 
     def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        """Return the passes of this member, as row numbers, out of all `packs`. An empty one is a pass over `IDLE`."""
+        """Return this member's share of the passes `packs`, as row numbers. An empty one is a pass over `IDLE`."""
 
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum of all members' gradients."""
 
     def together(self, measures: Measures) -> Measures:
-        """Return the observations of all members, the same for each."""
+        """Return the observations of all members together, the same for each."""
 
 
 class Alone:
-    """A `Team` of one process."""
+    """Team of a single process."""
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return pack_tokens
@@ -95,22 +99,18 @@ def train(
     appraiser: Appraiser | None = None,
     team: Team = ALONE,
 ) -> StepResult:
-    """Change the weights by `batch`. Blocks; runs in the training thread.
+    """Take a training step: change the weights by `batch`. Blocks; runs in the training thread.
 
     Args:
-        policy: The policy.
-        optimizer: Its optimizer.
-        batch: The batch.
-        settings: The settings of the loss.
-        pack_tokens: The number of tokens in one pass.
-        stop: Checked between passes.
-        from_base: Measure the divergence from the base even where the loss does not use it.
-        appraiser: Computes the advantages of tokens from those of rows.
-        team: The processes that share the passes. Every member must get the same arguments.
+        pack_tokens: number of tokens in one pass.
+        stop: checked between passes.
+        from_base: measure the divergence from the base even where the loss does not use it.
+        appraiser: computes the advantages of tokens from those of rows.
+        team: processes that share the passes. Every member must get the same arguments.
 
     Raises:
         Abandoned: `stop` was set.
-        NotFinite: The gradient is infinite or not a number.
+        NotFinite: the gradient is infinite or not a number.
     """
     began = time.perf_counter()
     first, corrections = _collate_passes(policy, batch, pack_tokens, team)
@@ -180,7 +180,7 @@ def _backward(
     *,
     correction: bool = False,
 ) -> None:
-    """Add the gradient of one pass."""
+    """Add the gradient of one pass to that of the parameters."""
     liveness.progress()
     if stop.is_set():
         raise Abandoned
@@ -216,7 +216,7 @@ _ALL = slice(None)
 
 @dataclass
 class _PassLoss:
-    """Computes the loss of all or some tokens of a pass."""
+    """Loss of the tokens of one pass, or of some of them."""
 
     pack: Pack
     compute: Compute
@@ -228,7 +228,7 @@ class _PassLoss:
     left_out_N: Tensor | None = None
 
     def of(self, current_N: Tensor, part: slice) -> tuple[TokenLoss, Tensor]:
-        """Return the loss of the tokens `part` for their present logprobs."""
+        """Compute the loss of the tokens `part`, given their present logprobs."""
         pack = self.pack
         start_N, reference_N, left_out_N = (
             None if values_N is None else values_N[part]
@@ -282,7 +282,7 @@ def _left_out(pack: Pack, start_N: Tensor, settings: LossSettings, measures: Mea
 
 @torch.no_grad()
 def _start_logprobs(policy: Policy, packs: Sequence[Pack], stop: threading.Event) -> list[Tensor]:
-    """Return the logprobs before the first of several updates."""
+    """Return the logprobs of each pass before the first of several updates on the batch."""
     logprobs = []
     for pack in packs:
         if stop.is_set():

@@ -55,7 +55,7 @@ def cpu_copy(tensor: Tensor) -> Tensor:
 
 
 def with_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of `value` with the device and the sharding of `parameter`.
+    """Return a copy of `value` on the device and with the sharding of `parameter`.
 
     Every process must have the full `value`; the result holds only the part of this process.
     """
@@ -78,7 +78,7 @@ _SIZE_BYTES = 8
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Mapping of a file's tensors. Each access reads the tensor from the file."""
+    """Mapping of the tensors of a safetensors file. Each access reads a tensor from the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,10 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class SelectedTensors(Mapping[str, Tensor]):
-    """Mapping of some tensors of another mapping, by their names without `prefix`. They are read when accessed."""
+    """Mapping of some tensors of another mapping, by their names without `prefix`.
+
+    Each access reads a tensor from there.
+    """
 
     def __init__(self, inner: Mapping[str, Tensor], names: Iterable[str], prefix: str = "") -> None:
         self._inner = inner

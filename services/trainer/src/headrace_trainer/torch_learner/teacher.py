@@ -38,7 +38,7 @@ class _ScorePack(Protocol):
 
 
 class Teacher:
-    """An `Appraiser` without state."""
+    """`Appraiser` that compares the engine's logprobs with those of another model. It has no state."""
 
     def __init__(self, answers: _ScorePack, coefficient: float) -> None:
         self._score = answers
@@ -102,7 +102,7 @@ def open_teacher(policy: Policy, settings: TrainerSettings) -> Teacher:
 
 
 class TeacherEndpoint:
-    """Sends one sequence at a time to an endpoint, whose server batches them. Blocks."""
+    """Client of an endpoint that scores one sequence at a time; its server batches them. Blocks."""
 
     def __init__(self, settings: TeacherSettings) -> None:
         self._settings = settings

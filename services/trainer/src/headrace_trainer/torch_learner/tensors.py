@@ -28,8 +28,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
-    """Return the learner's state as bytes. Equal tensors give equal bytes. `appraiser` is the appraiser's state, if
-    any."""
+    """Return the learner's state as bytes. Equal tensors give equal bytes.
+
+    Args:
+        appraiser: state of the appraiser; None without one.
+    """
     about, (weights, state) = about_state(lineage), _references(policy, optimizer, appraiser)
     return Frozen(_bytes(weights, about), _bytes(state, about))
 
@@ -51,7 +54,10 @@ def write_optimizer(
 def _references(
     policy: Policy, optimizer: Optimizer, appraiser: Mapping[str, Tensor] | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Return the tensors of both files. They are the learner's own and change with its next step."""
+    """Return the tensors of both files, weights and optimizer.
+
+    They are the learner's own and change with its next step.
+    """
     appraiser_tensors = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
     return policy.parameters, optimizer.references() | random_state(policy) | appraiser_tensors
 
@@ -84,7 +90,11 @@ def restore(
     *,
     with_random: bool,
 ) -> dict[str, Tensor]:
-    """Restore the state from tensors, of which at most one is read at a time. Return the appraiser's state."""
+    """Restore weights and optimizer from stored tensors, which are read one at a time. Return the appraiser's state.
+
+    Args:
+        with_random: whether to restore random numbers, too.
+    """
     appraiser_tensors = SelectedTensors(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
     random = SelectedTensors(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)
     policy.load(weights)

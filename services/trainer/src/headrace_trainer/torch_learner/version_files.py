@@ -31,7 +31,7 @@ def dtype_of(folder: Path) -> torch.dtype:
 
 
 def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
-    """Write all weights in `dtype`, and no other file, with one tensor at a time in memory."""
+    """Write all weights in `dtype` into `folder`, and no other file, with one tensor at a time in memory."""
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
     plan, names = plan_files(policy, bare), {id(tensor): name for name, tensor in bare.items()}
     if not plan.is_exact(names):
@@ -64,7 +64,7 @@ def _round_weight(policy: Policy, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write these weights under the model's own names."""
+    """Write `weights` into `folder` under the names that the model's library gives them."""
     parameters = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in parameters}
     policy.model.save_pretrained(
@@ -77,7 +77,7 @@ def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The files that `save_weights` would write."""
+    """Plan of the files that `save_weights` writes."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     """The tensors of each file, by their names in it. A tensor that is stored unchanged is the very object."""
@@ -85,18 +85,21 @@ class WritePlan:
     """Index files, which name the file of each tensor where there are several."""
 
     def is_exact(self, names: Mapping[int, str]) -> bool:
-        """Return whether the files hold each tensor of the model as it is, by the identities of tensors in `names`.
+        """Return whether the files contain each tensor of the model unchanged.
 
         Otherwise the library derives a tensor from others, for example experts that are one tensor in the model.
+
+        Args:
+            names: names of the model's tensors by their identities.
         """
         stored = (tensor for file in self.files.values() for tensor in file.values())
         return all(id(tensor) in names for tensor in stored if tensor.is_meta)
 
 
 def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
-    """Return the files that `save_weights` would write.
+    """Plan the files that `save_weights` would write. `weights` may be `meta` tensors.
 
-    `weights` may be `meta` tensors. Not safe for concurrent use within a process.
+    Not safe for concurrent use within a process.
     """
     files: dict[str, Mapping[str, Tensor]] = {}
 

@@ -56,7 +56,7 @@ _WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TrinityJob:
-    """One job of Trinity: a folder, an initial model, batches of one size."""
+    """Job of Trinity: its folder, its initial model, and the size of its batches."""
 
     root: Path
     name: str
@@ -66,12 +66,12 @@ class TrinityJob:
 
     @property
     def folder(self) -> Path:
-        """The folder of Trinity's results."""
+        """Folder of Trinity's results for this job."""
         return self.root / PROJECT / self.name
 
     @property
     def buffer_name(self) -> str:
-        """Name of the table. Jobs that share a database have different tables."""
+        """Name of the job's table. Jobs that share a database have different tables."""
         return f"{BUFFER}_{self.name}"
 
     def buffer_url(self, chosen: TrinitySettings) -> str:
@@ -79,7 +79,7 @@ class TrinityJob:
 
 
 def size_of(settings: TrainerSettings, rows: int) -> int:
-    """Return the number of rows of a batch that holds at least `rows`: a multiple of the number of GPUs."""
+    """Return the number of rows of Trinity's batches for at least `rows` rows: a multiple of the number of GPUs."""
     chosen = _chosen(settings)
     gpus = chosen.nodes * chosen.gpus_per_node
     least = max(settings.batch_experiences, rows)
@@ -108,7 +108,12 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, context: int) -> Mapping[str, Any]:
-    """Return Trinity's configuration for a learning rate and a longest sequence of `context` tokens."""
+    """Return Trinity's configuration of a job.
+
+    Args:
+        rate: learning rate.
+        context: longest sequence in tokens.
+    """
     chosen, optimizer, loss = _chosen(settings), settings.optimizer, settings.loss
     return {
         "mode": "train",

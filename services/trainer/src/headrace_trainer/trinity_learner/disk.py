@@ -34,7 +34,7 @@ _WORD = b"headrace trinity weights of lineage "
 
 
 class Pending(Model):
-    """A batch that was handed over. It is durable before Trinity can see the batch."""
+    """Batch that was handed over to Trinity. The record is durable before Trinity can see the batch."""
 
     start: Sha256
     """The weights that the batch was cut for."""
@@ -45,7 +45,7 @@ class Pending(Model):
 
 
 class Disk:
-    """The shared folder. One process at a time may write."""
+    """Folder that Trinity and the trainer share. One process at a time may write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -60,7 +60,7 @@ class Disk:
         return self.folder / "kept" / digest
 
     def put_base(self, folder: Path) -> None:
-        """Copy the base, and replace an existing one."""
+        """Store a copy of the base, in place of an existing one."""
         with self.appearing(self.base) as draft:
             for path in versions.model_files(folder):
                 _copy(path, draft / path.relative_to(folder))
@@ -79,7 +79,7 @@ class Disk:
         return digest
 
     def keep(self, digest: str, checkpoint: Path) -> None:
-        """Store Trinity's folder of a step, which Trinity may remove afterwards."""
+        """Store Trinity's checkpoint folder of a step, which Trinity may remove afterwards."""
         if not self.checkpoint(digest).exists():
             with self.appearing(self.checkpoint(digest)) as draft:
                 copied = shutil.copytree(checkpoint, draft / checkpoint.name, copy_function=_link)
@@ -87,7 +87,10 @@ class Disk:
         _touch(self.checkpoint(digest))
 
     def begin(self, job: TrinityJob, digest: str | None) -> int:
-        """Create the job's folder with the stored checkpoint of these weights. Return the number of its last step."""
+        """Create a job's folder with the stored checkpoint of its first weights.
+
+        Return the number of that checkpoint's step.
+        """
         job.folder.mkdir(parents=True)
         if digest is None:
             return 0
@@ -117,7 +120,8 @@ class Disk:
         _sync(self.folder)
 
     def sweep(self, jobs: Sequence[str], used: Sequence[str], most: int) -> None:
-        """Remove all jobs but these, and all models and checkpoints but those used and the newest `most`."""
+        """Remove all jobs except `jobs`, and all models and checkpoints except those in `used` and the newest
+        `most`."""
         for path in (*self.jobs.glob("*/j*"), *self.jobs.glob("j*")):
             if path.name.partition(".")[0] not in jobs:
                 _remove(path)
@@ -132,7 +136,7 @@ class Disk:
 
     @contextmanager
     def appearing(self, path: Path) -> Iterator[Path]:
-        """Yield a folder to fill, which is renamed to `path` afterwards."""
+        """Context with a folder to fill, which is renamed to `path` afterwards, so that it appears complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
         draft.mkdir()
@@ -169,7 +173,7 @@ def weights_of(checkpoint: Path) -> list[Path]:
 
 
 def digest_of(weights: Sequence[Path]) -> str:
-    """Return the digest of names and contents."""
+    """Return the digest of the names and contents of weights files."""
     digest = hashlib.sha256()
     for path in sorted(weights, key=lambda path: path.name):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
@@ -215,14 +219,14 @@ def _sync(folder: Path) -> None:
 
 
 def pack_weights(lineage: str, weights: Sequence[Path]) -> bytes:
-    """Return the files as bytes. Equal files give equal bytes."""
+    """Pack the files of weights into bytes, with the lineage's name. Equal files give equal bytes."""
     ordered = sorted(weights, key=lambda path: path.name)
     names = json.dumps([[path.name, path.stat().st_size] for path in ordered])
     return b"".join([_WORD, lineage.encode(), b"\n", names.encode(), b"\n", *(path.read_bytes() for path in ordered)])
 
 
 def unpack_weights(data: bytes, folder: Path) -> None:
-    """Write the files into `folder`. Raise `SettingError` when `data` has another format."""
+    """Write the files that `pack_weights` packed into `folder`. Raises `SettingError` if `data` has another format."""
     if not data.startswith(_WORD):
         raise SettingError("trainer.backend", "trinity", "the lineage was saved by another back end; keep that one")
     first = data.index(b"\n") + 1
@@ -235,7 +239,7 @@ def unpack_weights(data: bytes, folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Compute the fingerprint on the CPU in float32; engines compare it with the weights that they have loaded."""
+    """Compute the fingerprint of the weights in `folder`, on the CPU in float32."""
     import torch
 
     from headrace_trainer.torch_learner.model.policy import from_folder

@@ -59,7 +59,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TrinityPoint:
-    """The present state of training."""
+    """State of training between two steps."""
 
     weights: str
     """Digest of the weights."""
@@ -69,7 +69,7 @@ class TrinityPoint:
 
 @dataclass
 class RunningJob:
-    """A job whose process this learner has started."""
+    """Job of Trinity whose process this learner has started."""
 
     job: TrinityJob
     runner: TrinityProcess
@@ -78,7 +78,7 @@ class RunningJob:
 
 
 class TrinityLearner(WholeLearner):
-    """A learner on Trinity-RFT; see `headrace_trainer.learner.Learner`."""
+    """Learner whose steps Trinity-RFT takes; see `headrace_trainer.learner.Learner`."""
 
     def __init__(self, disk: Disk, settings: TrainerSettings) -> None:
         chosen = settings.of("trinity")
@@ -108,7 +108,10 @@ class TrinityLearner(WholeLearner):
 
     @property
     def failure(self) -> str | None:
-        """The reason why training cannot go on. A process of Trinity that has ended is restarted by the next step."""
+        """Reason why training cannot continue; None while it can.
+
+        The next step restarts a process of Trinity that has ended.
+        """
         return self._lost
 
     def sequence_bound(self) -> int:
@@ -173,7 +176,7 @@ class TrinityLearner(WholeLearner):
     # A step
 
     def _train(self, batch: Batch, stop: threading.Event) -> None:
-        """Train `batch`, until the weights are those after it."""
+        """Train `batch`, and return when the weights are those after the step."""
         digest, start = batch.digest(), self._point
         if self._find_earlier_step(digest):
             return
@@ -232,7 +235,10 @@ class TrinityLearner(WholeLearner):
         Buffer(job.buffer_url(self._trinity), job.buffer_name).hand_over(rows)
 
     def _wait_for_step(self, going: RunningJob, target: int, stop: threading.Event) -> bool:
-        """Wait for the step number, and return whether it came. Raises `Abandoned` and `LearnerLost`."""
+        """Wait until Trinity has saved this step.
+
+        Return False if its process ended before. Raises `Abandoned`, `LearnerLost`.
+        """
         end_s = time.monotonic() + self._trinity.step_timeout_s
         while True:
             ended = going.runner.ended  # read first, because a step that was saved before the end counts
@@ -248,7 +254,7 @@ class TrinityLearner(WholeLearner):
                 raise LearnerLost(self._lost)
 
     def _take_over_step(self, job: TrinityJob, step: int) -> bool:
-        """Take over the weights of a step if they exist and have changed. Return whether they have.
+        """Use the weights of a step that Trinity has saved, if they exist and have changed. Return whether they have.
 
         After an exception Trinity saves unchanged weights under the next number. Raises `NotFinite`.
         """
@@ -295,7 +301,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 class TrinityProcess:
-    """A process of Trinity. Its exit status is ignored, because Trinity's loop treats every exception as an end."""
+    """Process of Trinity. Its exit status is ignored, because Trinity's loop treats every exception as an end."""
 
     def __init__(
         self, command: Sequence[str], configuration: Path, log: Path, environment_names: Iterable[str] = ()
@@ -319,7 +325,7 @@ class TrinityProcess:
         return self._process.poll() is not None
 
     def output_tail(self) -> str:
-        """Return the end of its output."""
+        """Return the end of the process's output."""
         with self._log.open("rb") as file:
             file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()

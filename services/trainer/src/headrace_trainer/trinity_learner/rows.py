@@ -64,7 +64,7 @@ class TrinityRow:
 
 
 def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[TrinityRow], frozenset[str]]:
-    """Return `size` rows for the step after `step`, and the names of the rows that were left out.
+    """Convert a batch to `size` rows for Trinity's step after `step`. Also return the names of rows that were left out.
 
     Rows are left out if they were sampled at another temperature, or from a part of the vocabulary.
     """
@@ -86,17 +86,14 @@ def is_finite(batch: Batch) -> bool:
 
 
 def _has_temperature(row: Row, temperature: float) -> bool:
-    """Return whether the logprobs belong to a policy at this temperature; written tokens and some answers have none.
-
-    Trinity computes logprobs over the whole vocabulary, so restricted answers have none either.
-    """
+    """Return whether a row was sampled at this temperature, from the whole vocabulary, and has logprobs."""
     if row.written or row.unsampled_T is not None or row.sets is not None:
         return False
     return bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
 
 
 def _idle(row: Row) -> Row:
-    """Return a row with one trained token and an advantage of 0."""
+    """Return a copy of a row with one trained token and an advantage of 0, to fill a batch."""
     first = int(np.flatnonzero(row.loss_mask_T)[0])
     mask = np.zeros(first + 1, np.bool_)
     mask[first] = True
@@ -178,7 +175,7 @@ def _widest_first(tensors: Mapping[str, NDArray[Any]]) -> Sequence[tuple[str, ND
 
 
 class Buffer:
-    """The tables `name` and `name`_blob in the database `url`."""
+    """Trinity's tables of experiences, `name` and `name`_blob, in the database `url`."""
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url.replace(_SQLITE, "sqlite+aiosqlite://", 1).replace(_POSTGRES, "postgresql+asyncpg://", 1)
@@ -204,7 +201,9 @@ class Buffer:
         )
 
     def hand_over(self, rows: Sequence[TrinityRow]) -> bool:
-        """Insert a batch in one transaction. Return False when its rows are there already. Raises `Unavailable`.
+        """Insert the rows of a batch in one transaction.
+
+        Return False when they are there already. Raises `Unavailable`.
 
         Blocks; must not be called in an event loop.
         """

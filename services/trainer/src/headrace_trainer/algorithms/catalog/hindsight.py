@@ -71,7 +71,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ReplyBlock:
-    """Mean logprobs per token of the answers of some runs, after each other's replies."""
+    """Mean logprobs per token of the answers of some runs, measured after each other's replies."""
 
     with_reply_BB: Floats
     """The answer of a run (row) after the reply of a run (column)."""
@@ -80,7 +80,7 @@ class ReplyBlock:
 
     @property
     def gaps(self) -> Floats:
-        """Gain of each run: its own reply compared with the mean of others', or with none if that is better."""
+        """Gain of each run: the logprob after its own reply, minus the better of others' mean and no reply."""
         own_B = self.with_reply_BB.diagonal()
         others_B = (self.with_reply_BB.sum(1) - own_B) / max(1, len(own_B) - 1)
         return np.asarray(own_B - np.maximum(others_B, self.without_reply_B))
@@ -88,7 +88,7 @@ class ReplyBlock:
 
 @dataclass(frozen=True, slots=True)
 class GapEstimate:
-    """Sums over all runs that were measured."""
+    """Estimate of the gain from users' replies, stored as sums over the runs measured so far."""
 
     count: int = 0
     total: float = 0.0
@@ -98,7 +98,7 @@ class GapEstimate:
     """The same sum in each permutation."""
 
     def plus(self, blocks: Iterable[ReplyBlock]) -> GapEstimate:
-        """Return the estimate with more runs. The same blocks in the same order get the same permutations."""
+        """Return the estimate after more runs. The same blocks in the same order get the same permutations."""
         estimate = self
         for block in blocks:
             estimate = estimate._with(block)
@@ -121,7 +121,7 @@ class GapEstimate:
 
     @property
     def p_value(self) -> float:
-        """Probability that replies without specific information reach at least this gain."""
+        """Probability that replies without specific information reach at least this gain (permutation test)."""
         as_well = np.asarray(self.permuted) >= self.observed - _ROUNDING * self.count
         return float(1 + as_well.sum()) / (1 + PERMUTATIONS)
 
@@ -174,7 +174,7 @@ class HindsightSettings(Section):
 
 
 def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
-    """Return the section of the algorithm."""
+    """Return the settings of the algorithm, `[trainer.advantage.hindsight]`."""
     section = settings.of("hindsight")
     assert isinstance(section, HindsightSettings)
     return section
@@ -182,14 +182,14 @@ def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """The reason why no step is taken. `undecided`: the test may pass with more runs."""
+    """Reason why no step may be taken. `undecided`: the test may pass with more runs."""
 
     why: str
     undecided: bool
 
 
 def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | None:
-    """Return the reason for which no step may be taken, None when the gap is surely positive.
+    """Return the reason why no step may be taken, or None when the gap is surely positive.
 
     A batch that waits is tested again with twice as many runs, so each test spends half of the remaining error
     probability: a twentieth at four runs, then a fortieth and so on.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StepWiseSettings(Section):
-    """`[trainer.advantage.step_wise_grpo]`."""
+    """Settings of step-wise GRPO, `[trainer.advantage.step_wise_grpo]`."""
 
     step_norm: bool = False
     """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one."""
@@ -52,7 +52,14 @@ def _section(settings: AdvantageSettings) -> StepWiseSettings:
 def credit(
     advantage: float, turns_S: Sequence[float | None], baseline: float, scale: float, settings: AdvantageSettings
 ) -> tuple[float, ...]:
-    """Return the advantage of each span, A_k."""
+    """Return the advantage of each span, A_k in the formula of this module.
+
+    Args:
+        advantage: advantage of the run.
+        turns_S: reward of the turn that begins at each span, None elsewhere.
+        baseline: mean of the group's turn rewards.
+        scale: standard deviation of the group's turn rewards.
+    """
     section, to_go, advantages_S = _section(settings), 0.0, []
     for value in reversed(turns_S):
         gain = 0.0 if value is None or scale == 0.0 else (value - baseline) / scale
@@ -65,7 +72,7 @@ def credit(
 def step_wise_grpo(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute `grpo` advantages of the runs; and for turns the mean and the deviation that `credit` uses."""
+    """Compute `grpo` advantages of the runs, and mean and standard deviation of turn rewards for `credit`."""
     least, groups_B = scale_min(settings), batch.groups()
     group_advantages = advantages.grpo(batch.rewards_B, batch.weights_B, batch.runs_B, groups_B, scale_min=least)
     if _section(settings).step_norm:
@@ -87,7 +94,8 @@ def step_wise_grpo(
 
 
 def _spread(values: Sequence[float], least: float | None) -> float:
-    """Return the standard deviation of the turns' rewards, 0 where there are no two of them."""
+    """Return the standard deviation of turn rewards, at least `least`; 0 with fewer than two, 1 where `least` is
+    None."""
     if len(values) < 2:
         return 0.0
     return 1.0 if least is None else max(stdev(values), least) + EPSILON

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class BaselineSettings(Section):
-    """`[trainer.advantage.opmd]`."""
+    """Settings of the baseline of `opmd`, `[trainer.advantage.opmd]`."""
 
     baseline: Literal["mean", "logavgexp"] = "mean"
     """The baseline of a group: the mean of its runs, or the softer maximum of the formula."""
@@ -38,7 +38,7 @@ class BaselineSettings(Section):
 
 
 class OpmdSettings(Section):
-    """`[trainer.loss.opmd]`."""
+    """Settings of the loss of `opmd`, `[trainer.loss.opmd]`."""
 
     tau: Annotated[float, Field(ge=0)] = 1.0
     """The regularization: the loss is divided by 1 + tau."""

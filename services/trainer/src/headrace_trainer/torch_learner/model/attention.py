@@ -34,7 +34,11 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @contextlib.contextmanager
 def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
-    """Run forward passes over one row of sequences. `bounds` are the start of each, and the end of the last one."""
+    """Context in which forward passes compute one row of several sequences.
+
+    Args:
+        bounds: start of each sequence in the row, and the end of the last one.
+    """
     token = _row.set(bounds)
     try:
         yield
@@ -43,12 +47,12 @@ def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
 
 
 def bounds_now() -> tuple[int, ...]:
-    """Return the bounds of the row that is being computed; empty outside a row."""
+    """Return the bounds of the sequences in the row that is being computed; empty outside of `sequences`."""
     return _row.get()
 
 
 class SequenceMask:
-    """The mask object that the layers of a pass get. It is used again where activations are recomputed."""
+    """Attention mask of a row, as the layers of a pass get it. It is used again where activations are recomputed."""
 
     def __init__(self, bounds: tuple[int, ...], **mask_args: Any) -> None:
         self.bounds = bounds or (0, mask_args["q_length"])
@@ -57,13 +61,13 @@ class SequenceMask:
         self._rows: dict[torch.device, flash.Row | None] = {}
 
     def of(self, length: int) -> tuple[Block, ...]:
-        """Return the blocks in which a sequence of `length` tokens is computed."""
+        """Return the blocks of queries by which the attention of a sequence of `length` tokens is computed."""
         if length not in self._blocks:
             self._blocks[length] = blocks.of(length, self._mask_args)
         return self._blocks[length]
 
     def row(self, query: Tensor) -> flash.Row | None:
-        """Return the plan for a flash kernel on the device of `query`, or None where no kernel fits."""
+        """Return the plan of the row for a flash kernel on the device of `query`, or None where no kernel fits."""
         if query.device not in self._rows:
             long = flash.takes_long(query)
             self._rows[query.device] = flash.row_of(self.bounds, self._mask_args, query.device, cudnn=long)
@@ -85,13 +89,14 @@ def attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention inside each sequence, with transformers' shapes: `[1, heads, T, head_dim]` in.
+    """Compute attention inside each sequence of a row. The signature and shapes are those of transformers.
 
-    Neighbouring sequences of equal length are computed together.
+    `query`, `key` and `value` are `[1, heads, T, head_dim]`. Neighbouring sequences of equal length are computed
+    together.
 
     Args:
-        softcap: Bound on scores by a tanh (Gemma 2).
-        s_aux: A score per head for attending to no token (GPT-OSS).
+        softcap: bound on scores by a tanh (Gemma 2).
+        s_aux: a score per head for attending to no token (GPT-OSS).
     """
     if not isinstance(attention_mask, SequenceMask):
         raise NotImplementedError(f"{type(module).__name__} builds a mask of its own")
@@ -173,7 +178,7 @@ def _unfused(
 
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the bounds of sequences of these lengths in a row."""
+    """Return the start of each sequence of these lengths in a row, and the end of the last one."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
@@ -185,7 +190,8 @@ AttentionMaskInterface.register(BLOCKS, _mask_object)
 
 
 def steady(model: nn.Module) -> None:
-    """Replace the rotary embeddings of `model` that depend on the length, in place."""
+    """Replace rotary embeddings of `model` whose frequencies depend on the sequence length, so that each sequence
+    has its own."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         named = kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -194,7 +200,7 @@ def steady(model: nn.Module) -> None:
 
 
 class _PerSequenceRope:
-    """Replaces a module's forward method."""
+    """Forward method of a rotary embedding that computes the frequencies of each sequence of a row by itself."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -22,7 +22,8 @@ QUERIES = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `start` to `stop`, and keys `first` to `last`, both exclusive."""
+    """Block of a sequence's attention: the queries `start` to `stop`, and the keys `first` to `last`, both
+    exclusive."""
 
     start: int
     stop: int
@@ -46,12 +47,12 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Block], Tensor]
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask that `Block.mask` = None stands for, without its first two dimensions."""
+    """Return the causal mask, `[queries, keys]`, that `Block.mask` = None stands for."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def of(length: int, mask_args: Mapping[str, Any]) -> tuple[Block, ...]:
-    """Divide a sequence into blocks under the mask that transformers builds from `mask_args`."""
+    """Divide the attention of a sequence into blocks, under the mask that transformers builds from `mask_args`."""
     alone = {**mask_args, "batch_size": 1, "kv_length": length, "kv_offset": 0, "attention_mask": None}
     if _is_plainly_causal(length, alone):
         return (Block(0, length, 0, length, None),)
@@ -69,7 +70,7 @@ def of(length: int, mask_args: Mapping[str, Any]) -> tuple[Block, ...]:
 
 
 def _reach(start: int, stop: int, length: int, mask_args: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the range of keys outside of which none is visible.
+    """Return the range of keys that the queries from `start` to `stop` may attend to.
 
     Transformers sets `local_size` where a mask is a window or chunks and nothing else, which is where it would omit the
     mask of a shorter sequence. For other masks the range is the whole sequence.
@@ -149,7 +150,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _parts_of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> tuple[Any, Any, Any]:
-    """Return the parts of queries, keys and values that belong to the block."""
+    """Return the parts of queries, keys and values that belong to a block; None for those that are None."""
     queries, keys = slice(block.start, block.stop), slice(block.first, block.last)
     pairs = ((query, queries), (key, keys), (value, keys))
     query_part, key_part, value_part = (None if tensor is None else tensor[:, :, part] for tensor, part in pairs)
@@ -157,7 +158,13 @@ def _parts_of(block: Block, query: Tensor | None, key: Tensor | None, value: Ten
 
 
 def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | None) -> Block:
-    """Return the block of these queries. `visible` is `[1, 1, queries, keys from offset on]`."""
+    """Return the block of these queries, without keys that none of them may attend to.
+
+    Args:
+        offset: first key of `visible`.
+        visible: mask `[1, 1, queries, keys]`.
+        before: the previous block, whose mask is used again if it is equal.
+    """
     columns = visible[0, 0].any(0).nonzero()
     low, high = int(columns[0]), int(columns[-1]) + 1
     mask, first, last = visible[..., low:high], offset + low, offset + high
@@ -170,7 +177,7 @@ def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | 
 
 
 class _MaskRequested(Exception):
-    """Transformers evaluated the mask function."""
+    """Raised when transformers evaluates the mask function, so it would not omit the mask."""
 
 
 def _is_plainly_causal(length: int, alone: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 
 def check(device: torch.device) -> None:
-    """Compile a small function. Raise `SettingError` where that fails."""
+    """Check that the machine can compile, with a small function. Raises `SettingError`."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # a compiler may raise any error
@@ -36,7 +36,7 @@ def check(device: torch.device) -> None:
 
 
 def layers(model: nn.Module) -> int:
-    """Mark the layers of `model` to be compiled at their first call. Return their number."""
+    """Mark the layers of `model` to be compiled at their first call, and return their number."""
     outside = torch.compiler.disable(attention.attend)  # type: ignore[no-untyped-call]
     AttentionInterface.register(attention.BLOCKS, outside)
     model_layers = [
@@ -58,18 +58,18 @@ def _is_layer(layer: nn.Module) -> bool:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Run compiled functions uncompiled inside."""
+    """Context in which compiled functions run uncompiled."""
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 @cache
 def fused(function: Function) -> Function:
-    """Return `function` of tensors, compiled for each shape that it gets: few, or see `fused_for_all`."""
+    """Return a function of tensors compiled anew for each shape. If it gets many shapes, use `fused_for_all`."""
     return torch.compile(function, dynamic=False)
 
 
 @cache
 def fused_for_all(function: Function) -> Function:
-    """Return `function`, compiled once for all shapes."""
+    """Return a function of tensors compiled once for all shapes."""
     return torch.compile(function, dynamic=True)

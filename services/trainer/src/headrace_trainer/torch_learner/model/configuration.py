@@ -17,7 +17,7 @@ from headrace_runtime.errors import SettingError
 
 
 def config_of(folder: Path) -> Any:
-    """Return the configuration of the model in `folder`. Raises `SettingError`."""
+    """Return the configuration of the model in `folder`, as transformers reads it. Raises `SettingError`."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -75,15 +75,15 @@ _ROUNDING = 1e-6
 
 @cache
 def prepare() -> None:
-    """Configure memory and products. Call it before the weights are loaded."""
+    """Configure memory and matrix products of this process. Call it before the weights are loaded."""
     keeps_memory, direct = keep_memory(), multiply_directly()
     log.info("cpu_prepared", freed_memory_is_kept=keeps_memory, products_by_onednn=direct)
 
 
 def keep_memory() -> bool:
-    """Use one heap for all threads, which also holds large blocks and keeps freed memory. Return whether it worked.
+    """Make the allocator use one heap for all threads, for large blocks, too, and keep freed memory.
 
-    Only glibc supports these options.
+    Return whether it worked. Only glibc supports these options.
     """
     set_option = _glibc_function("mallopt")
     options = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _AT_ONCE))
@@ -103,7 +103,7 @@ def _glibc_function(name: str) -> Any:
 
 
 def multiply_directly() -> bool:
-    """Let oneDNN compute products of float32, if it does not round them. Return whether it does."""
+    """Let oneDNN compute matrix products of float32, unless it would round them. Return whether it computes them."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def multiply_directly() -> bool:
 
 
 def exact() -> bool:
-    """Return whether products of float32 equal those of float64 within the precision of float32."""
+    """Return whether matrix products of float32 are computed in the full precision of float32."""
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.rand(2, 256, 256, generator=draw) + 0.5 for _ in range(2))
     left, right = left[:, :200], right[:, :, :136]  # parts of larger tensors, with sizes that are no powers of two

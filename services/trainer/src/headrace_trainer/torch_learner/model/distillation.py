@@ -21,7 +21,7 @@ from headrace_trainer.torch_learner.model.pack_sets import EXCLUDED
 
 @dataclass(frozen=True)
 class DistillationTarget:
-    """Some of the loss tokens of a pass, with a teacher's hidden states there."""
+    """Distillation target for some of the loss tokens of a pass: the teacher's hidden states at these tokens."""
 
     positions_M: Tensor
     """Indices of these tokens among the loss tokens, ascending."""
@@ -36,16 +36,16 @@ class DistillationTarget:
     def gradient(
         self, part: slice, log_nV: Tensor, shares_nV: Tensor, temperature_n: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the gradient of the logits in one chunk.
+        """Compute the gradient of the logits in one chunk.
 
         Args:
-            part: The chunk's slice of the loss tokens.
-            log_nV: Logprobs of the present weights, after temperature.
-            shares_nV: Their probabilities.
-            temperature_n: The temperature of each token.
+            part: slice of the loss tokens in the chunk.
+            log_nV: logprobs of the present weights, after temperature.
+            shares_nV: their probabilities.
+            temperature_n: temperature of each token.
 
         Returns:
-            Indices within the chunk and the gradients to add there, or None where the chunk has none of these tokens.
+            Indices within the chunk and the gradients to add there, or None where the chunk has no token with a target.
         """
         first, last = torch.searchsorted(self.positions_M, torch.tensor([part.start, part.stop], device=log_nV.device))
         if first == last:

@@ -38,7 +38,7 @@ KernelResult = tuple[Tensor, ExtraTensors]
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring sequences of a row that are computed by one call."""
+    """Neighbouring sequences of a row whose attention one kernel call computes."""
 
     lengths: tuple[int, ...]
     window: int | None
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """The parts in which a row is computed."""
+    """Plan of a row's attention: the parts in which it is computed."""
 
     parts: tuple[Part, ...]
 
@@ -69,7 +69,7 @@ class Row:
 
 
 class Kernel(Protocol):
-    """An attention kernel for `[tokens, heads, width]`."""
+    """Interface of an attention kernel for tensors `[tokens, heads, width]`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult: ...
 
@@ -86,7 +86,7 @@ class Kernel(Protocol):
 
 
 class Flash:
-    """FlashAttention-2 (arXiv:2307.08691) as implemented in torch."""
+    """Kernel of FlashAttention-2 (arXiv:2307.08691), as torch implements it."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         answer, norms, state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -115,7 +115,7 @@ class Flash:
 
 
 class Cudnn:
-    """cuDNN's attention, which computes a rectangle of equally long sequences."""
+    """Attention kernel of cuDNN, which computes a rectangle of equally long sequences."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         three = (_rectangle(tensor, part) for tensor in (query, key, value))
@@ -158,8 +158,12 @@ CUDNN: Kernel = Cudnn()
 
 
 def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
-    """Return the plan of a row under the mask that transformers builds from `mask_args`, or None where no kernel
-    fits."""
+    """Plan the attention of a row under the mask that transformers builds from `mask_args`; None where no kernel fits.
+
+    Args:
+        bounds: start of each sequence in the row, and the end of the last one.
+        cudnn: whether cuDNN computes long sequences.
+    """
     lengths = [b - a for a, b in pairwise(bounds)]
     window_keys = reach(max(lengths), mask_args)
     if window_keys is None:
@@ -221,9 +225,9 @@ def _strip(tensor: Tensor, part: Part) -> Tensor:
 
 
 def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
-    """Return the largest number of keys that a query attends to, its own included.
+    """Return the largest number of keys that a query attends to, its own included; `longest` for plain causality.
 
-    The result is None where a mask is neither plain causality nor a window.
+    None: the mask is neither plain causality nor a window.
     """
     if not mask_args.get("allow_is_causal_skip", True):
         return None  # the mask was combined with another one
@@ -243,7 +247,7 @@ def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether a kernel supports these tensors in the type that `cast` returns."""
+    """Return whether a flash kernel supports these tensors in the type that `cast` returns."""
     width = query.shape[-1]
     fits = width == key.shape[-1] == value.shape[-1] and width <= _WIDTH_MAX and width % _WIDTH_STEP == 0
     if query.device.type != "cuda" or not fits or cast(query).dtype not in (torch.bfloat16, torch.float16):
@@ -252,7 +256,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def takes_long(query: Tensor) -> bool:
-    """Return whether cuDNN's kernel is available and faster."""
+    """Return whether cuDNN's kernel is available and faster for long sequences."""
     able = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if not (able and allowed):
@@ -274,9 +278,10 @@ def attend(
     scale: float | None,
     kernels: tuple[Kernel, Kernel] | None = None,
 ) -> Tensor:
-    """Compute attention of a row, from `[1, heads, T, width]` to `[1, T, heads, width]`.
+    """Compute the attention of a row, from `[1, heads, T, width]` to `[1, T, heads, width]`.
 
-    `kernels` are the kernels of parts with and without bounds.
+    Args:
+        kernels: kernels of parts with and without bounds; None for `FLASH` and `CUDNN`.
     """
     three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     # Not `[0]`, whose gradient is written into zeros first.

@@ -25,7 +25,7 @@ from headrace_trainer.torch_learner.model.pack_sets import PackSets
 
 @dataclass(frozen=True)
 class Pack:
-    """Tensors of one forward pass. `_N` are the positions of the loss, row by row, in order."""
+    """Inputs of one forward pass as tensors. `_N` are the positions of the loss, row by row, in order."""
 
     token_ids_BT: Tensor
     position_ids_BT: Tensor
@@ -65,7 +65,7 @@ class Pack:
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
-    """Join the rows of one pack. The logits that predict token t are at position t - 1."""
+    """Build the pass over several rows. The logits that predict token t are at position t - 1."""
     lengths = [row.length for row in rows]
     width = max(lengths) if padded else sum(lengths)
     starts = [index * width for index in range(len(rows))] if padded else [0, *np.cumsum(lengths[:-1]).tolist()]
@@ -146,7 +146,11 @@ def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
 
 
 def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
-    """Return `logprobs`, and add the gradients of a loss with this `slope` to those of the parameters."""
+    """Return `logprobs`, and add the gradients of a loss with this `slope` to those of the parameters.
+
+    Args:
+        slope: returns the derivative of the loss with respect to each logprob.
+    """
     kind = pack.token_ids_BT.device.type
     if not output.plain:
         logprobs_N, entropy_N = logprobs(model, output, pack)
@@ -163,7 +167,7 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
 
 
 def hidden(model: Any, output: Head, pack: Pack) -> Tensor:
-    """Return the inputs of the head for the loss tokens, `hidden_NH`."""
+    """Return the last hidden states for the loss tokens, `hidden_NH`, which are the inputs of the head."""
     with head.intercept(output.module) as head_inputs:
         _run(model, pack)
     (hidden_BTH,) = head_inputs
@@ -171,8 +175,10 @@ def hidden(model: Any, output: Head, pack: Pack) -> Tensor:
 
 
 def logits(model: Any, pack: Pack) -> Tensor:
-    """Return `logits_NV` in float32 at the positions of the loss, all at once, for models whose head cannot be
-    separated."""
+    """Return the logits of the loss tokens in float32, `logits_NV`, all at once.
+
+    For models whose head cannot be computed separately.
+    """
     if pack.attention_mask_BT is None:
         logits_NV: Tensor = _run(model, pack, logits_to_keep=pack.predicting_N).logits[0]
         return logits_NV.float()

@@ -41,7 +41,7 @@ Slope = Callable[[Tensor, slice], Tensor]
 
 @dataclass(frozen=True)
 class Head:
-    """A model's output head, and the way in which it is computed."""
+    """Output head of a model, and how it is computed."""
 
     module: Any
     tail: Tail = NO_TAIL
@@ -53,7 +53,10 @@ class Head:
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, token_ids: tuple[int, ...]) -> Head:
-        """Examine the head of `model` by two passes over these tokens. Raises the errors of the model's code."""
+        """Examine the head of `model` by two forward passes over these tokens.
+
+        Raises the errors of the model's code.
+        """
         module = model.get_output_embeddings()
         if module is None:
             return cls(None, unchunked_reason="the model names no output head")
@@ -89,7 +92,7 @@ class Head:
     def logprobs(
         self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, sets: PackSets | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `(logprobs_N, entropy_N)`, both after temperature and over `sets`; the entropy has no gradient."""
+        """Return `(logprobs_N, entropy_N)`, both after temperature and over `sets`. The entropy has no gradient."""
         if self.plain:
             result: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden_NH,
@@ -167,7 +170,7 @@ class Head:
         return logprobs_N, entropy_N, sums.hidden
 
     def answer(self, hidden_NH: Tensor) -> Tensor:
-        """Return `logits_NV` in float32, all at once: for a few tokens of a `plain` head."""
+        """Return the logits of a few hidden states in float32, `logits_NV`, all at once. For a `plain` head."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return _Matrix.of(self.module.weight, self.module.bias, self.tail, hidden_NH.dtype).answer(hidden_NH)
 
@@ -189,7 +192,7 @@ class Head:
 
 @contextlib.contextmanager
 def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Record the inputs of `module` and replace its output, as long as the context is open.
+    """Context that records the inputs of `module` and replaces its output.
 
     Args:
         answer: computes the output from the input. By default the output is the first column of the input.
@@ -212,8 +215,7 @@ def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> 
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each sampled token and the entropy at its position, both at the sample's own temperature,
-    as the engine computed them."""
+    """Return the logprob of each sampled token and the entropy at its position, at the sample's own temperature."""
     log_NV = functional.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
     chosen_N = log_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     with torch.no_grad():
@@ -222,7 +224,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tup
 
 
 class _Chunked(torch.autograd.Function):
-    """A head that is one matrix. Gradients are added up over chunks in float32, in place."""
+    """Autograd function of a head that is one matrix. Gradients are summed over chunks in float32, in place."""
 
     @staticmethod
     def forward(
@@ -283,7 +285,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Sums over chunks, or None where no gradient is needed."""
+    """Gradients of hidden states, weight and bias, summed over chunks; None where no gradient is needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -328,7 +330,7 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The head in the type of the products, converted once for all chunks."""
+    """Weight and bias of the head in the type of the products, converted once for all chunks."""
 
     weight: Tensor
     bias: Tensor | None
@@ -339,12 +341,12 @@ class _Matrix:
         return cls(weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype), tail)
 
     def answer(self, hidden: Tensor) -> Tensor:
-        """Return the logits of a chunk in a new tensor."""
+        """Return the logits of a chunk of hidden states, in a new tensor."""
         raw = _wide(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         return self.tail.onto(raw)
 
     def answer_into(self, buffer: Tensor, hidden: Tensor) -> None:
-        """Write the logits of a chunk into `room`."""
+        """Write the logits of a chunk of hidden states into `buffer`."""
         if buffer.dtype != self.weight.dtype:
             buffer.copy_(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         elif self.bias is None:
@@ -362,7 +364,7 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(vocabulary: int) -> int:
-    """Return the number of tokens of a chunk."""
+    """Return how many tokens a chunk has, for a vocabulary of this size."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 

@@ -69,8 +69,10 @@ def backward(
 
 
 def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a chunk. With few words it is the next of a few sizes, because each size is
-    compiled once, and its padding is computed as well."""
+    """Return how many tokens a chunk of logits has.
+
+    With few tokens it is one of a few sizes, because each size is compiled once, and its padding is computed as well.
+    """
     rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
     most = max(1, rows - rows % _ROWS if rows > _ROWS else rows)
     return min(most, max(_SMALLEST, 1 << (tokens - 1).bit_length()))
@@ -87,7 +89,7 @@ def _sum_of(parameter: Tensor | None) -> Tensor | None:
 
 
 def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprob and entropy of each token, and the logarithm of the normalising sum."""
+    """Return the logprob and the entropy of each token, and the logarithm of its normalising sum."""
     scaled_NV = logits_NV.float() / temperature_N[:, None]
     top_N = scaled_NV.amax(-1)
     shares_NV = (scaled_NV - top_N[:, None]).exp()
@@ -100,7 +102,11 @@ def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[
 def _differentiate(
     logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor
 ) -> Tensor:
-    """Replace logits by their gradient, where `share_N` is that of each token's logprob, over its temperature."""
+    """Replace logits by their gradient, in place.
+
+    Args:
+        share_N: gradient of each token's logprob, divided by its temperature.
+    """
     shares_NV = (logits_NV.float() / temperature_N[:, None] - norm_N[:, None]).exp()
     is_target_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]
     return logits_NV.copy_(share_N[:, None] * (is_target_NV.float() - shares_NV))

@@ -14,7 +14,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Tail:
-    """The operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
+    """Operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
     (Gemma)."""
 
     scale: float = 1.0
@@ -31,7 +31,11 @@ class Tail:
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
     def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
-        """Return the gradient of the input, in place, from that of the output. A cap needs the output `answer`."""
+        """Compute the gradient of the input from that of the output, in place.
+
+        Args:
+            answer: output of the operation, which a cap needs; it is overwritten.
+        """
         if self.cap is not None and answer is not None:
             gradient.mul_(answer.div_(self.cap).square_().neg_().add_(1.0))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
@@ -42,14 +46,15 @@ NO_TAIL = Tail()
 
 
 def planted_logits(raw: Tensor) -> Tensor:
-    """Return logits of many sizes and both signs, shaped like `raw`; the first two reveal the scale and the cap."""
+    """Return planted logits, from which `find_tail` derives the operation: many sizes and both signs, shaped like
+    `raw`."""
     spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
     spread[0], spread[1] = 1.0, _HUGE
     return spread.reshape(raw.shape)
 
 
 def find_tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """Return the operation that turns `planted` into `answer`, or None where it is another one."""
+    """Return the operation that turns `planted` into `answer`, or None if it is none of the known ones."""
     if answer.shape != planted.shape:
         return None
     small, huge = (float(value) for value in answer.flatten()[:2])

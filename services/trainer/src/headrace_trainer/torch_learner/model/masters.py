@@ -52,7 +52,11 @@ def round_stochastically(
 
 
 def round_part(exact: Tensor, dtype: torch.dtype, offset: Tensor) -> Tensor:
-    """Return `exact` in `dtype`. `place` is the seed and index of the first weight."""
+    """Round float32 `exact` stochastically to `dtype`.
+
+    Args:
+        offset: position of the first weight in the stream of random numbers.
+    """
     draws = _draws(torch.arange(len(exact), dtype=torch.int64, device=exact.device) + offset)
     nearest = exact.to(dtype)
     bits = nearest.view(torch.int16)  # sign and magnitude: one more is the next value away from zero
@@ -74,9 +78,9 @@ def _draws(mixed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return masters of the float32 weights that `model` trains, by name, and round the weights.
+    """Create float32 masters for the weights that `model` trains, by name, and round the weights to their type.
 
-    From then on the gradients of the weights arrive at the masters.
+    From then on the gradients of the weights are added up at the masters.
     """
     masters: dict[str, nn.Parameter] = {}
     for name, weight in model.named_parameters():
@@ -89,14 +93,14 @@ def of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def home(weight: Tensor) -> Tensor:
-    """Return the tensor at which the gradient of `weight` is added up: its master, or the weight itself."""
+    """Return the tensor at which the gradient of `weight` is added up: its master, or the weight itself without one."""
     master: Tensor = getattr(weight, _MASTER, weight)
     return master
 
 
 @torch.no_grad()
 def renew(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) -> None:
-    """Set the weights of `model` to their rounded masters."""
+    """Set the weights of `model` to their masters, rounded."""
     how: RoundPart | None = None
     if compiled:
         from headrace_trainer.torch_learner.model.compiled import (
@@ -111,7 +115,7 @@ def renew(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) ->
 
 
 def _add_to_master(weight: Tensor) -> None:
-    """Add the gradient of a pass to that of the earlier passes."""
+    """Add the gradient of a weight in one pass to that of its master."""
     if weight.grad is None:
         return
     master = home(weight)

@@ -29,14 +29,14 @@ _PLANTED_ROWS = 5
 
 @dataclass(frozen=True)
 class NormFormula:
-    """`(weight + shift) * x / sqrt(mean(x^2) + epsilon)`. The shift is 1 in Gemma."""
+    """Formula of an RMS norm, `(weight + shift) * x / sqrt(mean(x^2) + epsilon)`. The shift is 1 in Gemma."""
 
     epsilon: float
     shift: float
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace the forward method of norms whose result equals a known formula. Return their number."""
+    """Replace the forward method of norms that compute a known formula. Return the number of these norms."""
     count = 0
     for module in model.modules():
         form = form_of(module)
@@ -48,7 +48,7 @@ def fuse(model: nn.Module) -> int:
 
 @torch.no_grad()
 def form_of(module: nn.Module) -> NormFormula | None:
-    """Return the formula that `module` computes, None where it is none of the two."""
+    """Return the formula that the norm `module` computes, or None if it is none of the two."""
     if not type(module).__name__.endswith("RMSNorm") or set(dict(module.named_parameters())) != {"weight"}:
         return None
     weight: Any = module.weight
@@ -67,7 +67,7 @@ def form_of(module: nn.Module) -> NormFormula | None:
 
 
 class _Fused:
-    """Replaces a module's forward method."""
+    """Forward method of a norm with a gradient of its own."""
 
     def __init__(self, module: nn.Module, form: NormFormula) -> None:
         self._module = module

@@ -29,7 +29,7 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class AnswerShift:
-    """Additions to the logits of the loss tokens `first .. first + len(word_T)`, which are one answer.
+    """Additions to the logits of one answer: the loss tokens `first .. first + len(word_T)`.
 
     They are constants of the gradient: penalties depend on earlier tokens of the answer alone.
     """
@@ -68,7 +68,10 @@ class AnswerShift:
 
 @dataclass(frozen=True)
 class PackSets:
-    """Token sets of a pass. Tensors are on the device, arrays on the host, so that no call waits for the device."""
+    """Token sets of a forward pass.
+
+    Tensors are on the device, arrays on the host, so that no call waits for the device.
+    """
 
     restricted_N: Tensor
     """Whether the loss token has a set or a shift."""
@@ -86,7 +89,7 @@ class PackSets:
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> PackSets | None:
-        """Return the sets of the loss tokens of these rows, in order; None where no row has any."""
+        """Return the token sets of the loss tokens of these rows, in order; None where no row has any."""
         if not any(row.sets is not None for row in rows):
             return None
         index_of: dict[int, int] = {}
@@ -125,7 +128,7 @@ class PackSets:
         return cls(restricted, bits, large_N, ids, row_K, small_M, tuple(shifts))
 
     def restrict(self, logits_nV: Tensor, part: slice) -> Tensor:
-        """Shift the logits of the loss tokens `part` in place, exclude the tokens outside their sets, and return them.
+        """Restrict the logits of the loss tokens `part` in place: add shifts, and exclude tokens outside of the sets.
 
         The logits may have further rows, which do not change.
         """
@@ -168,7 +171,7 @@ def _shifts(row: Row, sets: TokenSets, numbers_T: NDArray[np.int64]) -> Iterator
 
 
 def _runs(numbers: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield the first number of each run of consecutive ascending numbers, and the number after its last."""
+    """Yield first and end (exclusive) of each run of consecutive ascending numbers."""
     if not len(numbers):
         return
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1

@@ -54,7 +54,10 @@ _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class Policy:
-    """The trained weights (`parameters`, float32) and their logprobs. Not safe for concurrent use."""
+    """The model in training: its trained weights (`parameters`, float32), and its logprobs.
+
+    Not safe for concurrent use.
+    """
 
     def __init__(
         self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool, pack_tokens: int
@@ -121,8 +124,11 @@ class Policy:
 
     @property
     def hidden(self) -> frozenset[str]:
-        """Names of the matrices between hidden layers: without embeddings, the head, and parameters of routers or
-        mixers that only look like matrices. Derived from the type and position of modules, and not from their names."""
+        """Names of the matrices between hidden layers, for which Muon is made.
+
+        These are not embeddings, the head, or parameters of routers or mixers that only look like matrices. They are
+        derived from the type and position of modules, and not from their names.
+        """
         tables = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         outside = {id(part) for table in tables if table is not None for part in table.modules()}
         layers = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
@@ -192,7 +198,8 @@ class Policy:
 
     @torch.no_grad()
     def hidden_states(self, pack: Pack) -> Tensor:
-        """Return the last hidden states before each token of the loss, in float32. For a head that can be separated."""
+        """Return the last hidden states before each token of the loss, in float32, for a head that can be computed
+        separately."""
         with self._autocast():
             return forward.hidden(self.model, self.head, pack).float()
 
@@ -218,7 +225,7 @@ class Policy:
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
-        """Disable the trained adapters inside; a fully trained model is not changed."""
+        """Context in which trained adapters are disabled. A fully trained model is not changed."""
         with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
             yield
 
@@ -230,7 +237,7 @@ class Policy:
 
     @torch.no_grad()
     def reference_hidden(self, pack: Pack) -> Tensor:
-        """Return the first version's inputs of its head for the tokens of the loss."""
+        """Return the first version's last hidden states for the tokens of the loss."""
         with self._autocast(), self.as_base():
             return forward.hidden(*self._first, pack)
 
@@ -252,7 +259,10 @@ class Policy:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of `tensors`. Raise `SettingError` when it is of another model or adapter shape."""
+        """Restore the result of `tensors`.
+
+        Raises `SettingError` if it is of another model or of adapters with another shape.
+        """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             raise SettingError(
@@ -266,7 +276,7 @@ class Policy:
         self.renew()
 
     def renew(self) -> None:
-        """Update the weights that are computed with. Call it when `parameters` have changed."""
+        """Update the rounded weights that the model computes with. Call it when `parameters` have changed."""
         if self._rounds:
             masters.renew(self.model, self.parameters, compiled=self._compute.compile)
 
@@ -306,7 +316,7 @@ class Policy:
             yield
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """Run without compiled code inside, because single calls do not justify a compilation."""
+        """Context without compiled code, because single calls do not justify a compilation."""
         if not self._compute.compile:
             return contextlib.nullcontext()
         from headrace_trainer.torch_learner.model import compiled
@@ -378,7 +388,9 @@ def _not_packed(config: Any, reason: str) -> SettingError:
 
 
 def _padded_attention(folder: Path) -> str | None:
-    """Return eager attention for models with a bound on scores, which the fused attention ignores silently. None is the
-    model's own choice, the fused one."""
+    """Return the attention implementation for padded passes: eager for models with a bound on scores, else None.
+
+    The fused attention would ignore the bound. None is the model's own choice, the fused one.
+    """
     softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
     return "eager" if softcap else None

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def enable(model: Any, device: torch.device, dtype: str) -> None:
-    """Recompute activations in training mode from now on.
+    """Make the layers of `model` recompute their activations in the backward pass from now on.
 
     Selective checkpointing inspects each operation, so compiled code cannot run inside it; attention of `blocks` and
     `flash` is stored without it.
@@ -55,8 +55,10 @@ def _inside_all(*managers: contextlib.AbstractContextManager[Any]) -> Iterator[N
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Disable dropout. Checkpointing needs training mode, but a policy gradient needs the sampling policy's
-    logprobs."""
+    """Disable dropout.
+
+    Checkpointing needs training mode, but a policy gradient needs the sampling policy's logprobs.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -66,7 +68,7 @@ def _without_dropout(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Results:
-    """Attention results of a layer that will be recomputed, in order."""
+    """Stored attention results of a layer that is recomputed, in order. `again`: whether this is the second pass."""
 
     values: deque[Any]
     again: bool
@@ -76,7 +78,7 @@ _results: ContextVar[_Results | None] = ContextVar("stored attention results", d
 
 
 def compute_once(compute: Callable[[], T]) -> T:
-    """Return the result of `compute`; in a layer's second pass, the stored result of the first."""
+    """Return the result of `compute`, or in a layer's second pass the stored result of the first."""
     results = _results.get()
     if results is None:
         return compute()

@@ -33,13 +33,19 @@ def context_of(config: Any) -> int:
 
 
 def tokens(free: int, trained: int, token_bytes: float) -> int:
-    """Return the longest sequence that fits, in tokens; 0 when none does. `trained` is the number of parameters."""
+    """Return the length in tokens of the longest sequence that fits into memory; 0 when none does.
+
+    Args:
+        free: free bytes.
+        trained: number of trained parameters.
+        token_bytes: bytes that each token of a sequence needs.
+    """
     left = free * SHARE - trained * _TRAINED_BYTES - _CHUNKS * CHUNK_BYTES
     return max(0, int(left / token_bytes))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory that a step can use, or None where the system does not report it."""
+    """Return the free memory in bytes that a step can use, or None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     devices.give_back()  # memory that another lineage of this process has freed
@@ -72,9 +78,10 @@ def _addresses(model: nn.Module) -> set[int]:
 
 
 def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
-    """Return the bytes that each token of a sequence needs in a pass of `policy`.
+    """Return the bytes of memory that each token of a sequence needs in a training pass.
 
-    `recomputed`: layers store only their input and their attention, and one layer at a time all the rest.
+    Args:
+        recomputed: whether layers store only their input and their attention, and one layer at a time all the rest.
     """
     model: nn.Module = policy.model
     was = model.training

@@ -37,9 +37,13 @@ def takes(query: Tensor) -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], scale: float | None) -> Tensor:
-    """Compute attention of equally long sequences, `[B, heads, T, width]`, in the blocks of `blocks.of`.
+    """Compute attention of equally long sequences, `[B, heads, T, width]`.
 
     Keys and values may have fewer heads than queries, and values may have another width.
+
+    Args:
+        cut: blocks of one sequence (`blocks.of`).
+        scale: factor of the scores; None: the inverse root of the width.
     """
     fine = tuple(_finer(cut, query.shape[1] // key.shape[1]))
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -48,7 +52,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], sc
 
 
 def _finer(cut: tuple[Block, ...], groups: int) -> Iterator[Block]:
-    """Divide blocks for tiles. `groups` is the number of heads that share keys."""
+    """Divide blocks into parts that are as large as a tile.
+
+    Args:
+        groups: number of query heads that share a key head.
+    """
     for block in cut:
         rows = min(ROWS, TILE // block.keys)
         if block.mask is None:
@@ -58,7 +66,7 @@ def _finer(cut: tuple[Block, ...], groups: int) -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries of a block for some of the key heads, which are numbered over all sequences."""
+    """Tile: some queries of a block, for some of the key heads, which are numbered over all sequences."""
 
     queries: tuple[slice, slice, slice]
     """Position in `[key heads, groups, T, x]`."""
@@ -69,15 +77,15 @@ class _Tile:
 
     @classmethod
     def all(cls, cut: tuple[Block, ...], heads: int, groups: int) -> Iterator[_Tile]:
-        """Yield all tiles, those with most keys first.
+        """Yield all tiles of an attention, those with most keys first.
 
         Each of the others then fits into memory that an earlier one freed. In the other order a heap that keeps freed
         memory grows with each tile of a long sequence, to tens of gigabytes at 100,000 tokens.
 
         Args:
-            cut: The blocks of one sequence.
-            heads: The number of key heads of all sequences.
-            groups: The number of query heads that share a key head.
+            cut: blocks of one sequence.
+            heads: number of key heads of all sequences.
+            groups: number of query heads that share a key head.
         """
         for block in reversed(cut):
             hidden = _above(block.queries) if block.mask is None else _hidden(block.mask[0, 0])
@@ -92,7 +100,7 @@ class _Tile:
         return tensor[self.queries].flatten(1, 2)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write the tile's part of a tensor."""
+        """Write `values` to the tile's part of a tensor of queries."""
         part = tensor[self.queries]
         part.copy_(values.view(part.shape))
 
@@ -115,14 +123,16 @@ def _hidden(visible: Tensor) -> Tensor:
 
 
 class _Buffers(threading.local):
-    """Memory of a tile's scores and their slopes. It is reused by the next tile, and by the next call of a thread,
-    because the system would fill new memory with zeros first."""
+    """Reused memory for a tile's scores and their slopes, one for each thread.
+
+    The system would fill new memory with zeros first.
+    """
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
 
     def product(self, left: Tensor, right: Tensor, buffer: int) -> Tensor:
-        """Return `left` times `right` transposed, of several matrices each, in buffer 0 or 1."""
+        """Multiply batches of matrices, `left` times `right` transposed, in buffer 0 or 1, and return the product."""
         shape = (*left.shape[:2], right.shape[1])
         size = math.prod(shape)
         if self._numbers.dtype != left.dtype or self._numbers.numel() < 2 * size:
