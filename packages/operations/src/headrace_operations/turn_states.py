@@ -24,7 +24,7 @@ class TurnState:
     trajectory: str | None = None
     left_out: str | None = None
     untrained: str | None = None
-    """Why no version is trained on the turn, although it is not an evaluation."""
+    """The reason why no version is trained on the turn although it is not an evaluation, or None."""
     no_logprobs: str | None = None
     """Why algorithms that need logprobs leave the turn out; None if they train it."""
     tokens: tuple[TokenKind, int] = ("left_out", 0)

@@ -109,13 +109,13 @@ def _read_token(path: Path) -> str:
 
 
 def remember_key(url: str, key: str) -> None:
-    """Use `key` for the service at `url` in this process."""
+    """Remember the internal key for this process's requests to the service at `url`."""
     if key:
         _keys[_host_and_port(url)] = key
 
 
 def remember_login(bus: str, login: BusLogin) -> None:
-    """Use `login` for the bus at `bus` in this process."""
+    """Remember the login for this process's connections to the bus at `bus`."""
     if login.password:
         _logins[bus] = login
 

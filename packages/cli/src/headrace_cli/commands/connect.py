@@ -111,7 +111,7 @@ def _name_of(line: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Everything that the configuration of an agent names."""
+    """URL, key and model that the configuration of an agent names."""
 
     url: str
     """The gateway without `/v1`."""

@@ -36,7 +36,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would b
 
 @dataclass(frozen=True)
 class LetterFilter:
-    """Filter of dead letters on the command line."""
+    """Options that filter dead letters."""
 
     reason: Annotated[list[str] | None, typer.Option(help="Select this reason; may be repeated.")] = None
     topic: Annotated[
@@ -80,7 +80,7 @@ class LetterFilter:
 
 @dataclass(frozen=True)
 class DecisionFilter(LetterFilter):
-    """Filter of the letters that are retried or discarded."""
+    """Options that select the letters to retry or discard."""
 
     everything: Annotated[bool, typer.Option("--all", help="Select all open letters.")] = False
     again: Annotated[bool, typer.Option("--again", help="Include letters that were retried or discarded before.")] = (

@@ -113,7 +113,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class ReplayRange(RangeOptions):
-    """Range of a topic, optionally limited to versions."""
+    """Options that select the range of a topic to replay, optionally limited to versions."""
 
     version: Annotated[
         list[str] | None,

@@ -285,7 +285,7 @@ PANEL = "Records"
 
 @dataclass(frozen=True)
 class RangeOptions:
-    """Range of a topic on the command line."""
+    """Options that select a range of a topic."""
 
     since: Annotated[
         str | None,

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Change of the score, at two standard errors."""
+        """Change of the score: `better`, `worse`, or `same` within two standard errors."""
         if self.gain.within():
             return "same"
         return "better" if self.gain.value > 0 else "worse"

@@ -161,7 +161,7 @@ class TrainingReports:
 
 
 async def follow(topics: Topics, topic: str, reports: TrainingReports) -> None:
-    """Add the reports that were published since the last call."""
+    """Add the reports on `topic` that were published since the last call to `reports`."""
     async for record in topics.records(Range(topic, from_offset=reports.offset)):
         reports.offset = record.offset + 1
         event = await event_of(TrainingMetrics.topic, record.value, record.headers)

@@ -75,7 +75,7 @@ class Overrides:
             self.set("bus.password", login.password)
 
     def default(self, name: str, value: object) -> None:
-        """Set a setting that is not set yet."""
+        """Set a setting for all services unless it has a value."""
         if self.get(name) is None:
             self.set(name, value)
 

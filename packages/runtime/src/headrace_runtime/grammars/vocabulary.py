@@ -68,7 +68,12 @@ def byte_level_table() -> Mapping[str, int]:
 
 
 def read_token_bytes(inner: Any, size: int) -> TokenBytes:
-    """Read the first `size` ids of a `tokenizers.Tokenizer`."""
+    """Return the bytes of the tokens with the first `size` ids.
+
+    Args:
+        inner: a `tokenizers.Tokenizer`.
+        size: number of token ids of the model.
+    """
     added = {number: token.content for number, token in inner.get_added_tokens_decoder().items()}
     names = {number: name for name, number in inner.get_vocab(with_added_tokens=True).items() if number < size}
     decoded = _decode_after_token(inner, names)

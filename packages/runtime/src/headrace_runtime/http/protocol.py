@@ -187,7 +187,7 @@ class _StrictConnection(h11.Connection):
         """Whether the request's method is HEAD, so that its response has no body."""
 
     def next_event(self) -> Any:
-        """Return the next event. Raises `h11.RemoteProtocolError` for invalid HTTP."""
+        """Return the next event. Raises `h11.RemoteProtocolError` for an invalid or an ambiguous request."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):

@@ -39,7 +39,7 @@ class _Source:
 
 
 class Sources:
-    """Outcomes of all reward sources of a service."""
+    """Counters of the outcomes of all reward sources of a service, each with its last error."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

@@ -84,7 +84,7 @@ def positions(metadata: MetaData) -> Table:
 
 
 class StreamTables:
-    """The four tables in the metadata of one service."""
+    """The four tables of a stream service, which are added to `metadata`."""
 
     def __init__(self, metadata: MetaData) -> None:
         self.seen = seen(metadata)
