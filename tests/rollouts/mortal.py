@@ -93,7 +93,7 @@ def make_mortal(folder: Path) -> None:
 
 def _alias_outside_the_transaction() -> None:
     """Plant a fault: the champion's alias changes in a separate transaction, a moment after the promotion."""
-    promote, committed = Transition.promote, Outbox.committed
+    promote, committed = Transition.promote, Outbox.mark_committed
     moves: list[tuple[str, str]] = []
     tasks: set[asyncio.Task[None]] = set()
 
@@ -117,7 +117,7 @@ def _alias_outside_the_transaction() -> None:
             task.add_done_callback(tasks.discard)
 
     Transition.promote = promoting  # type: ignore[method-assign]
-    Outbox.committed = commit  # type: ignore[method-assign]
+    Outbox.mark_committed = commit  # type: ignore[method-assign]
 
 
 def _half_a_routing() -> None:

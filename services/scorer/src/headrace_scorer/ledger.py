@@ -262,7 +262,8 @@ async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) 
     for trajectory in trajectories:
         name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), [])
         feedback_set = feedback_matching.feedback_for(name, in_session, *about[name])
-        matched[name] = MatchedFeedback(feedback_set, feedback_matching.displaced(name, in_session, about[name][1]))
+        losing = feedback_matching.trajectories_losing_feedback(name, in_session, about[name][1])
+        matched[name] = MatchedFeedback(feedback_set, losing)
         task_id = feedback_set.resolve_id("task_id", trajectory.task_id)
         if task_id is not None:
             tasks[name] = trajectory.tenant, task_id
