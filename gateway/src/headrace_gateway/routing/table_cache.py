@@ -24,7 +24,7 @@ E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
 class SourceTable(Protocol[E_co]):
-    """Compacted topic of which the cache is a copy. `headrace_runtime.kafka.consumer.Table` implements it."""
+    """Compacted topic of which the cache is a copy. `headrace_runtime.kafka.consumer.TopicTable` implements it."""
 
     @property
     def loaded(self) -> asyncio.Event:

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class Assembly(Model):
-    """Description of a file by ranges of stored blobs; see `headrace_trainer.lineage.assembly`."""
+    """Description of a file by ranges of stored blobs; see `headrace_trainer.lineage.versions`."""
 
     frame: BlobRef
     """The bytes that only this file has."""
