@@ -178,7 +178,7 @@ class Scoring:
         result: list[Experience] = []
         for visit in visits:
             result += rescoring.accept(await rescoring.score(visit.run.to_json()))
-        return [*result, *[experience async for experience in rescoring.learned()]]
+        return [*result, *[experience async for experience in rescoring.learned_experiences()]]
 
     def _judge_rewards(self, visits: Sequence[Visit]) -> Iterator[Reward]:
         for visit in visits:

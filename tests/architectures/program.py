@@ -62,7 +62,7 @@ def try_architecture(architecture: Architecture) -> Trial:
 
 def _problems_as_saved(architecture: Architecture) -> list[str]:
     """Problems that the check finds in folders as transformers saves them, with a head of their own and without."""
-    problems = []
+    problems: list[str] = []
     for tied in (False, True):
         with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
             case = replace(architecture, settings={**architecture.settings, "tie_word_embeddings": tied})
