@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Awaitable, Callable
@@ -20,10 +19,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from typer.testing import CliRunner, Result
 
+from headrace_cli.app import app
 from headrace_cli.demo import demo_run
 from headrace_cli.demo import runner as demo_runner
 from headrace_cli.demo.recipe import Goal, Recipe
+from headrace_operations import settings_reference
 from headrace_operations.jobs.checking import list_gate_tasks
 from headrace_operations.settings_reference import Described, as_json_schema, as_toml, describe_settings
 from headrace_operations.supervisor.plan import installed
@@ -105,7 +107,6 @@ def test_a_renamed_setting_is_noticed() -> None:
 
 
 COMMON_MAX = 40
-HEADRACE = str(Path(sys.executable).with_name("headrace"))
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +137,18 @@ def test_a_section_stands_once_in_the_reference(described: Described) -> None:
     assert len(set(tables)) == len(tables)
 
 
-def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> None:
-    command = [HEADRACE, "config", "init", "mine.toml", "--base", "models/mine", "--model", "helper"]
-    for status in (0, 2):
-        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-        assert process.returncode == status, process.stderr
-    assert "mine.toml: exists already" in process.stderr
+@pytest.fixture
+def init(described: Described, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Return a function that calls `headrace config init mine.toml` in `tmp_path`; the services are described once."""
+    monkeypatch.setattr(settings_reference, "describe_settings", lambda _services: described)
+    monkeypatch.chdir(tmp_path)
+    return lambda *options: CliRunner().invoke(app, ["config", "init", "mine.toml", *options])
+
+
+def test_init_writes_what_users_set_and_overwrites_nothing(init: Callable[..., Result], tmp_path: Path) -> None:
+    results = [init("--base", "models/mine", "--model", "helper") for _ in range(2)]
+    assert [result.exit_code for result in results] == [0, 2], results[0].output
+    assert "mine.toml: exists already" in results[1].output
     text = (tmp_path / "mine.toml").read_text(encoding="utf-8")
     assert 'base = "models/mine"' in text.splitlines()
     assert 'model = "helper"' in text.splitlines()
@@ -149,11 +156,10 @@ def test_init_writes_what_users_set_and_overwrites_nothing(tmp_path: Path) -> No
     assert "spool_bytes_max" not in text
 
 
-def test_init_sets_what_follows_from_the_size_of_the_base(tmp_path: Path) -> None:
+def test_init_sets_what_follows_from_the_size_of_the_base(init: Callable[..., Result], tmp_path: Path) -> None:
     base = tiny_model.build(tmp_path / "base")
-    command = [HEADRACE, "config", "init", "mine.toml", "--base", str(base)]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert process.returncode == 0, process.stderr
+    result = init("--base", str(base))
+    assert result.exit_code == 0, result.output
     settings = tomllib.loads((tmp_path / "mine.toml").read_text(encoding="utf-8"))["trainer"]
     assert settings["optimizer"] == {"learning_rate": 1e-4}
     assert settings["compute"] == {"pack_tokens": 4096}
