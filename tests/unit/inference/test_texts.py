@@ -297,7 +297,7 @@ def test_calls_and_texts_are_read_whole_however_they_are_cut(answer: list[Piece]
 @settings(max_examples=30, deadline=None)
 @given(calls(), calls(), texts)
 def test_every_cut_reads_the_same(first: Any, second: Any, between: str) -> None:
-    text = f"{first[0]}{between}{second[0]}"[:4000]
+    text = f"{first[0]}{between}{second[0]}"[:1500]  # each cut reads all of it again
     complete = read([text])
     for cut in range(0, len(text), max(1, len(text) // 300)):
         assert read([text[:cut], text[cut:]]) == complete

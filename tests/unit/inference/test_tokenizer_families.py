@@ -94,34 +94,33 @@ def _resized(source: Path, folder: Path) -> Path:
 
 async def test_forms_streams_and_echoes_hold(served: Served) -> None:
     user = {"role": "user", "content": "Weather in Zürich 😀?"}
-    for seed in range(2):
-        fixed: Json = {"seed": seed, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-        response = await served.ask([user], **fixed)
-        choice = response["choices"][0]
-        message = choice["message"]
-        (call,) = message["tool_calls"]
-        arguments = json.loads(call["function"]["arguments"])
-        assert (call["function"]["name"], arguments["place"] in PLACES) == ("weather", True), message
-        assert 0 <= arguments["days"] <= 99
-        streamed = await served.ask([user], **fixed, stream=True)
-        assert streamed["token_ids"] == choice["token_ids"]
-        assert [part["function"] for part in streamed["tool_calls"]] == [call["function"]]
-        assert (streamed["content"] or None) == message["content"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-        following = await served.ask([user, message, result], tools=[TOOL], max_tokens=4)
-        conversation_ids = response["prompt_token_ids"] + choice["token_ids"]
-        assert following["prompt_token_ids"][: len(conversation_ids)] == conversation_ids
+    fixed: Json = {"seed": 0, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    response = await served.ask([user], **fixed)
+    choice = response["choices"][0]
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert (call["function"]["name"], arguments["place"] in PLACES) == ("weather", True), message
+    assert 0 <= arguments["days"] <= 99
+    streamed = await served.ask([user], **fixed, stream=True)
+    assert streamed["token_ids"] == choice["token_ids"]
+    assert [part["function"] for part in streamed["tool_calls"]] == [call["function"]]
+    assert (streamed["content"] or None) == message["content"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    following = await served.ask([user, message, result], tools=[TOOL], max_tokens=4)
+    conversation_ids = response["prompt_token_ids"] + choice["token_ids"]
+    assert following["prompt_token_ids"][: len(conversation_ids)] == conversation_ids
 
-        form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
-        constrained = await served.ask([user], seed=seed, response_format=form)
-        value = json.loads(constrained["choices"][0]["message"]["content"])
-        assert value["place"] in PLACES
-        free = await served.ask([user], seed=seed, max_tokens=40)
-        stream = await served.ask([user], seed=seed, max_tokens=40, stream=True)
-        assert stream["content"] == free["choices"][0]["message"]["content"]
-        after = await served.ask([user, free["choices"][0]["message"], user], max_tokens=2)
-        conversation_ids = free["prompt_token_ids"] + free["choices"][0]["token_ids"]
-        assert after["prompt_token_ids"][: len(conversation_ids)] == conversation_ids
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    constrained = await served.ask([user], seed=0, response_format=form)
+    value = json.loads(constrained["choices"][0]["message"]["content"])
+    assert value["place"] in PLACES
+    free = await served.ask([user], seed=0, max_tokens=40)
+    stream = await served.ask([user], seed=0, max_tokens=40, stream=True)
+    assert stream["content"] == free["choices"][0]["message"]["content"]
+    after = await served.ask([user, free["choices"][0]["message"], user], max_tokens=2)
+    conversation_ids = free["prompt_token_ids"] + free["choices"][0]["token_ids"]
+    assert after["prompt_token_ids"][: len(conversation_ids)] == conversation_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
