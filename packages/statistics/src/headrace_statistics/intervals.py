@@ -230,7 +230,7 @@ def _tail_ratio(v: float, freedom: float) -> float:
 
 
 def _central_integral(v: float, freedom: float) -> float:
-    """Return ∫_0^v (cosh w)^-ν dw by the same rule, mapped to a finite interval (tanh-sinh)."""
+    """Return ∫_0^v (cosh w)^-ν dw by the double-exponential rule for a finite interval (tanh-sinh)."""
     values = []
     for node, weight in _NODES:
         rest = 1 / (1 + node * node)

@@ -78,7 +78,7 @@ async def check_login(settings: BusSettings) -> None:
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Filter out the warning about a login without TLS, which the settings request."""
+    """Return False for aiokafka's warning about a login without TLS, which the settings have chosen."""
     return "in the clear" not in str(record.msg)
 
 
