@@ -96,6 +96,24 @@ async def test_more_connections_than_allowed_are_turned_away(run: Run, monkeypat
             await again.ask(MetadataRequest((), False), MetadataResponse)
 
 
+async def test_clients_without_a_login_do_not_keep_out_those_that_have_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody on the machine can open 512 connections, and a service that connects again would find none."""
+    monkeypatch.setattr("headrace_broker.server.CONNECTIONS_MAX", 2)
+    async with run(password="a-password-of-the-bus") as live, live.client() as oldest, live.client() as second:
+        await _until(lambda: live.broker.stats.connections == 2)
+        async with live.client():
+            await _closed(oldest)
+            await _until(lambda: live.broker.stats.connections == 2)
+            for connection in live.server._connections.values():
+                connection._login.done = True
+            async with live.client() as stranger:
+                await _closed(stranger)
+            assert live.broker.stats.connections == 2
+            assert not second._reader.at_eof()
+
+
 async def test_a_request_that_does_not_arrive_in_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_broker.server.TRANSFER_TIMEOUT_S", 0.1)
     async with run() as live, live.client() as slow:

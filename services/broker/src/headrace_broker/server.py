@@ -62,6 +62,11 @@ class Connection:
         self._login = Login(broker.credentials)
         self._host = f"/{writer.get_extra_info('peername')[0]}"
 
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the client may send all requests."""
+        return self._login.done
+
     async def run(self) -> None:
         """Serve the client until it disconnects, sends malformed data, or is too slow. Raises only cancellation."""
         receive = asyncio.create_task(self._receive())
@@ -169,7 +174,8 @@ class Server:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._memory = MemoryBudget(REQUESTS_BYTES_MAX)
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], Connection] = {}
+        """Connections in the order in which they were opened."""
         self._server: asyncio.Server | None = None
 
     @property
@@ -191,20 +197,33 @@ class Server:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stats = self._broker.stats
+        connection = Connection(self._broker, self._memory, reader, writer)
         if len(self._connections) >= CONNECTIONS_MAX:
             stats.connections_refused += 1
             log.warning(
                 "connection_refused", reason=f"{CONNECTIONS_MAX} clients are connected", open=len(self._connections)
             )
-            writer.transport.abort()
-            return
-        task = asyncio.create_task(Connection(self._broker, self._memory, reader, writer).run())
-        self._connections.add(task)
+            if not self._close_a_stranger():
+                writer.transport.abort()
+                return
+        task = asyncio.create_task(connection.run())
+        self._connections[task] = connection
         stats.connections += 1
         task.add_done_callback(self._ended)
 
+    def _close_a_stranger(self) -> bool:
+        """Close the oldest connection without authentication, and return whether there was one.
+
+        Otherwise anybody who can reach the port could keep all services from connecting again.
+        """
+        for task, connection in self._connections.items():
+            if not connection.is_authenticated and not task.cancelling():
+                task.cancel()
+                return True
+        return False
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._connections.discard(task)
+        del self._connections[task]
         self._broker.stats.connections -= 1
 
 
