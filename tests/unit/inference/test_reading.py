@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,8 @@ from headrace_inference.chat.json_scanner import StopStrings
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.chat.tool_calls import HERMES, parse_call
+from headrace_inference.chat.tool_calls import HERMES, HermesToolReader, parse_call
+from headrace_runtime.grammars.vocabulary import byte_level_table
 
 BOTH = AnswerSyntax(HERMES, THINK)
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}}</tool_call>'
@@ -151,6 +153,22 @@ def test_arguments_are_what_the_model_wrote(body: str, arguments: str) -> None:
     assert (call.name, call.arguments) == ("x", arguments)
 
 
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", "<tool_call>{", '<tool_call>{"name":"f","arguments":{}}</tool_call>'], ids=len
+)
+def test_many_tags_are_read_in_time_linear_in_the_text(unit: str) -> None:
+    """1 MB of them, in an answer or in reasoning that a client sends back, took 9 s of the replica's processor."""
+
+    def read_s(length: int) -> float:
+        reader, text = HermesToolReader(), unit * (length // len(unit))
+        began_s = time.thread_time()
+        reader.feed(text)
+        reader.end()
+        return time.thread_time() - began_s
+
+    assert min(read_s(800_000) for _ in range(3)) < 12 * min(read_s(100_000) for _ in range(3))
+
+
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
     syntax = AnswerSyntax.of("<|im_start|>assistant\n<think>\n", Parsers(HERMES, THINK), tools=False)
     assert read(["so", " be it</think>", "yes"], syntax).reasoning == "so be it"
@@ -179,6 +197,38 @@ def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: li
     assert unsplit.feed(text) + unsplit.end() == expected
 
 
+def test_a_token_costs_little_whatever_the_stop_strings_are() -> None:
+    """16 stop strings of 512 characters took 7 ms for each token of each sequence, which the whole batch waits for."""
+
+    def read_s(first: str) -> float:
+        reader = StopStrings([first * 511 + "c", *(f"ab{chr(100 + number) * 500}" for number in range(15))])
+        began_s = time.thread_time()
+        for _ in range(500):
+            reader.feed("a")
+        return time.thread_time() - began_s
+
+    read_s("a")
+    assert min(read_s("a") for _ in range(3)) < 10 * min(read_s("x") for _ in range(3))
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.lists(st.text("abc", max_size=7), max_size=8),
+)
+def test_text_is_held_back_as_long_as_it_may_become_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+    reader, given_out, text = StopStrings(stops), "", ""
+    for piece in pieces:
+        given_out += reader.feed(piece)
+        text += piece
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        if ends:
+            assert reader.complete is not None
+            assert given_out + reader.complete == text[: min(ends)]
+            return
+        begun = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+        assert given_out == text[: len(text) - max(begun)]
+
+
 def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
     """The tiny tokenizer spells an emoji with four tokens. The emoji appears with the fourth token."""
     ids = tokenizer.encode("a😀é")
@@ -203,6 +253,31 @@ def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer
     at_once = two.feed(ids[:cut])
     assert by_one == at_once
     assert by_one + first.feed(ids[cut:]) + first.end() == tokenizer.text_of(ids)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_bytes_that_are_no_characters_are_read_alike_in_any_portions(
+    tokenizer: ChatTokenizer, data: st.DataObject
+) -> None:
+    spelled = {byte: character for character, byte in byte_level_table().items()}
+    sampled = data.draw(st.lists(st.sampled_from(b"\x80\xe2\x82\xac\xf0\x9f\x98\xc3a"), min_size=1, max_size=80))
+    ids = [number for byte in sampled if (number := tokenizer.token_id(spelled[byte])) is not None]
+    stream = tokenizer.stream()
+    one_by_one = "".join(stream.feed((token,)) for token in ids) + stream.end()
+    assert one_by_one == tokenizer.text_of(ids) == bytes(sampled).decode("utf-8", "replace")
+
+
+def test_bytes_that_are_no_characters_are_read_in_linear_time(tokenizer: ChatTokenizer) -> None:
+    """A bias on the token of such a byte made each token cost as much as all before it: minutes for one answer."""
+    spelled = {byte: character for character, byte in byte_level_table().items()}
+    token = tokenizer.token_id(spelled[0x80])
+    assert token is not None
+    stream = tokenizer.stream()
+    for _ in range(1000):
+        stream.feed((token,))
+        assert len(stream._open) <= 64
+    assert stream.feed((token,)) + stream.end() != ""
 
 
 def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: ChatTokenizer) -> None:

@@ -18,6 +18,10 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 """Decoders return this for bytes that are not, or not yet, a complete character."""
 _CONTEXT = 8
 """Number of preceding tokens on which the text of a token may depend."""
+_INCOMPLETE_MAX = 3
+"""Largest number of tokens that an incomplete character has, one for each of its bytes."""
+_OPEN_MAX = 16
+"""Number of tokens without certain text from which on the text of the first of them is determined."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -103,9 +107,25 @@ class Detokenizer:
             return "".join(self._words((token,)) for token in token_ids)
         self._open += token_ids
         if not text or text.endswith(_HALF):
-            return ""
+            return self._certain_text(text) if len(self._open) >= _OPEN_MAX else ""
         self._before, self._open = self._open[-_CONTEXT:], []
         return text
+
+    def _certain_text(self, text: str) -> str:
+        """Return the beginning of the open `text` that no later token changes: only its last three bytes may.
+
+        A model may sample bytes that are no characters without end. Decoding all of them for each token would take
+        seconds per thousand tokens.
+        """
+        for count in range(len(self._open) - _INCOMPLETE_MAX, 0, -1):
+            first, rest = self._open[:count], self._open[count:]
+            head = self._decoding.of([*self._before, *first])[len(self._decoding.of(self._before)) :]
+            context = first[-_CONTEXT:]
+            tail = self._decoding.of([*context, *rest])[len(self._decoding.of(context)) :]
+            if head + tail == text:
+                self._before, self._open = [*self._before, *first][-_CONTEXT:], rest
+                return head
+        return self._rest() if len(self._open) >= 4 * _OPEN_MAX else ""
 
     def _rest(self) -> str:
         if not self._open:

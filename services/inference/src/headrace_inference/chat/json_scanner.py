@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
@@ -162,6 +163,8 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
+        self._begun = [0] * len(stops)
+        """For each stop string, the length of its longest beginning that the text ends with."""
         self._buffer = ""
         self.complete: str | None = None
 
@@ -171,6 +174,8 @@ class StopStrings:
             return text
         if self.complete is not None:
             return ""
+        for number, stop in enumerate(self._stops):
+            self._begun[number] = _begun_length(stop, self._begun[number], text)
         text = self._buffer + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
@@ -178,11 +183,42 @@ class StopStrings:
             self.complete = text[start:end]
             self._buffer = ""
             return text[:start]
-        length = partial_marker_length(text, self._stops)
-        self._buffer = text[len(text) - length :]
-        return text[: len(text) - length]
+        certain = len(text) - max(self._begun)
+        self._buffer = text[certain:]
+        return text[:certain]
 
     def end(self) -> str:
         """Return the buffered text, which did not become a stop string."""
         text, self._buffer = self._buffer, ""
         return text
+
+
+def _begun_length(stop: str, begun: int, text: str) -> int:
+    """Return the length of the longest beginning of `stop` that a text ends with after `text` was added to it.
+
+    Comparing all beginnings for each token takes milliseconds with long stop strings, which all sequences of a batch
+    wait for. This is the automaton of Knuth, Morris and Pratt (SIAM J. Comput. 6 (1977) 323).
+
+    Args:
+        begun: the length before `text` was added.
+    """
+    if len(text) >= len(stop):  # only the end matters
+        text, begun = text[len(text) - len(stop) + 1 :], 0
+    borders = _borders(stop)
+    for character in text:
+        while begun and (begun == len(stop) or stop[begun] != character):
+            begun = borders[begun]
+        begun += stop[begun] == character
+    return begun
+
+
+@lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return, for each length of a beginning of `stop`, the length of its longest end that is a beginning, too."""
+    borders = [0, 0]
+    for character in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != character:
+            length = borders[length]
+        borders.append(length + (stop[length] == character))
+    return tuple(borders)

@@ -8,6 +8,7 @@ of the string. No text is lost, except whitespace next to a call at the beginnin
 from __future__ import annotations
 
 import json
+import re
 
 from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner, partial_marker_length
 from headrace_inference.chat.parsers import Call, ParsedText, ToolParser
@@ -16,6 +17,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME_LENGTH_MAX = 512
 _ARGUMENTS_LENGTH_MAX = 1_048_576
 _SPACE = " \t\r\n"
+_SPACES = re.compile(f"[{_SPACE}]*")
 _ARGUMENTS = ("arguments", "parameters")
 """Keys of the arguments. Models that were trained on other formats write the second."""
 _LABELS = ("id", "type", "index")
@@ -29,8 +31,12 @@ class HermesToolReader:
 
     def __init__(self) -> None:
         self._buffer = ""
+        self._at = 0
+        """Position in the buffer up to which it is read. Cutting it after each piece would take quadratic time."""
         self._scanner: ObjectScanner | None = None
-        """Scanner of the call at the beginning of the buffer."""
+        """Scanner of the call at the position."""
+        self._content: list[str] = []
+        """Pieces of content of this text."""
         self._space = ""
         """Whitespace that is content only if content follows it."""
         self._written = False
@@ -43,29 +49,34 @@ class HermesToolReader:
         parsed = ParsedText()
         while self._parse_next(parsed):
             pass
-        return parsed
+        if self._scanner is None:
+            self._buffer, self._at = self._buffer[self._at :], 0
+        return self._add_content(parsed)
 
     def end(self) -> ParsedText:
         """Return the buffered text as content: an incomplete call is text. No call follows."""
-        parsed = ParsedText()
-        self._move_text(parsed, len(self._buffer))
+        self._move_text(len(self._buffer))
         if not self._called:
-            parsed.content += self._space
+            self._content.append(self._space)
         self._space = ""
+        return self._add_content(ParsedText())
+
+    def _add_content(self, parsed: ParsedText) -> ParsedText:
+        parsed.content, self._content = "".join(self._content), []
         return parsed
 
     def _parse_next(self, parsed: ParsedText) -> bool:
         """Move one piece of content or one call from the buffer to `parsed`. Return False if more text is needed."""
-        if not self._buffer.startswith(OPEN):
-            start = self._buffer.find(OPEN)
-            length = start if start > 0 else len(self._buffer) - partial_marker_length(self._buffer, (OPEN,))
-            self._move_text(parsed, length)
-            return start > 0
-        scanner = self._scanner = self._scanner or ObjectScanner(len(OPEN))
+        if not self._buffer.startswith(OPEN, self._at):
+            start = self._buffer.find(OPEN, self._at)
+            end = start if start >= 0 else len(self._buffer) - partial_marker_length(self._buffer, (OPEN,))
+            self._move_text(max(end, self._at))
+            return start >= 0
+        scanner = self._scanner = self._scanner or ObjectScanner(self._at + len(OPEN))
         try:
             if not scanner.scan(self._buffer):
                 return False
-            close = _skip_space(self._buffer, scanner.end or 0)
+            close = _SPACES.match(self._buffer, scanner.end or 0).end()  # type: ignore[union-attr]
             tag = self._buffer[close : close + len(CLOSE)]
             if tag != CLOSE and CLOSE.startswith(tag):
                 return False
@@ -73,17 +84,17 @@ class HermesToolReader:
         except MalformedJson:
             call = None
         if call is None:  # the text is content up to the next position where a call may begin
-            next_call = self._buffer.find(OPEN, len(OPEN))
-            self._move_text(parsed, len(OPEN) if next_call < 0 else next_call)
+            next_call = self._buffer.find(OPEN, self._at + len(OPEN))
+            self._move_text(self._at + len(OPEN) if next_call < 0 else next_call)
         else:
-            self._buffer, self._scanner = self._buffer[close + len(CLOSE) :], None
+            self._at, self._scanner = close + len(CLOSE), None
             parsed.calls.append(call)
             self._called = True
         return True
 
-    def _move_text(self, parsed: ParsedText, length: int) -> None:
-        """Move the first `length` characters of the buffer to the content."""
-        text, self._buffer, self._scanner = self._buffer[:length], self._buffer[length:], None
+    def _move_text(self, end: int) -> None:
+        """Move the characters of the buffer up to the position `end` to the content."""
+        text, self._at, self._scanner = self._buffer[self._at : end], end, None
         text = self._space + text
         content = text.strip() if self._called else text.rstrip()
         after = len(text.rstrip())
@@ -91,9 +102,9 @@ class HermesToolReader:
             self._space = text
             return
         if self._called and self._written:
-            parsed.content += text[: after - len(content)] or "\n"
+            self._content.append(text[: after - len(content)] or "\n")
         self._space = text[after:]
-        parsed.content += content
+        self._content.append(content)
         self._written = True
         self._called = False
 
@@ -165,8 +176,3 @@ def _string(written: str) -> str | None:
         return value if isinstance(value, str) and value.encode() is not None else None
     except (ValueError, RecursionError):
         return None
-
-
-def _skip_space(text: str, at: int) -> int:
-    """Return the position after the whitespace at `at`."""
-    return len(text) - len(text[at:].lstrip(_SPACE))
