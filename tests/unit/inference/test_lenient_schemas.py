@@ -15,6 +15,7 @@ import json
 import pathlib
 import re
 import threading
+import time
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ from headrace_inference.errors import Overloaded
 from headrace_inference.grammar import compiler
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.fair_slots import FairSlots
-from headrace_inference.grammar.forms import form_of
+from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
@@ -184,6 +185,33 @@ async def test_equal_grammars_of_a_tenant_share_one_compilation(
     assert len({compiled.record.text for compiled in answers}) == 1
     assert len(trials) == 2, "each tenant has compilations of its own"
     assert not grammars._compilations
+    grammars.close()
+
+
+async def test_large_schemas_of_a_tenant_do_not_hold_up_those_of_another(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema of 32,000 values takes 0.1 s to check and to write, before anything is compiled."""
+    grammars = GrammarCompiler(Parsers(HERMES, THINK))
+    written: list[AnswerForm] = []
+    write = grammars._write
+
+    def slow(form: AnswerForm, *others: Any) -> Any:
+        time.sleep(0.02)
+        written.append(form)
+        return write(form, *others)
+
+    monkeypatch.setattr(grammars, "_write", slow)
+    monkeypatch.setattr(grammars, "_try", lambda _grammar: None)
+    flood = [
+        asyncio.create_task(compile_form(grammars, tokenizer, json_form({"const": number}), tenant="greedy"))
+        for number in range(20)
+    ]
+    await asyncio.sleep(0)
+    modest = json_form({"const": "modest"})
+    assert (await compile_form(grammars, tokenizer, modest, tenant="modest")).record.text
+    assert written.index(modest) <= 2
+    assert all([(await task).record.text for task in flood])
     grammars.close()
 
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
@@ -31,6 +32,7 @@ from headrace_runtime.grammars.vocabulary import (
     library_version,
     match_grammar,
 )
+from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import TokenGrammar
 from headrace_schemas.http.answer_form import RESPONSE_FORMAT
@@ -119,7 +121,8 @@ class GrammarCompiler:
 
     def __init__(self, parsers: Parsers) -> None:
         self._parsers = parsers
-        self._text_pool = ThreadPoolExecutor(1, "grammar-text")
+        self._texts = WorkerThreads(_THREADS, inline_bytes=0)
+        """Writes grammars and copies guides, for the tenants in turn: a large schema takes 0.1 s."""
         self._pool = ThreadPoolExecutor(_THREADS, "grammar")
         self._slots: FairSlots[str] = FairSlots(_THREADS, WAITING_MAX)
         self._compilations: dict[tuple[str, tuple[bytes, int, str]], asyncio.Task[GrammarGuide]] = {}
@@ -132,8 +135,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Cancel the compilations that wait. Those that have begun finish."""
-        for pool in (self._text_pool, self._pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._texts.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def compile(
         self,
@@ -157,13 +160,13 @@ class GrammarCompiler:
             Refused: the form cannot be compiled, or is beyond the bounds of this module.
             Overloaded: too many grammars of the tenant wait.
         """
-        loop = asyncio.get_running_loop()
-        grammar = await loop.run_in_executor(self._text_pool, self._write, form, tokenizer, vocabulary, opened)
+        write = partial(self._write, form, tokenizer, vocabulary, opened)
+        grammar = await self._texts.run(BYTES_MAX, write, tenant)
         guide = self._recall(tenant, grammar.key)
         metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
         if guide is None:
             guide = await asyncio.shield(self._compilation(grammar, tenant))
-        guides = await loop.run_in_executor(self._text_pool, _copies, guide, resumed)
+        guides = await self._texts.run(BYTES_MAX, partial(_copies, guide, resumed), tenant)
         return CompiledGrammar(grammar.record, guides)
 
     def _compilation(self, grammar: _Grammar, tenant: str) -> asyncio.Task[GrammarGuide]:
