@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, select
+from sqlalchemy import RowMapping, Select, and_, delete, func, insert, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import feedback_targets
 from headrace_collector.closing import Choose, RunWithFeedback, close_runs, refuse_session
-from headrace_collector.schema import IS_OPEN, ends, sessions, stream
+from headrace_collector.schema import IS_OPEN, ends, feedback, sessions, stream, turns
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.storage.isolation import each
@@ -84,6 +84,8 @@ async def apply_ends(
             await _replace_by_session_ends(tx, row)
             return []
         key, tenant, reason = row["session_key"], row["tenant"], row["reason"]
+        if row["msg_ids"] and not await _has_open_turn(tx, key, json.loads(row["msg_ids"])):
+            return []
         return await close_runs(tx, now, settings, key, tenant, reason, _run_filter(row))
 
     async def refuse(row: RowMapping, error: str) -> list[Event]:
@@ -99,18 +101,22 @@ async def apply_ends(
 
 
 async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) -> Sequence[RowMapping]:
-    turns, feedback = stream.positions.alias(), stream.positions.alias()
+    of_turns, of_feedback = stream.positions.alias(), stream.positions.alias()
     reached = and_(
-        ends.c.turns_until <= func.coalesce(turns.c.next_offset, 0),
-        ends.c.feedback_until <= func.coalesce(feedback.c.next_offset, 0),
+        ends.c.turns_until <= func.coalesce(of_turns.c.next_offset, 0),
+        ends.c.feedback_until <= func.coalesce(of_feedback.c.next_offset, 0),
     )
     overdue = now - timedelta(seconds=END_WAIT_S)
     if overdue >= started:  # a log may end with a control record, and then the position never reaches its end
         reached = or_(reached, ends.c.at_ms <= epoch_ms(overdue))
     query = (
         select(ends)
-        .join(turns, (turns.c.topic == "turns") & (turns.c.partition == ends.c.partition), isouter=True)
-        .join(feedback, (feedback.c.topic == "feedback") & (feedback.c.partition == ends.c.partition), isouter=True)
+        .join(of_turns, (of_turns.c.topic == "turns") & (of_turns.c.partition == ends.c.partition), isouter=True)
+        .join(
+            of_feedback,
+            (of_feedback.c.topic == "feedback") & (of_feedback.c.partition == ends.c.partition),
+            isouter=True,
+        )
         .where(reached)
         .order_by(ends.c.id)
         .limit(_AT_ONCE_MAX)
@@ -121,13 +127,41 @@ async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) 
 
 async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None:
     """Replace the end of a tenant, whose offsets were reached, by an end for each of its open sessions in its
-    partition."""
+    partition.
+
+    Sessions without feedback have none of its runs. A session with such an end already gets no second one, or commits
+    in a row would make all other ends wait behind them.
+    """
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
     session_ends = select(*[constants.get(name, sessions.c.session_key) for name in names]).where(
-        sessions.c.tenant == row["tenant"], sessions.c.partition == row["partition"], IS_OPEN
+        sessions.c.tenant == row["tenant"],
+        sessions.c.partition == row["partition"],
+        IS_OPEN,
+        select(feedback.c.event_id)
+        .where(feedback.c.session_key == sessions.c.session_key, feedback.c.used_ms.is_(None))
+        .exists(),
+        sessions.c.session_key.not_in(_ending_sessions(row)),
     )
     await tx.execute(insert(ends).from_select(names, session_ends))
+
+
+def _ending_sessions(row: RowMapping) -> Select[tuple[str]]:
+    """Return the query of the sessions with an end that closes at least the runs that the tenant's end `row` closes."""
+    before_ms = row["before_ms"]
+    covers = ends.c.before_ms.is_(None)
+    if before_ms is not None:
+        covers |= ends.c.before_ms >= before_ms
+    of_tenant = (ends.c.tenant == row["tenant"]) & ends.c.session_key.is_not(None) & (ends.c.reason == row["reason"])
+    return select(ends.c.session_key).where(of_tenant, covers)
+
+
+async def _has_open_turn(tx: AsyncConnection, session_key: str, turn_ids: Sequence[str]) -> bool:
+    """Return whether one of the turns is an open turn of the session."""
+    of_session = turns.c.session_key == session_key, turns.c.closed_ms.is_(None)
+    return (
+        await tx.scalar(select(turns.c.turn_id).where(*of_session, turns.c.turn_id.in_(turn_ids)).limit(1)) is not None
+    )
 
 
 def _run_filter(row: RowMapping) -> Choose:

@@ -27,6 +27,14 @@ from headrace_schemas.values.text import printable
 
 log = get_logger(__name__)
 _CLOSED_MAX = 1000
+_FEEDBACK_MAX = 4096
+"""Largest number of feedback events of one session that count when a run is closed."""
+_FEEDBACK_BYTES_MAX = 16 << 20
+"""JSON bytes of these events together. The newest event counts, whatever its size."""
+_FEEDBACK_COST_BYTES = 512
+"""Bytes of JSON that take as long to parse as the overhead of one event."""
+_EVENTS_AT_ONCE = 500
+"""Largest number of feedback events in one SQL statement."""
 _SUMMED = ("open_turns", "open_completions", "open_sequences", "open_added")
 _COLUMN_NAMES = {"log_offset": "place"}
 """Columns that are named differently from the field of `TurnFacts`."""
@@ -202,10 +210,32 @@ async def feedback_of_session(
     tx: AsyncConnection, session_key: str, tenant: str, since_ms: int
 ) -> list[OrderedFeedback]:
     """Return the feedback that may concern an open run of the session, or did so since `since_ms`, in the order of
-    the log."""
+    the log.
+
+    Of more than `_FEEDBACK_MAX` events or `_FEEDBACK_BYTES_MAX` bytes the newest count: feedback may wait for turns for
+    minutes, and a session may get any number of it.
+    """
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
+    of_session = feedback.c.session_key == session_key, fresh
+    newest = select(feedback.c.event_id, func.length(feedback.c.payload)).where(*of_session)
+    newest = newest.order_by(feedback.c.source_offset.desc()).limit(_FEEDBACK_MAX + 1)
+    names: list[str] = []
+    size_bytes = 0
+    for name, length_bytes in await tx.execute(newest):
+        if names and (len(names) == _FEEDBACK_MAX or size_bytes + length_bytes > _FEEDBACK_BYTES_MAX):
+            log.warning("feedback_left_out", session=session_key, counted=len(names))
+            break
+        names.append(name)
+        size_bytes += length_bytes
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
-    rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
+    rows: list[Any] = []
+    for start in range(0, len(names), _EVENTS_AT_ONCE):
+        query = select(*columns).where(feedback.c.event_id.in_(names[start : start + _EVENTS_AT_ONCE]))
+        rows += (await tx.execute(query)).all()
+    return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered(rows, tenant))
+
+
+def _ordered(rows: Iterable[Any], tenant: str) -> list[OrderedFeedback]:
     ordered = []
     for row in rows:
         event = read_feedback(row.payload)
