@@ -160,7 +160,7 @@ class RolloutController:
 
         async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            units = await unit_store.due_units(tx, rollout, readings_done, round(age_s * 1000), _AT_ONCE_MAX)
+            units, has_more = await unit_store.due_units(tx, rollout, readings_done, round(age_s * 1000), _AT_ONCE_MAX)
             try:
                 readings = await asyncio.to_thread(lambda: [_read_unit(unit, metrics, expected) for unit in units])
             except MetricFailed as error:
@@ -168,7 +168,7 @@ class RolloutController:
                 return ()
             await unit_store.add_readings(tx, rollout.rollout_id, age, readings, is_last=is_last)
             new_readings[:] = readings
-            return Unfinished() if len(units) == _AT_ONCE_MAX else ()
+            return Unfinished() if has_more else ()
 
         more = await self._processor.step(work)
         if failed:

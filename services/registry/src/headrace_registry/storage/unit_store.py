@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Table, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollouts.metrics import SessionRecord
@@ -21,6 +21,11 @@ from headrace_schemas import EVENTS as KINDS
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.errors import InvalidEvent
+
+_UNIT_BYTES_MAX = 64 << 20
+"""Bytes of the events of one unit. A caller may send feedback of a megabyte as often as it likes."""
+_READ_BYTES_MAX = 64 << 20
+"""Bytes of events from which on no further unit is read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +101,32 @@ async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> lis
 
 
 async def add_event(tx: AsyncConnection, member: Membership, event: Event, events_max: int) -> bool:
-    """Store an event of a unit. Return False if the unit is closed or has `events_max` events already."""
+    """Store an event of a unit. Return False if the unit is closed, or has `events_max` events already or so many bytes
+    that it does not fit."""
+    value = event.to_json()
+    if await _stored_bytes(tx, member) + len(value) > _UNIT_BYTES_MAX:
+        return False
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
     conditions = (*_equal(UNITS, key), UNITS.c.events < events_max, UNITS.c.events >= 0)
     counted = await tx.execute(update(UNITS).where(*conditions).values(events=UNITS.c.events + 1))
     if not counted.rowcount:
         return False
-    row = {**key, "topic": event.topic, "value": event.to_json(), "at_ms": member.now_ms}
+    row = {**key, "topic": event.topic, "value": value, "at_ms": member.now_ms}
     await tx.execute(insert(EVENTS).values(row))
     return True
 
 
+async def _stored_bytes(tx: AsyncConnection, member: Membership) -> int:
+    key = {"rollout_id": member.rollout_id, "unit": member.unit}
+    size_bytes: int | None = await tx.scalar(select(func.sum(func.length(EVENTS.c.value))).where(*_equal(EVENTS, key)))
+    return size_bytes or 0
+
+
 async def due_units(
     tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
-) -> list[DueUnit]:
-    """Return the units that have reached an age and had exactly `readings_done` readings, in the order of reading."""
+) -> tuple[list[DueUnit], bool]:
+    """Return the units that have reached an age and had exactly `readings_done` readings, in the order of reading, and
+    whether there may be more of them: at most `limit` are read at once, and fewer if they are large."""
     query = (
         select(UNITS)
         .where(
@@ -121,8 +137,11 @@ async def due_units(
         .order_by(UNITS.c.enrolled_ms, UNITS.c.unit)
         .limit(limit)
     )
-    units = []
+    units: list[DueUnit] = []
+    size_bytes = 0
     for row in (await tx.execute(query)).mappings().all():
+        if size_bytes >= _READ_BYTES_MAX:
+            return units, True
         events_query = (
             select(EVENTS.c.topic, EVENTS.c.value)
             .where(
@@ -135,7 +154,8 @@ async def due_units(
         events = tuple((event_row.topic, event_row.value) for event_row in await tx.execute(events_query))
         unit = Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"]))
         units.append(DueUnit(unit, events))
-    return units
+        size_bytes += sum(len(value) for _, value in events)
+    return units, len(units) == limit
 
 
 async def add_readings(
