@@ -199,6 +199,20 @@ async def test_pairs_per_task_are_limited(
     assert rewards["r3"].reason == "its task had all its pairs already (3)"
 
 
+async def test_a_task_of_all_runs_has_a_bounded_number_of_contestants(
+    llm: FakeLLM, paired: Callable[..., JudgeSettings], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each decision reads all runs of its contest: with 10,000 runs of one task that is most of the time."""
+    monkeypatch.setattr("headrace_judge.pairwise._CONTESTANTS_MAX", 4)
+    llm.usual = fake_llm.answer(by_number)
+    async with judge(paired(), data_dir) as rig:
+        await rig.bench.deliver(*(run(f"r{number}", number) for number in range(8)), run("other", 1, task="another"))
+        assert await rig.bench.count("contestants") == 5
+        abstained = [reward for reward in last(rig).values() if reward.outcome == "abstained"]
+    assert {reward.trajectory_id for reward in abstained} == {f"r{number}" for number in range(4, 8)}
+    assert {reward.reason for reward in abstained} == {"its task has 4 other runs that wait for comparison"}
+
+
 async def test_a_pair_that_cannot_be_decided_leaves_the_others_standing(
     llm: FakeLLM, data_dir: Path, paired: Callable[..., JudgeSettings]
 ) -> None:

@@ -18,7 +18,7 @@ from headrace_judge.settings import PairSettings
 from headrace_judge.tables import CONTESTANTS, CONTESTS, DEADLINE_JOB, PAIRS, VERDICT_JOB, PairTask, RunToJudge, Subject
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.storage.tables import upsert
+from headrace_runtime.storage.tables import count_rows, upsert
 from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import derived_id
@@ -26,6 +26,10 @@ from headrace_schemas.values.text import printable
 
 PAIRS_PER_TASK_MAX = 28
 """Pairs that are judged per task within one window, with two calls each. 28 are all pairs of 8 runs."""
+
+_CONTESTANTS_MAX = 512
+"""Runs of one contest that wait for rivals. Each decision reads all runs of its contest, and one task may be that of
+all calls of a tenant."""
 
 
 class PairwiseComparisons:
@@ -37,8 +41,11 @@ class PairwiseComparisons:
         self._window = timedelta(seconds=settings.window_s)
         self._pairs_max = PAIRS_PER_TASK_MAX
 
-    async def add_run(self, tx: AsyncConnection, now: datetime, case: RunToJudge, trajectory: Trajectory) -> None:
+    async def add_run(self, tx: AsyncConnection, now: datetime, case: RunToJudge, trajectory: Trajectory) -> str | None:
         """Add a run to the contest of its task, and queue a comparison with each of its opponents.
+
+        Returns:
+            The reason why the run is not compared, or None.
 
         Raises:
             InvalidEvent: another tenant has a trajectory with this id.
@@ -55,7 +62,11 @@ class PairwiseComparisons:
                 name = printable(subject.trajectory_id)
                 text = f"trajectory_id = {name!r}: another tenant has a trajectory with this id"
                 raise InvalidEvent("trajectory_taken", text)
-            return
+            return None
+        of_contest = CONTESTANTS.c.contest == contest
+        if await count_rows(tx, of_contest, CONTESTANTS, _CONTESTANTS_MAX + 1) > _CONTESTANTS_MAX:
+            await tx.execute(delete(CONTESTANTS).where(_is(subject.rubric, subject.trajectory_id)))
+            return f"its task has {_CONTESTANTS_MAX} other runs that wait for comparison"
         for rival in await self._opponents(tx, now, contest, run):
             pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)
             columns = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
@@ -64,6 +75,7 @@ class PairwiseComparisons:
             await self._jobs.enqueue(tx, pair, kind_of_tenant(VERDICT_JOB, subject.tenant), task.to_json(), now)
         deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
         await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
+        return None
 
     async def load_pair(self, tx: AsyncConnection, task: PairTask) -> tuple[RunToJudge, RunToJudge] | None:
         """Return the two runs of a pair; None if the pair was deleted."""

@@ -88,12 +88,11 @@ class TrajectoryHandler:
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
         case = RunToJudge(subject=subject, run=run)
         if rubric.mode == "pair":
-            await self._pairwise.add_run(handling.tx, handling.now, case, trajectory)
-        else:
-            name = tenant_name(trajectory.tenant, trajectory.trajectory_id)
-            job_id = derived_id("judge-verdict", rubric.name, name)
-            kind = kind_of_tenant(VERDICT_JOB, trajectory.tenant)
-            await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
+            return await self._pairwise.add_run(handling.tx, handling.now, case, trajectory)
+        name = tenant_name(trajectory.tenant, trajectory.trajectory_id)
+        job_id = derived_id("judge-verdict", rubric.name, name)
+        kind = kind_of_tenant(VERDICT_JOB, trajectory.tenant)
+        await self._jobs.enqueue(handling.tx, job_id, kind, SingleTask(case=case).to_json(), handling.now)
         return None
 
     async def _is_full(self, tx: AsyncConnection, tenant: str) -> bool:
