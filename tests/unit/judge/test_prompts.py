@@ -207,6 +207,18 @@ def test_other_branches_are_mentioned() -> None:
     assert entries_of(forked)[0] == ("note", "", "The run has 2 lines of conversation; the longest one is shown.")
 
 
+def test_of_equally_long_branches_one_with_an_answer_is_shown() -> None:
+    """A model may answer one of several choices with nothing. The run is judged by another choice."""
+    run = trajectory("t", answer="Paris")
+    silent = Dialogue(messages=(*run.messages[:-1], *said(("assistant", ""))))
+    for dialogues in ((silent, *run.dialogues), (*run.dialogues, silent)):
+        forked = run.model_copy(update={"branches": run.branches * 2, "dialogues": dialogues})
+        assert entries_of(forked)[-1] == ("answer", "", "Paris")
+        assert forked.final_answer == "Paris"
+    longer = Dialogue(messages=(*run.messages, *said(("user", "?"), ("assistant", ""))))
+    assert run.model_copy(update={"dialogues": (*run.dialogues, longer)}).final_answer == "", "the longest one counts"
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_equal_runs_make_equal_prompts(name: str) -> None:
     prompts = Prompts()

@@ -220,11 +220,17 @@ class Trajectory(Event):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The longest dialogue."""
-        return max((d.messages for d in self.dialogues), key=len, default=())
+        """The longest dialogue. Of equally long ones, the first whose last message is not empty comes first: one of
+        several choices may be empty."""
+        return max((dialogue.messages for dialogue in self.dialogues), key=_length_with_answer, default=())
 
     @property
     def final_answer(self) -> str:
         """The text of the model's last message, or an empty string without one."""
         last = self.messages[-1] if self.messages else None
         return last.text if last is not None and last.role == "assistant" else ""
+
+
+def _length_with_answer(messages: tuple[Message, ...]) -> tuple[int, bool]:
+    last = messages[-1]
+    return len(messages), bool(last.text or last.tool_calls)
